@@ -1,0 +1,52 @@
+# Every command of the project. `make` alone lists them.
+
+VENV := .venv
+BENCH := .venv-bench
+PYTHON_IN_VENV := $(VENV)/bin/python
+
+include scripts/env
+export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test test-fast demo bench bench-setup lock clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## install the lock file and this checkout into .venv (does nothing when done)
+	@VENV=$(VENV) scripts/setup.sh
+
+check: setup ## formatting, ruff, import contracts, pyright
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/pyright
+
+format: setup ## format the code and mend what ruff can mend
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+# One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
+test test-fast: export OMP_NUM_THREADS := 1
+test test-fast demo bench: export HF_HUB_OFFLINE := 1
+
+test: setup ## run all tests that need no GPU; select with ARGS="-k name"
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+
+test-fast: setup ## run the unit tests alone
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" tests/unit $(ARGS)
+
+demo: setup ## run the whole chain on this machine and report the speedup
+	$(VENV)/bin/slipstream demo $(ARGS)
+
+bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
+	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
+
+bench: bench-setup ## time engine, learner, refit and the step beside TRL's
+	PYTHONPATH=$(BENCH) $(PYTHON_IN_VENV) -m benchmarks $(ARGS)
+
+lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
+	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh
+
+clean: ## remove caches and environments, keep runs/
+	rm -rf $(VENV) $(BENCH) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Writes requirements/*.lock from pyproject.toml. Pins that still fit stay as they are; `make lock UPGRADE=1` renews all.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=${VENV:-.venv}
+python=$VENV/bin/python
+source scripts/package_sources.sh
+use_pip_settings
+
+compile() {
+    "$python" -m uv pip compile --quiet --no-annotate --custom-compile-command "make lock" \
+        ${UPGRADE:+--upgrade} "$@" pyproject.toml
+}
+
+# The main environment, on x86-64 and on arm64 alike but for Intel's runtime, which the resolver pins without a marker.
+compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev -o requirements/cpu.lock
+sed -i -E "s/^(intel-[a-z-]+==[^ ]+)$/\1 ; platform_machine == 'x86_64'/" requirements/cpu.lock
+
+# What the benchmarks lay over the main environment: TRL and whatever it needs that is not there already.
+layer=$(mktemp)
+trap 'rm -f "$layer"' EXIT
+compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --extra bench \
+    --constraints requirements/cpu.lock -o "$layer"
+{
+    echo "# Laid over requirements/cpu.lock by \`make bench-setup\`; written by \`make lock\`."
+    grep == "$layer" | cut -d' ' -f1 | grep -vxFf <(cut -d' ' -f1 requirements/cpu.lock)
+} >requirements/bench.lock
+
+# The CUDA image. Resolved without pip's own wheel directories: they may hold a CPU build of torch.
+unset UV_FIND_LINKS PIP_FIND_LINKS
+compile --python-version 3.12 --python-platform aarch64-manylinux_2_28 --extra gpu -o requirements/gpu.lock

@@ -1,0 +1,1 @@
+"""Prompts, synthetic stand-ins, tokenizer and packing."""

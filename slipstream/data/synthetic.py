@@ -1,0 +1,299 @@
+"""Offline stand-ins for the real data sets, column for column, and the corpus that the tiny policy is trained on.
+
+The in-domain task is chained addition, `12+7+30=?`, worked step by step and closed with a boxed answer. It is easy
+for a character-level model of a few million parameters, has answers in AIME's range 0-999, and its responses have
+the long right tail in length that makes rollouts expensive. The general-domain task edits text over the same
+characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slipstream.config import require
+from slipstream.types import Workload
+
+Split = Literal["train", "draft_in_domain", "draft_general", "validation"]
+Row = dict[str, Any]
+
+MAX_ANSWER = 999
+_VALIDATION_SHARE = 16  # one problem in so many is kept for validation: the corpus never holds it
+_TEXT = (
+    "a red fox ran over the old stone bridge while two small birds sang in tall green trees near our house and "
+    "my friend reads books about ships stars rivers mountains music bread rain snow wind fire every quiet morning"
+)
+_WORDS = tuple(_TEXT.split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """Size and difficulty of the synthetic sets.
+
+    The number of terms n of a problem is drawn with chance proportional to `terms_decay` ** n over
+    [`min_terms`, `max_terms`]: mostly short responses with a long tail. With the defaults a direct response has
+    about 55 characters in the mean and 160 at most, a prompt about 20.
+    """
+
+    num_train_problems: int = 2000
+    num_copies: int = 2  # rows for each training problem, as the real set repeats its own
+    num_conflicting: int = 8  # training problems that a further row gives another answer
+    num_leaked: int = 2  # validation problems that also stand among the training rows
+    num_draft_rows: int = 1000  # rows of each draft set
+    num_validation_problems: int = 30
+    min_terms: int = 3
+    max_terms: int = 14
+    terms_decay: float = 0.74
+    max_term: int = 99
+    one_digit_rate: float = 0.5  # chance that a term has one digit
+    subtraction_rate: float = 0.0  # chance that a term is subtracted, where the running sum allows it
+    noise_rate: float = 0.1  # chance that a worked step of the corpus is wrong, and the mistake carried on
+    general_rate: float = 0.1  # share of the corpus that is general-domain
+
+    def __post_init__(self) -> None:
+        for name in ("num_train_problems", "num_copies", "num_draft_rows", "num_validation_problems"):
+            require(getattr(self, name) > 0, f"data.synthetic.{name}", "must be > 0", getattr(self, name))
+        for name in ("num_conflicting", "num_leaked"):
+            require(getattr(self, name) >= 0, f"data.synthetic.{name}", "must be >= 0", getattr(self, name))
+        for name in ("one_digit_rate", "subtraction_rate", "noise_rate", "general_rate"):
+            require(0 <= getattr(self, name) <= 1, f"data.synthetic.{name}", "must lie in [0, 1]", getattr(self, name))
+        require(
+            self.num_leaked <= self.num_validation_problems,
+            "data.synthetic.num_leaked",
+            f"must be <= num_validation_problems ({self.num_validation_problems})",
+            self.num_leaked,
+        )
+        require(
+            self.num_conflicting <= self.num_train_problems,
+            "data.synthetic.num_conflicting",
+            f"must be <= num_train_problems ({self.num_train_problems})",
+            self.num_conflicting,
+        )
+        require(self.min_terms >= 2, "data.synthetic.min_terms", "must be >= 2", self.min_terms)
+        require(
+            self.max_terms >= self.min_terms,
+            "data.synthetic.max_terms",
+            f"must be >= min_terms ({self.min_terms})",
+            self.max_terms,
+        )
+        require(self.terms_decay > 0, "data.synthetic.terms_decay", "must be > 0", self.terms_decay)
+        require(10 <= self.max_term <= 99, "data.synthetic.max_term", "must lie in [10, 99]", self.max_term)
+        require(
+            self.min_terms * self.max_term <= MAX_ANSWER,
+            "data.synthetic.min_terms",
+            f"times max_term must be <= {MAX_ANSWER}, the largest answer",
+            self.min_terms,
+            "lower min_terms or max_term",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """One problem and one response to it, as plain text without any chat template."""
+
+    problem: str
+    response: str
+
+
+def pretraining_corpus(config: SyntheticConfig, *, workload: Workload, seed: int) -> Iterator[Example]:
+    """Endless noisy examples for pretraining the tiny policy; the same arguments give the same examples.
+
+    No validation problem is among them, whatever its seed. A direct response lists the steps; one of `rl_think`
+    works inside `<think>` … `</think>` and checks each step. Mistakes come at `noise_rate` a step, so a policy that
+    has learned the corpus well is still wrong at that rate when sampled at temperature 1.
+    """
+    rng = random.Random(f"{seed}/corpus/{workload}")
+    respond = _thinking_response if workload is Workload.RL_THINK else _direct_response
+    while True:
+        if rng.random() < config.general_rate:
+            yield _general_example(rng)
+            continue
+        terms = _draw_terms(rng, config, validation=False)
+        yield Example(problem=_problem(terms), response=respond(terms, rng, config.noise_rate))
+
+
+def dapo_rows(config: SyntheticConfig, *, split: Split, seed: int) -> list[Row]:
+    """Rows with the columns of DAPO-Math-17k; in the training split with copies, conflicting answers and leaks."""
+    rng = random.Random(f"{seed}/{split}")
+    if split != "train":
+        chains = [_draw_terms(rng, config, validation=False) for _ in range(config.num_draft_rows)]
+        return [_dapo_row(_problem(terms), sum(terms), index) for index, terms in enumerate(chains)]
+    chains = _unique_chains(rng, config, config.num_train_problems, validation=False)
+    answers = [(_problem(terms), sum(terms)) for terms in chains] * config.num_copies
+    answers += [(problem, answer + 1) for problem, answer in answers[: config.num_conflicting]]
+    leaked = aime_rows(config, seed=seed)[: config.num_leaked]
+    answers += [(row["problem"], int(row["answer"])) for row in leaked]
+    rng.shuffle(answers)
+    return [_dapo_row(problem, answer, index) for index, (problem, answer) in enumerate(answers)]
+
+
+def aime_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
+    """Rows with the columns of HuggingFaceH4/aime_2024: unique problems with integer answers 0-999."""
+    rng = random.Random(f"{seed}/validation")
+    chains = _unique_chains(rng, config, config.num_validation_problems, validation=True)
+    return [
+        {
+            "id": index,
+            "problem": _problem(terms),
+            "solution": _direct_response(terms, rng, 0.0),
+            "answer": str(sum(terms)),
+            "url": f"synthetic://aime_2024/{index}",
+            "year": "2024",
+        }
+        for index, terms in enumerate(chains)
+    ]
+
+
+def ultrachat_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
+    """Rows with the columns of HuggingFaceH4/ultrachat_200k, of the general domain."""
+    rng = random.Random(f"{seed}/ultrachat")
+    rows: list[Row] = []
+    for _ in range(config.num_draft_rows):
+        example = _general_example(rng)
+        messages = [
+            {"role": "user", "content": example.problem},
+            {"role": "assistant", "content": example.response},
+        ]
+        prompt_id = hashlib.sha256(example.problem.encode()).hexdigest()
+        rows.append({"prompt": example.problem, "prompt_id": prompt_id, "messages": messages})
+    return rows
+
+
+def magpie_rows(config: SyntheticConfig, *, seed: int) -> list[Row]:
+    """Rows with the text columns of Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered, of the general domain."""
+    rng = random.Random(f"{seed}/magpie")
+    rows: list[Row] = []
+    for index in range(config.num_draft_rows):
+        example = _general_example(rng)
+        conversations = [
+            {"from": "human", "value": example.problem},
+            {"from": "gpt", "value": example.response},
+        ]
+        rows.append(
+            {
+                "uuid": f"{index:08d}",
+                "instruction": example.problem,
+                "response": example.response,
+                "conversations": conversations,
+            }
+        )
+    return rows
+
+
+def write_split(config: SyntheticConfig, directory: Path, *, split: Split, seed: int) -> tuple[Path, ...]:
+    """Write the stand-ins for `split` as JSON Lines, one file a data set, and return their paths."""
+    makers: dict[Split, dict[str, Callable[[], list[Row]]]] = {
+        "train": {"dapo_math_17k": lambda: dapo_rows(config, split="train", seed=seed)},
+        "draft_in_domain": {"dapo_math_17k": lambda: dapo_rows(config, split="draft_in_domain", seed=seed)},
+        "draft_general": {
+            "ultrachat_200k": lambda: ultrachat_rows(config, seed=seed),
+            "magpie": lambda: magpie_rows(config, seed=seed),
+        },
+        "validation": {"aime_2024": lambda: aime_rows(config, seed=seed)},
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, make in makers[split].items():
+        path = directory / f"{split}.{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in make()))
+        paths.append(path)
+    return tuple(paths)
+
+
+def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool) -> tuple[int, ...]:
+    """Signed terms whose running sums all lie in 0-999, from the share of problems that is (not) for validation."""
+    counts = range(config.min_terms, config.max_terms + 1)
+    num_terms = rng.choices(counts, [config.terms_decay**n for n in counts])[0]
+    while True:
+        terms: list[int] = []
+        total = 0
+        for _ in range(num_terms):
+            one_digit = rng.random() < config.one_digit_rate
+            term = rng.randint(1, 9) if one_digit else rng.randint(10, config.max_term)
+            subtract = rng.random() < config.subtraction_rate and 0 < term <= total
+            terms.append(-term if subtract else term)
+            total += terms[-1]
+        if max(itertools.accumulate(terms)) <= MAX_ANSWER and _is_validation(terms) == validation:
+            return tuple(terms)
+
+
+def _dapo_row(problem: str, answer: int, index: int) -> Row:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": problem}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(answer), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"synthetic-{index}"},
+    }
+
+
+def _is_validation(terms: list[int]) -> bool:
+    digest = hashlib.sha256(_problem(tuple(terms)).encode()).digest()
+    return digest[0] % _VALIDATION_SHARE == 0
+
+
+def _unique_chains(
+    rng: random.Random, config: SyntheticConfig, num_chains: int, *, validation: bool
+) -> list[tuple[int, ...]]:
+    chains: dict[tuple[int, ...], None] = {}
+    while len(chains) < num_chains:
+        chains[_draw_terms(rng, config, validation=validation)] = None
+    return list(chains)
+
+
+def _problem(terms: tuple[int, ...]) -> str:
+    return "".join(f"{term:+d}" for term in terms).removeprefix("+") + "=?"
+
+
+def _noisy_sum(left: int, term: int, rng: random.Random, noise_rate: float) -> int:
+    """`left + term`, or with chance `noise_rate` the same with a carry forgotten or invented (10 off)."""
+    exact = left + term
+    if rng.random() >= noise_rate:
+        return exact
+    wrong = exact - 10 if left % 10 + term % 10 >= 10 else exact + 10
+    return wrong if 0 <= wrong <= MAX_ANSWER else exact
+
+
+def _direct_response(terms: tuple[int, ...], rng: random.Random, noise_rate: float) -> str:
+    lines = []
+    total = terms[0]
+    for term in terms[1:]:
+        result = _noisy_sum(total, term, rng, noise_rate)
+        lines.append(f"{total}{term:+d}={result}\n")
+        total = result
+    return "".join(lines) + f"\\boxed{{{total}}}"
+
+
+def _thinking_response(terms: tuple[int, ...], rng: random.Random, noise_rate: float) -> str:
+    """Each step is worked and then checked; where the two differ the check says `no` and the step is redone once."""
+    lines = []
+    total = terms[0]
+    for term in terms[1:]:
+        step = f"{total}{term:+d}="
+        result, check = (_noisy_sum(total, term, rng, noise_rate) for _ in range(2))
+        lines.append(f"{step}{result}\n{step}{check} {'ok' if result == check else 'no'}\n")
+        if result != check:
+            result = _noisy_sum(total, term, rng, noise_rate)
+            lines.append(f"{step}{result}\n")
+        total = result
+    return "<think>\n" + "".join(lines) + f"</think>\n\\boxed{{{total}}}"
+
+
+def _general_example(rng: random.Random) -> Example:
+    words = [rng.choice(_WORDS) for _ in range(rng.randint(2, 5))]
+    text = " ".join(words)
+    task = rng.choice(("copy", "reverse", "sort", "count", "join"))
+    responses = {
+        "copy": text,
+        "reverse": " ".join(reversed(words)),
+        "sort": " ".join(sorted(words)),
+        "count": f"{len(words)} words: {', '.join(words)}.",
+        "join": "".join(words),
+    }
+    return Example(problem=f"{task}: {text}", response=responses[task])

@@ -1,0 +1,60 @@
+"""The character-level tokenizer of the tiny policy, in the Hugging Face format that the engine and learner load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, UNKNOWN, START, END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+THINK = ("<think>", "</think>")
+CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyz+-*/=^?.,:;'\\{}()"
+
+_TOKENS = (PAD, UNKNOWN, START, END, *ROLES, *THINK, *CHARACTERS)
+VOCAB_SIZE = len(_TOKENS)
+assert VOCAB_SIZE == 64  # what the tiny policy's embedding is made for, and the engine's own padding unit
+
+# The layout of Qwen's template with each role as one token and no line breaks: five tokens around a problem.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role not in ['system', 'user', 'assistant'] -%}"
+    "{{- raise_exception('role must be system, user or assistant, got ' ~ message.role) -}}"
+    "{%- endif -%}"
+    "{{- '<|im_start|><|' ~ message.role ~ '|>' ~ message.content ~ '<|im_end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|><|assistant|>' -}}{%- endif -%}"
+)
+
+
+def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
+    """One token a character; what is outside `CHARACTERS` becomes `<|unk|>`, one for each character.
+
+    `<think>` and `</think>` are single tokens but not special ones: decoding keeps them, as Qwen3's does.
+
+    Args:
+        max_length: tokens of the longest sequence that the model takes.
+    """
+    vocabulary = {token: index for index, token in enumerate(_TOKENS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, UNKNOWN, START, END, *ROLES])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in THINK])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        extra_special_tokens=[START, *ROLES],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def write_tokenizer(directory: Path, *, max_length: int) -> None:
+    """Write the tokenizer into `directory`, from where `AutoTokenizer.from_pretrained` reads it."""
+    build_tokenizer(max_length=max_length).save_pretrained(str(directory))

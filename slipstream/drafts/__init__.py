@@ -1,0 +1,1 @@
+"""Draft models: config, EAGLE-3 training, checks against the policy."""

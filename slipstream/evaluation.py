@@ -1,0 +1,146 @@
+"""Accuracy of a policy on a fixed set of problems: avg@k, maj@k and their uncertainty.
+
+Legend: `N` problems, `k` samples a problem.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from slipstream.config import require
+from slipstream.records import EvaluationRecord
+from slipstream.rewards import Verifier, extract_answer, normalise_answer
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import RolloutEngine
+from slipstream.types import FinishReason, Prompt
+
+T = TypeVar("T")
+
+_NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """How the problems are sampled, apart from training. The defaults are what Qwen3 is published with."""
+
+    num_samples_per_problem: int = 32
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 20
+    max_response_tokens: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_samples_per_problem > 0,
+            "evaluation.num_samples_per_problem",
+            "must be > 0",
+            self.num_samples_per_problem,
+        )
+        require(
+            self.temperature > 0 or self.num_samples_per_problem == 1,
+            "evaluation.temperature",
+            "must be > 0 with more than one sample a problem",
+            self.temperature,
+            "greedy samples are all equal: set num_samples_per_problem to 1",
+        )
+        self.sampling()
+
+    def sampling(self) -> SamplingConfig:
+        """These settings as the engine takes them, with the engine's own checks."""
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_response_tokens=self.max_response_tokens,
+        )
+
+
+def avg_at_k(rewards_Nk: Sequence[Sequence[float]]) -> float:
+    """Expected pass@1: the mean over problems of the mean reward of their samples."""
+    return float(np.mean([np.mean(rewards) for rewards in rewards_Nk]))
+
+
+def maj_at_k(answers_Nk: Sequence[Sequence[str | None]], rewards_Nk: Sequence[Sequence[float]]) -> float:
+    """Share of problems whose most frequent answer is right.
+
+    Of m answers that tie each counts 1/m, as if one were drawn. A sample without an answer (None) does not vote.
+    """
+    return float(np.mean([_majority(a, r) for a, r in zip(answers_Nk, rewards_Nk, strict=True)]))
+
+
+def bootstrap_ci95(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """95 % percentile interval of the mean of `values` (N), resampled over problems."""
+    values_N = np.asarray(values, dtype=np.float64)
+    indices = np.random.default_rng(seed).integers(len(values_N), size=(_NUM_RESAMPLES, len(values_N)))
+    low, high = np.percentile(values_N[indices].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def prompt_hash(prompts: Sequence[Prompt]) -> str:
+    """Hash of the tokens the policy is asked with, in order, and the reference answers."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.token_ids, prompt.answer)).encode())
+    return digest.hexdigest()[:16]
+
+
+def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    *,
+    verifier: Verifier,
+    decode: Callable[[Sequence[int]], str],
+    config: EvaluationConfig,
+    policy: str,
+    seed: int,
+) -> EvaluationRecord:
+    """Sample k responses to each problem with the engine's present weights and score them.
+
+    Args:
+        decode: tokens to text, with `</think>` kept.
+        policy: what the weights are called in the record.
+    Raises:
+        ConfigError: there are no prompts.
+    """
+    require(len(prompts) > 0, "data.validation", "must have problems to evaluate on", len(prompts))
+    k = config.num_samples_per_problem
+    groups = engine.generate(prompts, sampling=config.sampling(), group_size=k, seed=seed).groups
+    assert [len(group.rollouts) for group in groups] == [k] * len(prompts)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    texts = [decode(rollout.token_ids) for rollout in rollouts]
+    scored = verifier.score(texts, [prompt.answer for prompt in prompts for _ in range(k)])
+    rewards_Nk = _rows(scored.rewards, k)
+    truncated = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    return EvaluationRecord(
+        policy=policy,
+        num_problems=len(prompts),
+        k=k,
+        avg_at_k=avg_at_k(rewards_Nk),
+        maj_at_k=maj_at_k(_rows([extract_answer(text) for text in texts], k), rewards_Nk),
+        ci95=bootstrap_ci95([float(np.mean(rewards)) for rewards in rewards_Nk], seed=seed),
+        truncated_fraction=float(np.mean(truncated)),
+        num_timeouts=scored.num_timeouts,
+        prompt_hash=prompt_hash(prompts),
+        correct_by_problem=tuple(int(sum(rewards)) for rewards in rewards_Nk),
+    )
+
+
+def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
+    """Chance that an answer drawn from the most frequent ones is right."""
+    votes: dict[str, list[float]] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        if answer is not None:
+            votes.setdefault(normalise_answer(answer), []).append(reward)
+    if not votes:
+        return 0.0
+    most = max(len(vote) for vote in votes.values())
+    return float(np.mean([np.mean(vote) for vote in votes.values() if len(vote) == most]))
+
+
+def _rows(values: Sequence[T], k: int) -> list[Sequence[T]]:
+    return [values[start : start + k] for start in range(0, len(values), k)]

@@ -1,0 +1,96 @@
+"""The policy loss. Legend: `B` sequences of a micro-batch, `T` predicted tokens (positions 1 .. of the sequence)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
+
+    `truncated_importance_sampling` caps the weight trainer probability / rollout probability that corrects for an
+    engine whose numerics differ from the learner's, or whose policy is older; None leaves the loss uncorrected.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coefficient: float = 0.0
+    truncated_importance_sampling: float | None = None
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.clip_low < 1.0, "grpo.loss.clip_low", "must lie in (0, 1)", self.clip_low)
+        require(self.clip_high > 0.0, "grpo.loss.clip_high", "must be > 0", self.clip_high)
+        require(self.kl_coefficient >= 0.0, "grpo.loss.kl_coefficient", "must be >= 0", self.kl_coefficient)
+        cap = self.truncated_importance_sampling
+        require(cap is None or cap > 0.0, "grpo.loss.truncated_importance_sampling", "must be > 0 or null", cap)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """What one micro-batch contributes to a step; every field adds up over micro-batches and ranks."""
+
+    loss: Tensor  # scalar with gradient, already divided by the step's token count
+    num_clipped: Tensor  # scalar, tokens whose gradient the clip cut off
+    kl_sum: Tensor  # scalar, sum over tokens of k3 to the reference; 0 without a reference
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    *,
+    trainer_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    num_tokens: int,
+    config: LossConfig,
+    rollout_logprobs_BT: Tensor | None = None,
+    ref_logprobs_BT: Tensor | None = None,
+) -> PolicyLoss:
+    """Token-level clipped policy loss of one micro-batch.
+
+    Args:
+        logprobs_BT: [B, T] under the policy being trained, with gradient.
+        trainer_logprobs_BT: [B, T] under the policy before this batch's first update, by the same learner.
+        advantages_BT: [B, T] or broadcastable, e.g. [B, 1].
+        mask_BT: [B, T] bool, True on response tokens.
+        num_tokens: response tokens of the whole step, over all micro-batches and ranks: the one normaliser, so
+            that contributions add up to the loss of the undivided batch.
+        rollout_logprobs_BT: [B, T] as the engine reported them; needed for truncated importance sampling.
+        ref_logprobs_BT: [B, T] under the reference policy; None means no KL.
+    Raises:
+        ValueError: truncated importance sampling or a KL coefficient without the logprobs that it needs.
+    Source:
+        k3 estimator: http://joschu.net/blog/kl-approx.html. Truncated importance sampling: https://fengyao.notion.site/off-policy-rl
+    """
+    ratio_BT = torch.exp(logprobs_BT - trainer_logprobs_BT)
+    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    gain_BT, clipped_gain_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
+    loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
+    if config.truncated_importance_sampling is not None:
+        if rollout_logprobs_BT is None:
+            raise ValueError("truncated importance sampling needs rollout_logprobs")
+        weight_BT = torch.exp(trainer_logprobs_BT - rollout_logprobs_BT)
+        loss_BT = loss_BT * weight_BT.clamp(max=config.truncated_importance_sampling).detach()
+    kl_sum = logprobs_BT.new_zeros(())
+    if ref_logprobs_BT is not None:
+        gap_BT = ref_logprobs_BT - logprobs_BT
+        kl_BT = torch.exp(gap_BT) - gap_BT - 1.0
+        loss_BT = loss_BT + config.kl_coefficient * kl_BT
+        kl_sum = _masked_sum(kl_BT.detach(), mask_BT)
+    elif config.kl_coefficient > 0.0:
+        raise ValueError(f"kl_coefficient {config.kl_coefficient} needs ref_logprobs")
+    return PolicyLoss(
+        loss=_masked_sum(loss_BT, mask_BT) / num_tokens,
+        num_clipped=((clipped_gain_BT < gain_BT) & mask_BT).sum(),
+        kl_sum=kl_sum,
+    )
+
+
+def _masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    # where, not multiply: padding may hold inf or nan, and 0 * inf is nan.
+    return torch.where(mask_BT, values_BT, 0.0).sum()

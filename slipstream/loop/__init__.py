@@ -1,0 +1,1 @@
+"""The GRPO loop and the processes that it drives."""

@@ -1,0 +1,1 @@
+"""The policy: its architecture, its Megatron-Core learner and its weights in other formats."""

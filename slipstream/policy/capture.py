@@ -1,0 +1,49 @@
+"""Reading hidden states out of a forward pass. Legend: `T` tokens, `B` sequences, `H` hidden size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class CapturedStates:
+    """Forward hooks, for the span of a `with`, on the residual stream and on the final norm."""
+
+    def __init__(self, gpt: GPTModel, layer_ids: Sequence[int]) -> None:
+        self._gpt, self._layer_ids = gpt, layer_ids
+        self._by_id: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.last: Tensor  # [T, B, H]
+
+    @property
+    def layers(self) -> list[Tensor]:
+        """[T, B, H] for each layer id asked for."""
+        return [self._by_id[layer_id] for layer_id in self._layer_ids]
+
+    def __enter__(self) -> CapturedStates:
+        """Attach the hooks."""
+        decoder = self._gpt.decoder
+        for layer_id in set(self._layer_ids):
+            module = self._gpt.embedding if layer_id == 0 else decoder.layers[layer_id - 1]
+            self._hooks.append(module.register_forward_hook(functools.partial(self._keep_layer, layer_id)))
+        assert isinstance(decoder.final_layernorm, torch.nn.Module)
+        self._hooks.append(decoder.final_layernorm.register_forward_hook(self._keep_last))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove them."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep_layer(self, layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # A Megatron layer returns (hidden states, cross-attention context), the embedding its output alone.
+        self._by_id[layer_id] = output[0] if isinstance(output, tuple) else output
+
+    def _keep_last(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        self.last = output

@@ -1,0 +1,126 @@
+"""The learner's checkpoint: one safetensors file a rank and one JSON file, nothing that is unpickled.
+
+Names: `model.X` the parameter, `main.X` its float32 master, `exp_avg.X` and `exp_avg_sq.X` of Adam, `rng.cpu` and
+`rng.cuda`. Every data-parallel rank holds the same state, so only the first of them writes. A checkpoint belongs to
+its parallel layout; to change that, go through the HF format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.policy import parallel
+from slipstream.policy.directories import existing_directory, replaced_directory
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """A checkpoint in memory: this rank's tensors, and JSON that all ranks share."""
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+def tensors_of(model: torch.nn.Module, optimizer: MegatronOptimizer | None) -> dict[str, Tensor]:
+    """Everything of a rank that the next update depends on."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        if optimizer is None:
+            continue
+        main = _main(parameter)
+        if main is not parameter:
+            tensors[f"main.{name}"] = main.detach()
+        moments = _adam_of(optimizer).state.get(main, {})  # empty before the first update
+        tensors.update({f"{moment}.{name}": moments[moment] for moment in _ADAM if moments})
+    return tensors
+
+
+def restore(
+    model: torch.nn.Module, optimizer: MegatronOptimizer | None, tensors: Mapping[str, Tensor], *, num_updates: int
+) -> None:
+    """Put back what `tensors_of` took.
+
+    Raises:
+        ValueError: `tensors` are of another model, dtype or layout.
+    """
+    expected = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    wrong = [
+        name
+        for name, parameter in expected.items()
+        if name not in tensors or tensors[name].shape != parameter.shape or tensors[name].dtype != parameter.dtype
+    ]
+    extra = [name for name in tensors if name.startswith("model.") and name not in expected]
+    if wrong or extra:
+        first = (wrong + extra)[0]
+        raise ValueError(f"the checkpoint is of another model: {first} differs in presence, shape or dtype")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+            if optimizer is not None:
+                _restore_optimizer(optimizer, name, parameter, tensors, num_updates)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if torch.cuda.is_available() and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+
+def save(path: Path, state: State) -> None:
+    """Write the checkpoint, collectively; `path` is replaced only when every rank has written its part."""
+    with replaced_directory(path, is_main=parallel.is_main_rank(), barrier=parallel.barrier) as directory:
+        if parallel_state.get_data_parallel_rank() == 0:
+            save_file({k: v.contiguous() for k, v in state.tensors.items()}, directory / _rank_file())
+        if parallel.is_main_rank():
+            (directory / "state.json").write_text(json.dumps(state.meta, allow_nan=False))
+
+
+def load(path: Path) -> State:
+    """Read this rank's part of a checkpoint."""
+    path = existing_directory(path)
+    meta = json.loads((path / "state.json").read_text())
+    return State(tensors=load_file(path / _rank_file()), meta=meta)
+
+
+def _main(parameter: torch.nn.Parameter) -> Tensor:
+    """The float32 tensor that the optimizer steps: Megatron hangs it on a parameter of lower precision."""
+    return parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+
+
+def _adam_of(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    assert len(chained) == 1, "a dense model has one optimizer"
+    return chained[0].optimizer
+
+
+def _restore_optimizer(
+    optimizer: MegatronOptimizer,
+    name: str,
+    parameter: torch.nn.Parameter,
+    tensors: Mapping[str, Tensor],
+    num_updates: int,
+) -> None:
+    main, state = _main(parameter), _adam_of(optimizer).state
+    if main is not parameter:
+        main.copy_(tensors[f"main.{name}"])
+    state.pop(main, None)
+    if num_updates > 0:
+        state[main] = {moment: tensors[f"{moment}.{name}"].to(main.device, copy=True) for moment in _ADAM}
+        state[main]["step"] = torch.tensor(float(num_updates), device=main.device)
+
+
+def _rank_file() -> str:
+    shard = parallel.current_shard()
+    return f"tensor_{shard.tensor_rank:03d}_pipeline_{shard.pipeline_rank:03d}.safetensors"

@@ -1,0 +1,76 @@
+"""Bringing what ranks hold in parts to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slipstream.policy import parallel
+
+
+def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all tensor-parallel ranks, in rank order."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(shards, tensor.contiguous(), group=_tensor_group())
+    return shards
+
+
+def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+    """Named tensors of one pipeline stage, on every stage; only that stage passes them."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        assert tensors is not None
+        return list(tensors)
+    group = _pipeline_group()
+    source = dist.get_process_group_ranks(group)[stage]
+    headers = [None if tensors is None else [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
+    dist.broadcast_object_list(headers, src=source, group=group)
+    assert headers[0] is not None
+    received = []
+    for index, (name, shape, dtype) in enumerate(headers[0]):
+        tensor = (
+            torch.empty(shape, dtype=dtype, device=parallel.device())
+            if tensors is None
+            else tensors[index][1].contiguous()
+        )
+        dist.broadcast(tensor, src=source, group=group)
+        received.append((name, tensor))
+    return received
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Sum, in place, over data-parallel ranks and pipeline stages; tensor-parallel ranks hold equal values."""
+    for group in (_data_group(), _pipeline_group()):
+        if group.size() > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
+    """Sum named scalars over micro-batches and ranks; `results` is empty except on the last pipeline stage."""
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for result in results:
+        sums += torch.stack([result[name].double() for name in names])
+    return dict(zip(names, sum_over_ranks(sums).tolist(), strict=True))
+
+
+# Megatron declares its groups as a group, a list of groups or None, and gives a group for every layout of ours.
+
+
+def _tensor_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def _pipeline_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _data_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())

@@ -1,0 +1,152 @@
+"""Configs of the policy, its learner and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slipstream.config import require
+
+SCRATCH = "scratch"
+"""`policy.model` of a policy that is trained from random weights instead of loaded."""
+
+
+class Dtype(StrEnum):
+    """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchConfig:
+    """A small Qwen3 and how it is pretrained.
+
+    Deep and narrow by default: its decode is bound by per-layer cost, as a GPU's is by memory bandwidth.
+    """
+
+    hidden_size: int = 128
+    num_layers: int = 24
+    num_attention_heads: int = 4
+    num_query_groups: int = 2
+    head_dim: int = 32
+    ffn_hidden_size: int = 384
+    max_position_embeddings: int = 512
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    num_steps: int = 400
+    tokens_per_step: int = 4096
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "ffn_hidden_size", "max_position_embeddings", "tokens_per_step"):
+            value: int = getattr(self, name)
+            require(value > 0, f"policy.scratch.{name}", "must be > 0", value)
+        require(
+            self.num_query_groups > 0 and self.num_attention_heads % self.num_query_groups == 0,
+            "policy.scratch.num_query_groups",
+            f"must divide num_attention_heads {self.num_attention_heads}",
+            self.num_query_groups,
+        )
+        require(self.head_dim % 2 == 0, "policy.scratch.head_dim", "must be even, for RoPE", self.head_dim)
+        require(self.num_steps >= 0, "policy.scratch.num_steps", "must be >= 0", self.num_steps)
+        require(self.learning_rate > 0, "policy.scratch.learning_rate", "must be > 0", self.learning_rate)
+        require(
+            0 <= self.warmup_steps <= self.num_steps,
+            "policy.scratch.warmup_steps",
+            f"must lie in [0, num_steps {self.num_steps}]",
+            self.warmup_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """Which model is trained: a hub id, a local directory in HF format, or `scratch`."""
+
+    model: str
+    dtype: Dtype = Dtype.BFLOAT16
+    scratch: ScratchConfig | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "policy.model", "must name a model", self.model, 'a hub id, a path, or "scratch"')
+        require(
+            (self.scratch is not None) == (self.model == SCRATCH),
+            "policy.scratch",
+            f"must be given exactly when policy.model is {SCRATCH!r}",
+            self.scratch,
+            f"policy.model is {self.model!r}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the learner is spread over ranks; their number is tensor x pipeline x data."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            value: int = getattr(self, name)
+            require(value >= 1, f"learner.parallel.{name}", "must be >= 1", value)
+        require(
+            not self.sequence_parallel or self.tensor > 1,
+            "learner.parallel.sequence_parallel",
+            "must be false with tensor 1",
+            self.sequence_parallel,
+            "it splits activations over the tensor-parallel ranks",
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of learner ranks."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW; the learning rate rises linearly over `warmup_steps` updates, then stays."""
+
+    learning_rate: float
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate)
+        require(
+            len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
+            "optimizer.betas",
+            "must be two numbers in [0, 1)",
+            self.betas,
+        )
+        require(self.eps > 0, "optimizer.eps", "must be > 0", self.eps)
+        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be >= 0", self.weight_decay)
+        require(self.clip_grad > 0, "optimizer.clip_grad", "must be > 0", self.clip_grad)
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be >= 0", self.warmup_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How the learner computes.
+
+    `max_tokens_per_microbatch` bounds padded tokens: memory grows with it, and on a CPU too large a micro-batch
+    falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice.
+    """
+
+    max_tokens_per_microbatch: int = 2048
+    num_threads: int | None = None
+    dtype: Dtype = Dtype.FLOAT32
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        bound = self.max_tokens_per_microbatch
+        require(bound > 0, "learner.max_tokens_per_microbatch", "must be > 0", bound)
+        threads = self.num_threads
+        require(threads is None or threads > 0, "learner.num_threads", "must be > 0 or null", threads)

@@ -1,0 +1,375 @@
+"""The learner: a dense Qwen3 in Megatron-Core that computes log-probabilities, losses and updates.
+
+Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
+vocabulary on this rank, `H` hidden size. Every rank is called with the same arguments and returns the same results;
+data-parallel ranks take turns at the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.config import require
+from slipstream.data.packing import plan_microbatches
+from slipstream.grpo.loss import LossConfig, policy_loss
+from slipstream.policy import checkpoint, collectives, cpu, hf, parallel
+from slipstream.policy.architecture import Architecture
+from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, positions
+from slipstream.policy.capture import CapturedStates
+from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
+from slipstream.policy.layers import build_model
+from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.weights import hf_from_shards, mappings, require_divisible, shard_from_hf
+from slipstream.types import TrainBatch
+
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStats:
+    """What one update did. `kl` is to the reference policy, per token, 0 without one."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    kl: float
+    clip_fraction: float
+    num_tokens: int  # response tokens
+    learning_rate: float
+
+
+_Result = dict[str, Tensor]
+_LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, _Result]]
+
+
+class MegatronPolicy:
+    """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
+
+    Attributes:
+        version: how many `train_step`s the weights have seen.
+    """
+
+    def __init__(
+        self, model: GPTModel, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
+    ) -> None:
+        self.architecture = architecture
+        self.version = 0
+        self._learner = learner
+        self._optimizer_config = optimizer
+        self._shard = parallel.current_shard()
+        self._device = parallel.device()
+        self._gpt = model.to(self._device)
+        self._module: torch.nn.Module = self._gpt
+        self._optimizer: MegatronOptimizer | None = None
+        self._num_updates = 0
+        if learner.num_threads is not None:
+            torch.set_num_threads(learner.num_threads)
+        if optimizer is not None:
+            self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+
+    @classmethod
+    def load(
+        cls,
+        hf_path: Path,
+        *,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
+        rank: int = 0,
+        world_size: int = 1,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+    ) -> MegatronPolicy:
+        """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
+
+        Raises:
+            ConfigError: not a dense Qwen3, or one that `learner.parallel` cannot split evenly.
+        """
+        architecture = Architecture.from_hf(hf_path)
+        parallel.initialize(
+            learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
+        )
+        shard = parallel.current_shard()
+        require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+        with cpu.cuda_as_cpu():
+            model = build_model(architecture, learner, shard, initialize=False)
+        with hf.open_weights(hf_path) as read:
+            _load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+        return cls(model, architecture, learner, optimizer)
+
+    @classmethod
+    def from_scratch(
+        cls,
+        scratch: ScratchConfig,
+        *,
+        vocab_size: int,
+        eos_token_id: int,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
+    ) -> MegatronPolicy:
+        """A policy with random weights, which depend on `scratch.seed` alone."""
+        architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
+        parallel.initialize(learner.parallel)
+        require_divisible(architecture, tensor=learner.parallel.tensor, pipeline=learner.parallel.pipeline)
+        with cpu.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(scratch.seed)
+            model = build_model(architecture, learner, parallel.current_shard(), initialize=True)
+        return cls(model, architecture, learner, optimizer)
+
+    def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
+        """Log-probability of each response token under softmax(logits / temperature), without gradient.
+
+        Returns:
+            One float32 array a sequence, in the order given, of its response's length.
+        """
+        logprobs_N = torch.zeros(num_labels(token_ids, prompt_lengths), device=self._device)
+        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+
+        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
+            chosen_BT = self._logprobs(logits_BTV, batch.labels_BT, temperature)
+            for row, index in enumerate(batch.indices):
+                logprobs_N[offsets[index] : offsets[index + 1]] = chosen_BT[row][batch.mask_BT[row]]
+            return chosen_BT.new_zeros(()), {}
+
+        self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
+        # Each token was filled in by one rank alone, and is zero everywhere else.
+        return np.split(collectives.sum_over_ranks(logprobs_N).cpu().numpy(), offsets[1:-1])
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        trainer_logprobs: Sequence[FloatArray],
+        ref_logprobs: Sequence[FloatArray] | None,
+        loss: LossConfig,
+        temperature: float,
+    ) -> TrainStats:
+        """One optimizer update on the whole batch; against its own `trainer_logprobs` the first ratio is exactly 1.
+
+        Args:
+            trainer_logprobs: what `logprobs` gave for this batch before its first update.
+            ref_logprobs: the same under the reference policy; None leaves the KL out.
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        num_tokens = num_labels(batch.token_ids, batch.prompt_lengths)
+
+        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
+            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
+            part = policy_loss(
+                self._logprobs(logits_BTV, micro.labels_BT, temperature),
+                trainer_logprobs_BT=micro.spread(trainer_logprobs),
+                rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
+                ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
+                advantages_BT=advantages_B.unsqueeze(1),
+                mask_BT=micro.mask_BT,
+                num_tokens=num_tokens,
+                config=loss,
+            )
+            return part.loss, {"loss": part.loss.detach(), "clipped": part.num_clipped, "kl": part.kl_sum}
+
+        batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
+        learning_rate = self.learning_rate
+        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate)
+        self.version += 1
+        return TrainStats(
+            loss=sums["loss"],
+            grad_norm=grad_norm,
+            kl=sums["kl"] / num_tokens,
+            clip_fraction=sums["clipped"] / num_tokens,
+            num_tokens=num_tokens,
+            learning_rate=learning_rate,
+        )
+
+    def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
+        """One optimizer update on the next-token loss.
+
+        Args:
+            loss_starts: tokens before this index are read but not learned; 0 learns all that have a predecessor.
+            learning_rate: of this update; None follows the optimizer's config.
+        Returns:
+            Mean loss a learned token, in nats.
+        """
+        starts = [max(start, 1) for start in loss_starts]
+        num_tokens = num_labels(sequences, starts)
+
+        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
+            logprobs_BT = self._logprobs(logits_BTV, micro.labels_BT, 1.0)
+            part = -torch.where(micro.mask_BT, logprobs_BT, 0.0).sum() / num_tokens
+            return part, {"loss": part.detach()}
+
+        learning_rate = self.learning_rate if learning_rate is None else learning_rate
+        sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate)
+        return sums["loss"]
+
+    def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """What an EAGLE-3 draft learns from: auxiliary hidden states and what the output layer sees.
+
+        Args:
+            layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
+        Returns:
+            For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final
+            norm, in the learner's dtype.
+        Raises:
+            ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
+        """
+        where = self._learner.parallel
+        whole = where.pipeline == 1 and not where.sequence_parallel
+        require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
+        states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
+        lengths = [len(tokens) for tokens in token_ids]
+        for indices in plan_microbatches(lengths, max_tokens=self._learner.max_tokens_per_microbatch):
+            tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
+            with torch.no_grad(), cpu.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
+                self._gpt(tokens_BT, positions(tokens_BT), None)
+            for row, index in enumerate(indices):
+                aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
+                states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
+        return [pair for pair in states if pair is not None]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
+
+        Tensors may share memory with the model: copy before the next update.
+        """
+        parameters = dict(self._gpt.named_parameters())
+        given: set[str] = set()
+        for stage in range(self._shard.pipeline_size):
+            for mapping in mappings(self.architecture, replace(self._shard, pipeline_rank=stage)):
+                if given.issuperset(mapping.hf):
+                    continue  # the last stage's copy of a tied embedding
+                given.update(mapping.hf)
+                tensors = None
+                if stage == self._shard.pipeline_rank:
+                    shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
+                    tensors = hf_from_shards(mapping, shards, self.architecture)
+                yield from collectives.from_pipeline_stage(stage, tensors)
+
+    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
+        weights = {name: tensor.cpu() for name, tensor in self.weights()}
+        if parallel.is_main_rank():
+            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
+        parallel.barrier()
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write what a resumed run needs to go on bit for bit: weights, optimizer, random state, and JSON `extra`."""
+        state = checkpoint.State(
+            tensors=checkpoint.tensors_of(self._gpt, self._optimizer),
+            meta={"version": self.version, "num_updates": self._num_updates, "extra": extra},
+        )
+        checkpoint.save(path, state)
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote under the same architecture and parallel layout; returns its `extra`.
+
+        Raises:
+            ValueError: the checkpoint holds other tensors than this policy.
+        """
+        state = checkpoint.load(path)
+        self._num_updates = state.meta["num_updates"]
+        checkpoint.restore(self._gpt, self._optimizer, state.tensors, num_updates=self._num_updates)
+        self.version = state.meta["version"]
+        return state.meta["extra"]
+
+    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
+        where = self._learner.parallel
+        return microbatches(
+            sequences,
+            loss_starts,
+            max_tokens=self._learner.max_tokens_per_microbatch,
+            device=self._device,
+            multiple=where.tensor if where.sequence_parallel else 1,
+        )
+
+    def _logprobs(self, logits_BTV: Tensor, labels_BT: Tensor, temperature: float) -> Tensor:
+        logits_BTV = logits_BTV.float() / temperature
+        if self._shard.tensor_size == 1:
+            return -F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none").view_as(labels_BT)
+        # Overwrites its argument, which the division above has just made.
+        return -vocab_parallel_cross_entropy(logits_BTV, labels_BT)
+
+    def _run(self, batches: list[MicroBatch], loss_of: _LossOf, *, forward_only: bool) -> list[_Result]:
+        """Forward, and backward unless `forward_only`, over this rank's share of the micro-batches."""
+        num_ranks = parallel_state.get_data_parallel_world_size()
+        mend = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
+        require(
+            len(batches) >= num_ranks,
+            "a step",
+            f"must have a micro-batch for each of {num_ranks} data-parallel ranks",
+            len(batches),
+            mend,
+        )
+        mine = batches[parallel_state.get_data_parallel_rank() :: num_ranks]
+
+        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(data)
+            with cpu.model_arithmetic():
+                output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None)
+
+            def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
+                with cpu.model_arithmetic():
+                    loss, result = loss_of(logits_BTV, batch)
+                return loss, torch.zeros((), dtype=torch.int), result
+
+            return output, loss_func
+
+        with cpu.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(mine),
+                model=[self._module],
+                num_microbatches=len(mine),
+                seq_length=max(batch.token_ids_BT.shape[1] for batch in mine),
+                micro_batch_size=max(len(batch.indices) for batch in mine),
+                forward_only=forward_only,
+            )
+
+    def _update(
+        self, batches: list[MicroBatch], loss_of: _LossOf, names: Sequence[str], learning_rate: float
+    ) -> tuple[dict[str, float], float]:
+        """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
+        assert self._optimizer is not None, "this policy was built without an optimizer"
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        assert isinstance(self._module, DistributedDataParallel)
+        self._module.zero_grad_buffer()
+        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: kept, the first micro-batch of the
+        # next update would be added twice.
+        self._optimizer.zero_grad()
+        results = self._run(batches, loss_of, forward_only=False)
+        with cpu.cuda_as_cpu():
+            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
+        self._num_updates += 1
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
+        return collectives.sum_results(results, names, self._device), float(grad_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        assert self._optimizer_config is not None
+        warmup = self._optimizer_config.warmup_steps
+        return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
+
+
+def _load_exactly(model: GPTModel, state: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
+            parameter.copy_(state[name])

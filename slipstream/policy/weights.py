@@ -1,0 +1,152 @@
+"""Qwen3 parameter names and layouts: Hugging Face <-> Megatron-Core, for tensor- and pipeline-parallel shards.
+
+One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
+round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,
+`F` ffn, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from slipstream.config import require
+from slipstream.policy.architecture import Architecture
+
+
+class Layout(Enum):
+    """How a Megatron parameter is made from HF tensors and split over tensor-parallel ranks."""
+
+    REPLICATED = auto()  # the same on every rank
+    COLUMN = auto()  # split by output rows, dimension 0
+    ROW = auto()  # split by input columns, dimension 1
+    QKV = auto()  # query, key, value interleaved by key-value head, then split by head
+    GATE_UP = auto()  # each rank holds its part of gate above its part of up
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One Megatron parameter and the HF tensors in it."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+_LAYER = (
+    ("input_layernorm.weight", ("input_layernorm.weight",), Layout.REPLICATED),
+    (
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        Layout.QKV,
+    ),
+    ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Layout.REPLICATED),
+    ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Layout.REPLICATED),
+    ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Layout.ROW),
+    ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Layout.REPLICATED),
+    ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
+    ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Layout.ROW),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which part of the model a rank holds."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Holds the final norm and the output layer."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def require_divisible(arch: Architecture, *, tensor: int, pipeline: int) -> None:
+    """Refuse a split over ranks that does not come out even."""
+    for name, size in (
+        ("key-value heads", arch.num_query_groups),
+        ("ffn hidden size", arch.ffn_hidden_size),
+        ("vocabulary", arch.vocab_size),
+    ):
+        require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
+    layers = arch.num_layers
+    require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)
+
+
+def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
+    """The parameters that a rank holds, in model order; Megatron numbers layers within the pipeline stage."""
+    if shard.is_first:
+        yield Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+    per_stage = arch.num_layers // shard.pipeline_size
+    for layer in range(per_stage):
+        hf_layer = shard.pipeline_rank * per_stage + layer
+        for megatron, hf, layout in _LAYER:
+            names = tuple(f"model.layers.{hf_layer}.{name}" for name in hf)
+            yield Mapping(f"decoder.layers.{layer}.{megatron}", names, layout)
+    if shard.is_last:
+        yield Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
+        if not arch.tie_word_embeddings:
+            yield Mapping("output_layer.weight", ("lm_head.weight",), Layout.COLUMN)
+        elif not shard.is_first:
+            # A tied output layer on another stage than the embedding is a copy that Megatron keeps in step.
+            yield Mapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+
+
+def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
+    for mapping in mappings(arch, shard):
+        parts = [read(name) for name in mapping.hf]
+        yield mapping.megatron, _split(mapping.layout, parts, arch, shard)
+
+
+def hf_from_shards(mapping: Mapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
+    """The full HF tensors in one Megatron parameter, from its shards of all tensor-parallel ranks in rank order."""
+    return list(zip(mapping.hf, _join(mapping.layout, shards, arch), strict=True))
+
+
+def _split(layout: Layout, parts: list[Tensor], arch: Architecture, shard: Shard) -> Tensor:
+    def mine(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(shard.tensor_size, dim)[shard.tensor_rank]
+
+    match layout:
+        case Layout.REPLICATED:
+            return parts[0]
+        case Layout.COLUMN:
+            return mine(parts[0], 0)
+        case Layout.ROW:
+            return mine(parts[0], 1)
+        case Layout.GATE_UP:
+            return torch.cat([mine(part, 0) for part in parts])
+        case Layout.QKV:
+            by_group = [part.unflatten(0, (arch.num_query_groups, -1)) for part in parts]  # [K, (N/K | 1 | 1) * D, H]
+            return mine(torch.cat(by_group, dim=1), 0).flatten(0, 1)
+
+
+def _join(layout: Layout, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+    match layout:
+        case Layout.REPLICATED:
+            return [shards[0]]
+        case Layout.COLUMN:
+            return [torch.cat(list(shards), dim=0)]
+        case Layout.ROW:
+            return [torch.cat(list(shards), dim=1)]
+        case Layout.GATE_UP:
+            gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
+            return [torch.cat(gates), torch.cat(ups)]
+        case Layout.QKV:
+            heads_per_group = arch.num_attention_heads // arch.num_query_groups
+            by_group = torch.cat(list(shards)).unflatten(0, (arch.num_query_groups, -1))  # [K, (N/K + 2) * D, H]
+            sizes = [heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim]
+            return [part.flatten(0, 1) for part in by_group.split(sizes, dim=1)]

@@ -1,0 +1,212 @@
+"""What each stage of the chain measured: plain, frozen records that tasks hand on as JSON and the report reads.
+
+Seconds are wall time. Rates and fractions lie in [0, 1]. Nothing projected is ever put into these records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.config import from_mapping
+from slipstream.types import Arm, StageTimes
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceStats:
+    """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
+
+    `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
+    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_by_position: tuple[int, ...]
+    mean_acceptance_length: float
+    acceptance_rate: float
+    rate_by_position: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One GRPO step of one arm."""
+
+    step: int  # from 0
+    times: StageTimes
+    reward_mean: float
+    num_rollouts: int
+    num_response_tokens: int
+    num_truncated: int  # rollouts that ran into max_response_tokens
+    num_reward_timeouts: int
+    num_zero_signal_groups: int  # groups whose rewards are all equal: they teach nothing
+    loss: float
+    grad_norm: float
+    kl: float  # to the reference policy, 0 when kl_coefficient is 0
+    clip_fraction: float
+    mismatch_kl: float  # mean(rollout - trainer logprob) over sampled tokens: the k1 estimate
+    mismatch_max: float  # largest absolute difference of a token's two logprobs
+    acceptance: AcceptanceStats | None  # None in the autoregressive arm
+    policy_version: int  # that generated the rollouts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmRecord:
+    """One arm of GRPO training."""
+
+    arm: Arm
+    num_speculative_tokens: int  # 0 in the autoregressive arm
+    steps: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPoint:
+    """One draft length at one running batch: medians over the repeats, with their spread."""
+
+    k: int
+    batch: int
+    generation_s: float
+    generation_p10_s: float
+    generation_p90_s: float
+    num_repeats: int
+    autoregressive_s: float  # the k=0 runs interleaved with this k
+    speedup: float  # autoregressive_s / generation_s
+    mean_acceptance_length: float  # 1.0 for k=0
+    rate_by_position: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleEntry:
+    """Use `num_speculative_tokens` while the running batch lies in [batch_from, batch_to]: vLLM's form."""
+
+    batch_from: int
+    batch_to: int
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningRecord:
+    """What tuning measured and chose; `chosen_k` 0 means that speculation lost."""
+
+    chosen_k: int
+    reason: str
+    points: tuple[SweepPoint, ...]
+    schedule: tuple[ScheduleEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """Accuracy of one policy on a set of problems, `k` samples a problem."""
+
+    policy: str  # "start", "autoregressive" or "speculative"
+    num_problems: int
+    k: int
+    avg_at_k: float  # expected pass@1
+    maj_at_k: float
+    ci95: tuple[float, ...]  # (low, high) of avg_at_k, bootstrap over problems
+    truncated_fraction: float
+    num_timeouts: int
+    prompt_hash: str
+    correct_by_problem: tuple[int, ...]  # of k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRecord:
+    """The policy that the chain starts from."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int
+    pretrain_steps: int  # 0: taken as it is
+    pretrain_loss: float
+    pretrain_losses: tuple[float, ...]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSetRecord:
+    """One line of the data manifest. `num_read` = `num_kept` + the sum of the others."""
+
+    name: str
+    source: str
+    num_read: int
+    num_kept: int
+    num_duplicates: int
+    num_conflicting: int
+    num_unparseable: int
+    num_too_long: int
+    num_held_out: int  # dropped because a validation set has the same problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftRecord:
+    """The trained draft. `heldout_rate_by_position[i]`: chance that draft token i is accepted given those before."""
+
+    method: str
+    init: str
+    num_parameters: int
+    num_training_tokens: int
+    num_steps: int
+    losses: tuple[float, ...]
+    heldout_rate_by_position: tuple[float, ...]
+    heldout_mean_acceptance_length: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """Everything that the report of one workflow execution reads."""
+
+    recipe: str
+    workload: str
+    execution: str
+    tracking_uri: str
+    versions: dict[str, str]
+    machine: str
+    policy: PolicyRecord
+    data: tuple[DataSetRecord, ...]
+    draft: DraftRecord
+    tuning: TuningRecord
+    arms: tuple[ArmRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
+
+
+def write_record(record: Any, path: Path) -> Path:
+    """Write `record` as JSON, atomically: readers see the old file or the new one, never a part."""
+    assert is_dataclass(record)
+    write_atomic(path, json.dumps(asdict(record), indent=1, allow_nan=False).encode())  # type: ignore[arg-type]
+    return path
+
+
+def read_record(cls: type[R], path: Path) -> R:
+    """Read what `write_record` wrote.
+
+    Raises:
+        ConfigError: the file holds other fields than `cls`.
+    """
+    return from_mapping(cls, json.loads(path.read_text()), path.name)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` beside `path`, flush it to disk and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

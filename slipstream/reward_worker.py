@@ -1,0 +1,49 @@
+"""The process in which math-verify runs. It is started by path, imports nothing of Slipstream, and may be killed.
+
+Protocol: one JSON line `{"gold", "answer"}` on stdin, one byte back on stdout: `R` once when ready, then `1` or `0`.
+`answer` null asks whether `gold` can be parsed. sympy may hang or eat memory in C code, where no Python time-out
+helps: memory is limited here, time by the parent, and by an alarm with its default action should the parent be gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+
+def main(memory_bytes: int, alarm_s: float) -> None:
+    """Answer requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    reply = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints must not look like a reply
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)
+
+    def parse_boxed(text: str) -> list[Any]:
+        # Their own time-out raises in Python code only, and would disarm the alarm below; 0 switches it off.
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=0)
+
+    os.write(reply, b"R")
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, alarm_s)
+        gold = parse_boxed(request["gold"])
+        if request["answer"] is None:
+            right = bool(gold)
+        else:
+            right = verify(gold, parse_boxed(request["answer"]), timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.write(reply, b"1" if right else b"0")
+
+
+if __name__ == "__main__":
+    main(memory_bytes=int(sys.argv[1]), alarm_s=float(sys.argv[2]))

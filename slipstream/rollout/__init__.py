@@ -1,0 +1,1 @@
+"""Rollout engines: the protocol, vLLM behind it, and acceptance arithmetic."""

@@ -1,0 +1,54 @@
+"""How rollouts are sampled and how the engine that samples them is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.config import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The distribution that rollouts are drawn from: the policy's conditionals at `temperature`, cut by top-p/top-k.
+
+    `temperature` 0 is greedy decoding. `top_k` 0 means all tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int
+
+    def __post_init__(self) -> None:
+        require(self.temperature >= 0, "sampling.temperature", "must be >= 0", self.temperature)
+        require(0 < self.top_p <= 1, "sampling.top_p", "must lie in (0, 1]", self.top_p)
+        require(self.top_k >= 0, "sampling.top_k", "must be >= 0 (0 means all tokens)", self.top_k)
+        require(self.max_response_tokens > 0, "sampling.max_response_tokens", "must be > 0", self.max_response_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of the vLLM engine, the same in both arms."""
+
+    max_model_len: int
+    max_num_seqs: int
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    enforce_eager: bool = False
+    kv_cache_gib: float | None = None  # CPU only; a GPU engine takes gpu_memory_utilization
+    gpu_memory_utilization: float = 0.6  # colocated with the learner
+    tensor_parallel_size: int = 1
+    num_engines: int = 1
+    num_threads: int = 2  # CPU only
+
+    def __post_init__(self) -> None:
+        require(self.max_model_len > 0, "engine.max_model_len", "must be > 0", self.max_model_len)
+        require(self.max_num_seqs > 0, "engine.max_num_seqs", "must be > 0", self.max_num_seqs)
+        require(self.tensor_parallel_size > 0, "engine.tensor_parallel_size", "must be > 0", self.tensor_parallel_size)
+        require(self.num_engines > 0, "engine.num_engines", "must be > 0", self.num_engines)
+        require(
+            0 < self.gpu_memory_utilization < 1,
+            "engine.gpu_memory_utilization",
+            "must lie in (0, 1)",
+            self.gpu_memory_utilization,
+        )

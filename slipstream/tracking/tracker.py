@@ -1,0 +1,274 @@
+"""The tracker that tasks and the training loop log to."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from slipstream.config import require
+from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, check_params, check_tags, store_uri
+from slipstream.tracking.replay import SpoolReplay
+from slipstream.tracking.spool import Event, RunHeader, Spool, read_spool, spool_path
+from slipstream.tracking.store import MlflowStore, TrackingError, import_mlflow
+
+log = logging.getLogger(__name__)
+
+# MLflow's compare view shows last values only, so the best and the mean over steps are logged as values of their own.
+_SUMMARISED = {
+    "time/step_s": min,
+    "time/generation_s": min,
+    "train/reward": max,
+    "spec/mean_acceptance_length": max,
+}
+_MAX_BACKOFF_S = 60.0
+
+
+class RunStatus(StrEnum):
+    """How a run ended, in MLflow's words."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"
+
+
+class Tracker:
+    """One MLflow run. Logging appends to a spool and returns; a daemon thread brings the spool to the server.
+
+    Use it as a context manager: the run ends as finished, failed (an exception) or killed (an interrupt).
+    """
+
+    def __init__(self, config: TrackingConfig, header: RunHeader, *, root: Path) -> None:
+        check_key(header.key)
+        check_params(header.params)
+        check_tags(header.tags)
+        self._config = config
+        self._header = header
+        self._root = root
+        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
+        self._append(Event(kind="open", time_ms=_now_ms(), header=header))
+        import_mlflow(config.request_timeout_s)
+        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        config: TrackingConfig,
+        *,
+        root: Path,
+        experiment: str,
+        key: str,
+        name: str,
+        parent_key: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        params: Mapping[str, str | float | bool] | None = None,
+    ) -> Tracker:
+        """Create the run `key`, or re-attach to it if an earlier attempt did; works without a server.
+
+        The first call in a process imports MLflow (4-8 s).
+
+        Args:
+            root: directory of the spool and, when the config names no server, of the SQLite store.
+            experiment: the recipe's name, used unless the config names an experiment.
+            key: `<execution>/<node>`, never of the attempt.
+            parent_key: key of the run that this one is shown under.
+        """
+        header = RunHeader(
+            experiment=config.experiment or experiment,
+            key=key,
+            name=name,
+            parent_key=parent_key,
+            tags=dict(tags or {}),
+            params={name: str(value) for name, value in (params or {}).items()},
+        )
+        return cls(config, header, root=root)
+
+    def child(
+        self,
+        key: str,
+        name: str,
+        *,
+        tags: Mapping[str, str] | None = None,
+        params: Mapping[str, str | float | bool] | None = None,
+    ) -> Tracker:
+        """Open a run below this one, in the same experiment, store and spool directory."""
+        return Tracker.open(
+            self._config,
+            root=self._root,
+            experiment=self._header.experiment,
+            key=key,
+            name=name,
+            parent_key=self._header.key,
+            tags=tags,
+            params=params,
+        )
+
+    @property
+    def key(self) -> str:
+        """What every attempt finds the run by."""
+        return self._header.key
+
+    def wait_run_id(self, timeout_s: float = 30.0) -> str | None:
+        """MLflow's id of the run; None if the server fails or takes over `timeout_s` (`key` then stands for it)."""
+        return self._thread.wait_run_id(timeout_s)
+
+    def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        """Log one value a metric for `step`, at the present time. Costs one write to the page cache.
+
+        Raises:
+            ConfigError: a name is not `area/name` or a value is not finite.
+        """
+        check_metrics(metrics, step)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append(Event(kind="metrics", time_ms=_now_ms(), step=step, metrics=values))
+
+    def log_params(self, params: Mapping[str, str | float | bool]) -> None:
+        """Log parameters: one a knob, as they are compared by value."""
+        texts = {name: str(value) for name, value in params.items()}
+        check_params(texts)
+        self._append(Event(kind="params", time_ms=_now_ms(), fields=texts))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags, replacing what they were."""
+        check_tags(tags)
+        self._append(Event(kind="tags", time_ms=_now_ms(), fields=dict(tags)))
+
+    def log_artifact(self, path: Path) -> None:
+        """Log one file as it is now: a copy goes into the spool, so the original may change or vanish."""
+        require(path.is_file(), "artifact", "must be a file", str(path))
+        copy = self._spool.path.with_suffix(".artifacts") / path.name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        relative = copy.relative_to(self._spool.path.parent)
+        self._append(Event(kind="artifact", time_ms=_now_ms(), path=str(relative)))
+
+    def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
+        """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive."""
+        summaries, last_step = _summaries(self._spool.path)
+        if summaries:
+            self.log(summaries, last_step)
+        self._append(Event(kind="end", time_ms=_now_ms(), status=status.value))
+        self.detach()
+
+    def detach(self) -> None:
+        """Let go of the run without ending it: another task will attach to it."""
+        self._spool.sync()
+        self._thread.finish(self._config.close_wait_s)
+        self._spool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close(RunStatus.FAILED if issubclass(kind, Exception) else RunStatus.KILLED)
+
+    def _append(self, event: Event) -> None:
+        self._spool.append(event)
+
+
+class _ReplayThread(threading.Thread):
+    """Replays one spool until told to finish. It alone talks to MLflow; a server that hangs, hangs this thread only."""
+
+    def __init__(self, spool: Spool, *, uri: str, config: TrackingConfig) -> None:
+        super().__init__(name=f"replay {spool.path.name}", daemon=True)
+        self._spool = spool
+        self._uri = uri
+        self._config = config
+        self._finishing = threading.Event()
+        self._tried = threading.Event()
+        self._arrived = threading.Event()
+        self._replay: SpoolReplay | None = None
+        self._num_failures = 0
+
+    def run(self) -> None:
+        """Replay, pause, repeat; after `finish`, once more and stop."""
+        while True:
+            finishing = self._finishing.is_set()
+            self._spool.sync()
+            try:
+                self._advance()
+            except TrackingError as error:
+                self._report_failure(error)
+            else:
+                self._report_success()
+                if finishing:
+                    self._arrived.set()
+            self._tried.set()
+            if finishing:
+                return
+            self._finishing.wait(min(self._config.replay_every_s * 2**self._num_failures, _MAX_BACKOFF_S))
+
+    def finish(self, wait_s: float) -> None:
+        """Replay what is left, for at most `wait_s`; what does not arrive stays in the spool."""
+        self._finishing.set()
+        self.join(wait_s)
+        if not self._arrived.is_set():
+            log.warning(
+                "some points of this run have not reached %s; they are safe in %s: replay them later",
+                self._uri,
+                self._spool.path,
+            )
+
+    def wait_run_id(self, timeout_s: float) -> str | None:
+        """Id of the run once the server has answered; None as soon as it has failed."""
+        self._tried.wait(timeout_s)
+        return self._replay.run_id if self._replay is not None else None
+
+    def _advance(self) -> None:
+        if self._replay is None:
+            store = MlflowStore(self._uri, request_timeout_s=self._config.request_timeout_s)
+            self._replay = SpoolReplay(self._spool.path, store)
+        while self._replay.advance():
+            pass
+
+    def _report_failure(self, error: TrackingError) -> None:
+        if self._num_failures == 0:
+            log.warning("%s; training goes on and points wait in %s", error, self._spool.path)
+        self._num_failures += 1
+
+    def _report_success(self) -> None:
+        if self._num_failures:
+            log.info("tracking server %s answers again; %s has arrived", self._uri, self._spool.path)
+        self._num_failures = 0
+
+
+def spool_directory(root: Path) -> Path:
+    """Where the spools of all runs under `root` lie: what `replay` takes."""
+    return root / "spool"
+
+
+def _summaries(path: Path) -> tuple[dict[str, float], int]:
+    """`best/` and `mean/` of the chosen metrics over all attempts of a run, and the last step.
+
+    A resumed run repeats the steps after its checkpoint: the later value of a step counts.
+    """
+    by_step: dict[str, dict[int, float]] = {}
+    offset, last_step = 0, 0
+    while (part := read_spool(path, offset=offset)).end_offset > offset:
+        offset = part.end_offset
+        for event in part.events:
+            for name in event.metrics.keys() & _SUMMARISED.keys():
+                by_step.setdefault(name, {})[event.step] = event.metrics[name]
+                last_step = max(last_step, event.step)
+    summaries: dict[str, float] = {}
+    for name, values in by_step.items():
+        short = name.partition("/")[2]
+        summaries[f"best/{short}"] = _SUMMARISED[name](values.values())
+        summaries[f"mean/{short}"] = sum(values.values()) / len(values)
+    return summaries, last_step
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

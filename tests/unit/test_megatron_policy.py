@@ -1,0 +1,229 @@
+"""The learner on one CPU rank, against transformers and against itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from slipstream.grpo.loss import LossConfig
+from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, ScratchConfig
+from slipstream.policy.layers import CpuRmsNorm
+from slipstream.policy.megatron import MegatronPolicy, TrainStats
+from slipstream.policy.pretrain import learning_rate_at, pretrain
+from slipstream.types import TrainBatch
+
+VOCAB = 32
+SCRATCH = ScratchConfig(
+    hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
+)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+def _policy(
+    scratch: ScratchConfig = SCRATCH, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
+) -> MegatronPolicy:
+    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
+
+
+def _sequences(count: int = 9, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(tuple(rng.integers(0, VOCAB, rng.integers(5, 30)).tolist()) for _ in range(count))
+
+
+def _batch(policy: MegatronPolicy, seed: int = 0) -> tuple[TrainBatch, list[np.ndarray]]:
+    sequences = _sequences(seed=seed)
+    prompt_lengths = tuple(3 for _ in sequences)
+    logprobs = policy.logprobs(sequences, prompt_lengths, 0.8)
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=prompt_lengths,
+        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
+        advantages=tuple(np.random.default_rng(seed).normal(size=len(sequences)).tolist()),
+        policy_version=policy.version,
+    )
+    return batch, logprobs
+
+
+def _train(policy: MegatronPolicy, steps: Sequence[int]) -> list[TrainStats]:
+    stats = []
+    for step in steps:
+        batch, logprobs = _batch(policy, seed=step)
+        stats.append(policy.train_step(batch, logprobs, None, LossConfig(), 0.8))
+    return stats
+
+
+def _save(policy: MegatronPolicy, directory: Path) -> Path:
+    tokenizer = directory / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "config.json").write_text('{"of": "another model"}')
+    policy.save_hf(directory / "model", tokenizer)
+    return directory / "model"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logprobs_and_hidden_states_equal_transformers(tied: bool, tmp_path: Path) -> None:
+    policy = _policy(dataclasses.replace(SCRATCH, tie_word_embeddings=tied))
+    path = _save(policy, tmp_path)
+    hf = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    sequences = _sequences()
+    got = policy.logprobs(sequences, [3] * len(sequences), 0.8)
+    states = policy.hidden_states(sequences, [0, 2, 1])
+    for tokens, logprobs, (aux, last) in zip(sequences, got, states, strict=True):
+        with torch.no_grad():
+            out = hf(torch.tensor([tokens]), output_hidden_states=True)
+        expected = torch.log_softmax(out.logits[0] / 0.8, dim=-1)[range(len(tokens) - 1), tokens[1:]][2:]
+        np.testing.assert_allclose(logprobs, expected.numpy(), rtol=0, atol=2e-6)
+        hidden = out.hidden_states
+        torch.testing.assert_close(aux, torch.cat([hidden[i][0] for i in (0, 2, 1)], -1), rtol=0, atol=2e-6)
+        torch.testing.assert_close(last, hidden[-1][0], rtol=0, atol=5e-6)
+
+
+def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_path: Path) -> None:
+    policy = _policy()
+    path = _save(policy, tmp_path)
+    loaded = MegatronPolicy.load(path, learner=LEARNER, optimizer=None)
+    assert all(
+        name == other and torch.equal(tensor, copy)
+        for (name, tensor), (other, copy) in zip(policy.weights(), loaded.weights(), strict=True)
+    )
+    assert loaded.architecture == policy.architecture
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
+    policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
+    batch, logprobs = _batch(policy)
+    stats = policy.train_step(batch, logprobs, logprobs, LossConfig(kl_coefficient=0.1), 0.8)
+    # Ratios of exactly 1 make the loss minus the mean advantage, and k3 to oneself is 0.
+    lengths = [len(row) for row in logprobs]
+    expected = -float(np.dot(batch.advantages, lengths)) / sum(lengths)
+    assert stats.loss == pytest.approx(expected, abs=1e-6)
+    assert stats.kl == 0.0
+    assert stats.clip_fraction == 0.0
+    assert stats.num_tokens == sum(lengths)
+    assert stats.grad_norm > 0
+    assert policy.version == 1
+
+
+def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_ones() -> None:
+    policy = _policy()
+    batch, before = _batch(policy)
+    for _ in range(3):
+        policy.train_step(batch, before, None, LossConfig(), 0.8)
+    after = policy.logprobs(batch.token_ids, batch.prompt_lengths, 0.8)
+    moved = [advantage * (b - a).sum() for advantage, a, b in zip(batch.advantages, before, after, strict=True)]
+    assert sum(moved) > 0
+
+
+def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
+    whole, split = (_policy(learner=dataclasses.replace(LEARNER, max_tokens_per_microbatch=n)) for n in (512, 30))
+    one, many = _train(whole, range(3)), _train(split, range(3))
+    for a, b in zip(one, many, strict=True):
+        assert a.loss == pytest.approx(b.loss, abs=1e-6)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_a_resumed_policy_goes_on_bit_for_bit(dtype: Dtype, tmp_path: Path) -> None:
+    learner = dataclasses.replace(LEARNER, dtype=dtype)
+    optimizer = dataclasses.replace(OPTIMIZER, warmup_steps=4)
+    policy = _policy(learner=learner, optimizer=optimizer)
+    _train(policy, range(2))
+    policy.save_checkpoint(tmp_path / "checkpoint", {"position": 7})
+    uninterrupted = _train(policy, range(2, 5))
+
+    fresh = _policy(dataclasses.replace(SCRATCH, seed=99), learner, optimizer)
+    assert fresh.load_checkpoint(tmp_path / "checkpoint") == {"position": 7}
+    assert fresh.version == 2
+    assert _train(fresh, range(2, 5)) == uninterrupted
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), fresh.weights(), strict=True))
+
+
+def test_a_checkpoint_survives_a_writer_that_died_while_replacing_it(tmp_path: Path) -> None:
+    policy = _policy()
+    policy.save_checkpoint(tmp_path / "checkpoint", {"step": 1})
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # died between its two renames
+    assert policy.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
+    policy.save_checkpoint(tmp_path / "checkpoint", {"step": 2})
+    assert policy.load_checkpoint(tmp_path / "checkpoint") == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _policy().save_checkpoint(tmp_path / "checkpoint", {})
+    wider = _policy(dataclasses.replace(SCRATCH, ffn_hidden_size=64))
+    with pytest.raises(ValueError, match=r"another model: model\.decoder\.layers\.0\.mlp"):
+        wider.load_checkpoint(tmp_path / "checkpoint")
+
+
+def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
+    policy = _policy(optimizer=dataclasses.replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
+    hf = Qwen3ForCausalLM.from_pretrained(_save(policy, tmp_path), dtype=torch.float32)
+    adam = torch.optim.AdamW(hf.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(3):
+        sequences = _sequences(seed=step)
+        loss = policy.lm_step(sequences, [4] * len(sequences))
+        adam.zero_grad()
+        logprobs = [torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1) for tokens in sequences]
+        learned = [row[range(3, len(t) - 1), t[4:]] for row, t in zip(logprobs, sequences, strict=True)]
+        expected = -torch.cat(learned).mean()
+        expected.backward()
+        assert (
+            torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5) > 0.5
+        )  # so that clipping is part of what is compared
+        adam.step()
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+    theirs = dict(hf.named_parameters())
+    for name, tensor in policy.weights():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_pretraining_learns_a_pattern() -> None:
+    policy = _policy()
+    documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
+    config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, learning_rate=1e-2, warmup_steps=5)
+    losses = pretrain(policy, documents, config)
+    assert len(losses) == 60
+    assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.2)
+    assert losses[-1] < 0.3
+    assert policy.version == 0
+
+
+def test_pretraining_warms_up_then_decays_to_a_tenth() -> None:
+    config = dataclasses.replace(SCRATCH, num_steps=12, warmup_steps=2, learning_rate=1.0)
+    assert [learning_rate_at(step, config) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert learning_rate_at(11, config) == pytest.approx(0.1)
+
+
+def test_exhausted_documents_are_an_error() -> None:
+    with pytest.raises(ValueError, match="ended after 1 of 30"):
+        pretrain(_policy(), iter([((1, 2, 3), 0)]), SCRATCH)
+
+
+def test_a_response_without_a_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence 1 must have a prompt and a response, got 2 of 2 tokens"):
+        _policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
+
+
+def test_the_cpu_norm_is_torchs_in_value_and_gradient() -> None:
+    x, weight = torch.randn(5, 4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    out, expected = CpuRmsNorm.apply(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (16,), weight, 1e-6)
+    assert torch.equal(out, expected)
+    upstream = torch.randn_like(out)
+    for got, want in zip(
+        torch.autograd.grad(out, (x, weight), upstream),
+        torch.autograd.grad(expected, (x, weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,292 @@
+"""Loading prompts: hand-counted manifests, disjoint sets, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.data.config import DataConfig, SourceConfig
+from slipstream.data.prompts import (
+    PromptSets,
+    PromptStream,
+    load_prompt_sets,
+    prompt_id,
+    read_prompt_sets,
+    write_prompt_sets,
+)
+from slipstream.data.synthetic import SyntheticConfig
+from slipstream.data.tokenizer import build_tokenizer
+from slipstream.records import DataSetRecord
+from slipstream.types import Prompt
+
+TOKENIZER = build_tokenizer(max_length=256)
+SMALL = SyntheticConfig(
+    num_train_problems=20, num_copies=3, num_conflicting=2, num_leaked=1, num_draft_rows=10, num_validation_problems=5
+)
+DAPO_TEXT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+Row = dict[str, Any]
+
+
+def parseable(answers: Sequence[str]) -> list[bool]:
+    """Integers only, so that these tests start no worker."""
+    return [answer.lstrip("-").isdecimal() for answer in answers]
+
+
+def dapo(problem: str, answer: str) -> Row:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": problem}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": "0"},
+    }
+
+
+def write(path: Path, rows: Sequence[Row]) -> tuple[SourceConfig, ...]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (SourceConfig(path=str(path)),)
+
+
+def load(directory: Path, **changes: Any) -> PromptSets:
+    settings = {"max_prompt_tokens": 64, "synthetic": SMALL, "num_validation_problems": None, **changes}
+    return load_prompt_sets(DataConfig(**settings), tokenizer=TOKENIZER, parseable=parseable, directory=directory)
+
+
+def record(sets: PromptSets, name: str) -> DataSetRecord:
+    (found,) = [record for record in sets.records if record.name == name]
+    return found
+
+
+def prompt(problem: str) -> Prompt:
+    return Prompt(id=prompt_id(problem), text=problem, token_ids=(1,), answer="1")
+
+
+def test_every_row_is_counted_once_by_hand(tmp_path: Path) -> None:
+    validation = write(tmp_path / "aime.jsonl", [{"problem": "9+9=?", "answer": "18"}])
+    rows = [
+        dapo("1+1=?", "2"),  # kept
+        dapo("1+1=?", "2"),  # a duplicate
+        dapo(" 1+1=?\n", "2"),  # a duplicate but for white space
+        dapo("2+2=?", "4"),  # conflicts with the next
+        dapo("2+2=?", "5"),
+        dapo("3+3=?", "six"),  # not parseable
+        dapo("4+4=?", "?"),  # not parseable; its second row is
+        dapo("4+4=?", "8"),  # kept
+        dapo("9+9=?", "18"),  # a validation problem
+        dapo("1+" * 40 + "1=?", "41"),  # 83 characters and 4 of the template: too long
+    ]
+    sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows), validation=validation)
+    assert {(prompt.text, prompt.answer) for prompt in sets.train} == {("1+1=?", "2"), ("4+4=?", "8")}
+    assert record(sets, "train") == DataSetRecord(
+        name="train",
+        source=str(tmp_path / "dapo.jsonl"),
+        num_read=10,
+        num_kept=2,
+        num_duplicates=2,
+        num_conflicting=2,
+        num_unparseable=2,
+        num_too_long=1,
+        num_held_out=1,
+    )
+
+
+def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for(tmp_path: Path) -> None:
+    sets = load(tmp_path, num_validation_problems=5)
+    train = record(sets, "train")
+    # 20 problems x 3 copies, 2 conflicting rows, 1 leaked validation problem; a conflict drops its 3 copies as well.
+    assert (train.num_read, train.num_conflicting, train.num_held_out) == (63, 8, 1)
+    assert (train.num_kept, train.num_duplicates) == (18, 36)
+    assert [r.name for r in sets.records] == [
+        "validation",
+        "draft_in_domain",
+        "draft_general",
+        "draft_general",
+        "train",
+    ]
+    for found in sets.records:
+        dropped = found.num_duplicates + found.num_conflicting + found.num_unparseable
+        assert found.num_read == found.num_kept + dropped + found.num_too_long + found.num_held_out
+    assert all(prompt.answer == "" for prompt in sets.draft_general)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        dapo("1+1=?", "2"),
+        dapo(DAPO_TEXT.format("1+1=?"), "2"),
+        {"prompt": "1+1=?", "solution": "2", "source_prompt": [{"role": "user", "content": "x"}], "reward_model": {}},
+        {"id": 1, "problem": "1+1=?", "solution": "so 2", "answer": "2", "url": "u", "year": "2024"},
+        {"ID": "2024-I-1", "Problem": "1+1=?", "Solution": "so 2", "Answer": 2},
+    ],
+    ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia"],
+)
+def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Path, row: Row) -> None:
+    if "reward_model" in row and not row["reward_model"]:
+        row = {**row, "reward_model": {"ground_truth": "2"}}
+    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", [row]))
+    assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", prompt_id("1+1=?"))]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "prompt": "copy: fox",
+            "prompt_id": "a",
+            "messages": [{"role": "user", "content": "copy: fox"}, {"role": "assistant", "content": "fox"}],
+        },
+        {
+            "instruction": "copy: fox",
+            "response": "fox",
+            "conversations": [{"from": "human", "value": "copy: fox"}, {"from": "gpt", "value": "fox"}],
+        },
+    ],
+    ids=["ultrachat", "magpie"],
+)
+def test_chat_schemas_give_the_first_user_turn(tmp_path: Path, row: Row) -> None:
+    sets = load(tmp_path / "out", draft_general=write(tmp_path / "rows.jsonl", [row]))
+    assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
+
+
+def test_parquet_and_directories_are_read_as_json_lines_are(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "rows").mkdir()
+    Dataset.from_list([dapo("1+1=?", "2")]).to_parquet(tmp_path / "rows" / "a.parquet")
+    Dataset.from_list([dapo("2+2=?", "4")]).to_parquet(tmp_path / "rows" / "b.parquet")
+    sets = load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows")),))
+    assert {p.text for p in sets.train} == {"1+1=?", "2+2=?"}
+
+
+def test_training_gives_up_what_a_draft_set_has(tmp_path: Path) -> None:
+    draft = write(tmp_path / "draft.jsonl", [dapo("1+1=?", "2")])
+    train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4")])
+    sets = load(tmp_path / "out", train=train, draft_in_domain=draft)
+    assert [p.text for p in sets.train] == ["2+2=?"]
+    assert record(sets, "train").num_held_out == 1
+
+
+def test_the_instruction_is_what_the_policy_reads_but_not_what_names_the_problem(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [dapo("1+1=?", "2")])
+    sets = load(tmp_path / "out", train=train, instruction="solve: {problem}")
+    text = TOKENIZER.decode(list(sets.train[0].token_ids))
+    assert text == "<|im_start|><|user|>solve: 1+1=?<|im_end|><|im_start|><|assistant|>"
+    assert sets.train[0].id == prompt_id("1+1=?")
+
+
+def test_max_rows_bounds_the_rows_read(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)])
+    sets = load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "train.jsonl"), max_rows=5),))
+    assert (record(sets, "train").num_read, len(sets.train)) == (5, 5)
+
+
+def test_the_order_follows_the_seed_and_not_the_order_of_the_rows(tmp_path: Path) -> None:
+    rows = [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)]
+    forward, backward = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[::-1])
+    first = load(tmp_path / "1", train=forward).train
+    assert load(tmp_path / "2", train=backward).train == first
+    assert load(tmp_path / "3", train=forward, seed=1).train != first
+
+
+def test_prompt_sets_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    sets = load(tmp_path / "raw")
+    write_prompt_sets(sets, tmp_path / "sets")
+    assert read_prompt_sets(tmp_path / "sets") == sets
+
+
+def test_sets_that_share_a_problem_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation must share no problem with train, got '1\+1=\?'"):
+        PromptSets(
+            train=(prompt("1+1=?"),),
+            draft_in_domain=(prompt("2+2=?"),),
+            draft_general=(prompt("a"),),
+            validation=(prompt("1+1=?"),),
+            records=(),
+        )
+
+
+def test_a_stream_gives_each_prompt_once_an_epoch_in_batches_that_need_only_the_step() -> None:
+    stream = PromptStream(prompts=tuple(prompt(f"{n}=?") for n in range(6)), batch_size=2, seed=0)
+    epochs = [[p.text for step in range(3 * e, 3 * e + 3) for p in stream.batch(step)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [f"{n}=?" for n in range(6)]
+    assert epochs[0] != epochs[1]
+    resumed = PromptStream(prompts=stream.prompts, batch_size=2, seed=0)
+    assert [resumed.batch(step) for step in (4, 5)] == [stream.batch(step) for step in (4, 5)]
+
+
+def test_a_batch_never_has_a_prompt_twice_when_epochs_do_not_fill_batches() -> None:
+    stream = PromptStream(prompts=tuple(prompt(f"{n}=?") for n in range(5)), batch_size=3, seed=0)
+    assert all(len({p.id for p in stream.batch(step)}) == 3 for step in range(20))
+
+
+def test_a_batch_larger_than_the_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must lie in \[1, 1\], the number of training prompts, got 8"):
+        PromptStream(prompts=(prompt("1=?"),), batch_size=8, seed=0)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    source = (SourceConfig(path=str(tmp_path / "none.jsonl")),)
+    with pytest.raises(ConfigError, match=r"data\.train must be a file or directory that exists, got '.*none\.jsonl'"):
+        load(tmp_path / "out", train=source)
+
+
+def test_something_that_is_no_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train must be a hub id \(owner/name\), a local file"):
+        load(tmp_path, train=(SourceConfig(path="dapo"),))
+
+
+def test_wrong_columns_are_listed_with_the_known_schemas(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"question": "1+1=?", "label": "2"}])
+    with pytest.raises(
+        ConfigError, match=r"data\.train must have .* got label, question in .*known: .*DAPO.*AIME-2024"
+    ):
+        load(tmp_path / "out", train=source)
+
+
+def test_a_column_of_another_shape_is_shown(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}])
+    with pytest.raises(ConfigError, match=r"data\.train must follow the schema DAPO-Math-17k .* in row 0 of"):
+        load(tmp_path / "out", train=source)
+
+
+@pytest.mark.parametrize("text", ["", "{not json\n"], ids=["empty", "broken"])
+def test_an_empty_or_broken_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    rule = "must be readable" if text else "must have rows"
+    with pytest.raises(ConfigError, match=rf"data\.train {rule}, got '.*rows\.jsonl'"):
+        load(tmp_path / "out", train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),))
+
+
+def test_a_set_without_parseable_answers_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [dapo("1+1=?", "two"), dapo("2+2=?", "four")])
+    with pytest.raises(ConfigError, match=r"data\.train must have parseable answers, got \['four', 'two'\]"):
+        load(tmp_path / "out", train=source)
+
+
+def test_a_training_set_without_answers_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "a", "prompt_id": "a", "messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ConfigError, match=r"data\.train must have answers, got .* with the schema UltraChat-200k"):
+        load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", [row]))
+
+
+def test_a_set_of_which_nothing_is_left_says_where_it_went(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [dapo("1+" * 40 + "1=?", "41")])
+    with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*num_too_long=1"):
+        load(tmp_path / "out", train=source)
+
+
+def test_another_number_of_validation_problems_says_what_was_found(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"problem": "1+1=?", "answer": "2"}] * 32)
+    message = r"data\.validation must give 30 unique problems, got 1; found .*num_read=32.*num_duplicates=31"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "out", validation=source, num_validation_problems=30)

@@ -1,0 +1,256 @@
+"""Records reach the disk whole or not at all, and come back equal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError
+from slipstream.records import (
+    AcceptanceStats,
+    ArmRecord,
+    DataSetRecord,
+    DraftRecord,
+    EvaluationRecord,
+    PolicyRecord,
+    RunRecord,
+    ScheduleEntry,
+    StepRecord,
+    SweepPoint,
+    TuningRecord,
+    read_record,
+    write_atomic,
+    write_record,
+)
+from slipstream.types import Arm, StageTimes
+
+ACCEPTANCE = AcceptanceStats(
+    num_drafts=10,
+    num_draft_tokens=30,
+    num_accepted_tokens=15,
+    accepted_by_position=(8, 5, 2),
+    mean_acceptance_length=2.5,
+    acceptance_rate=0.5,
+    rate_by_position=(0.8, 0.5, 0.2),
+)
+
+STEP = StepRecord(
+    step=0,
+    times=StageTimes(data_s=0.01, prepare_s=0.05, generation_s=1.5, logprob_s=0.25, train_s=0.75, step_s=2.57),
+    reward_mean=0.125,
+    num_rollouts=64,
+    num_response_tokens=3520,
+    num_truncated=1,
+    num_reward_timeouts=0,
+    num_zero_signal_groups=2,
+    loss=-0.03,
+    grad_norm=0.7,
+    kl=0.0,
+    clip_fraction=0.01,
+    mismatch_kl=1e-4,
+    mismatch_max=0.02,
+    acceptance=ACCEPTANCE,
+    policy_version=0,
+)
+
+ARM = ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=3, steps=(STEP, replace(STEP, step=1, acceptance=None)))
+
+RUN = RunRecord(
+    recipe="tiny",
+    workload="rl_zero",
+    execution="local",
+    tracking_uri="sqlite:///mlflow.db",
+    versions={"torch": "2.13.0+cpu"},
+    machine="2 cores",
+    policy=PolicyRecord(
+        model="tiny-qwen3",
+        architecture="Qwen3ForCausalLM",
+        num_parameters=3_600_000,
+        vocab_size=64,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        pretrain_steps=2,
+        pretrain_loss=0.17,
+        pretrain_losses=(4.1, 0.17),
+        elapsed_s=120.0,
+    ),
+    data=(
+        DataSetRecord(
+            name="train",
+            source="synthetic",
+            num_read=100,
+            num_kept=95,
+            num_duplicates=2,
+            num_conflicting=1,
+            num_unparseable=1,
+            num_too_long=0,
+            num_held_out=1,
+        ),
+    ),
+    draft=DraftRecord(
+        method="eagle3",
+        init="in_domain",
+        num_parameters=400_000,
+        num_training_tokens=80_000,
+        num_steps=1,
+        losses=(1.5,),
+        heldout_rate_by_position=(0.8,),
+        heldout_mean_acceptance_length=1.8,
+        elapsed_s=75.0,
+    ),
+    tuning=TuningRecord(
+        chosen_k=3,
+        reason="fastest",
+        points=(
+            SweepPoint(
+                k=3,
+                batch=64,
+                generation_s=1.0,
+                generation_p10_s=0.9,
+                generation_p90_s=1.1,
+                num_repeats=3,
+                autoregressive_s=1.7,
+                speedup=1.7,
+                mean_acceptance_length=2.8,
+                rate_by_position=(0.8, 0.6, 0.4),
+            ),
+        ),
+        schedule=(ScheduleEntry(batch_from=1, batch_to=64, num_speculative_tokens=3),),
+    ),
+    arms=(ARM,),
+    evaluations=(
+        EvaluationRecord(
+            policy="start",
+            num_problems=2,
+            k=4,
+            avg_at_k=0.25,
+            maj_at_k=0.5,
+            ci95=(0.0, 0.5),
+            truncated_fraction=0.1,
+            num_timeouts=0,
+            prompt_hash="abc",
+            correct_by_problem=(2, 0),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("record", [ACCEPTANCE, STEP, ARM, RUN], ids=lambda record: type(record).__name__)
+def test_record_comes_back_equal(record: Any, tmp_path: Path):
+    assert read_record(type(record), write_record(record, tmp_path / "record.json")) == record
+
+
+def test_file_is_plain_json_with_enums_as_values(tmp_path: Path):
+    written = json.loads(write_record(ARM, tmp_path / "arm.json").read_text())
+    assert written["arm"] == "speculative"
+    assert written["steps"][0]["acceptance"]["accepted_by_position"] == [8, 5, 2]
+    assert written["steps"][1]["acceptance"] is None
+
+
+@given(
+    loss=st.floats(allow_nan=False, allow_infinity=False),
+    generation_s=st.floats(min_value=0, allow_infinity=False),
+    rewards=st.floats(0, 1),
+)
+def test_floats_survive_to_the_last_bit(
+    loss: float, generation_s: float, rewards: float, tmp_path_factory: pytest.TempPathFactory
+):
+    record = replace(STEP, loss=loss, reward_mean=rewards, times=replace(STEP.times, generation_s=generation_s))
+    path = tmp_path_factory.getbasetemp() / "floats.json"
+    assert read_record(StepRecord, write_record(record, path)) == record
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_value_that_is_no_number_is_refused_and_the_old_file_stays(value: float, tmp_path: Path):
+    path = write_record(STEP, tmp_path / "step.json")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_record(replace(STEP, loss=value), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_makes_the_folder_and_leaves_nothing_else(tmp_path: Path):
+    path = write_record(STEP, tmp_path / "a" / "b" / "step.json")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_writing_over_a_longer_file_leaves_no_tail(tmp_path: Path):
+    path = tmp_path / "arm.json"
+    write_record(replace(ARM, steps=(STEP,) * 50), path)
+    short = replace(ARM, steps=())
+    assert read_record(ArmRecord, write_record(short, path)) == short
+
+
+def test_failed_write_removes_its_temporary_file(tmp_path: Path):
+    # A folder of that name cannot be replaced by a file: the rename fails after the data has been written.
+    (tmp_path / "step.json" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"step\.json"):
+        write_record(STEP, tmp_path / "step.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from slipstream.records import write_atomic
+path = Path(sys.argv[1])
+print("ready", flush=True)
+while True:
+    write_atomic(path, b"a" * 200_000)
+    write_atomic(path, b"b" * 100_000)
+"""
+
+
+def test_reader_sees_whole_files_while_a_writer_is_at_work_and_killed(tmp_path: Path):
+    path = tmp_path / "spool"
+    write_atomic(path, b"a" * 200_000)
+    whole = {b"a" * 200_000, b"b" * 100_000}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == b"ready\n"
+        seen = {path.read_bytes() for _ in range(400)}
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+    assert seen | {path.read_bytes()} <= whole
+
+
+def test_other_fields_are_refused_with_the_file_named(tmp_path: Path):
+    path = write_record(ACCEPTANCE, tmp_path / "acceptance.json")
+    with pytest.raises(ConfigError, match=r"unknown recipe key 'acceptance\.json\.num_drafts'"):
+        read_record(ScheduleEntry, path)
+
+
+def test_missing_field_is_refused_with_the_file_named(tmp_path: Path):
+    path = tmp_path / "entry.json"
+    path.write_text(json.dumps({"batch_from": 1, "batch_to": 4}))
+    with pytest.raises(ConfigError, match=r"entry\.json\.num_speculative_tokens is required"):
+        read_record(ScheduleEntry, path)
+
+
+def test_cut_file_is_refused(tmp_path: Path):
+    path = write_record(STEP, tmp_path / "step.json")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(json.JSONDecodeError):
+        read_record(StepRecord, path)
+
+
+def test_stage_times_are_given_in_the_order_of_the_stages():
+    assert list(STEP.times.by_stage().items()) == [
+        ("data", 0.01),
+        ("prepare", 0.05),
+        ("generation", 1.5),
+        ("logprob", 0.25),
+        ("train", 0.75),
+    ]

@@ -1,0 +1,159 @@
+"""Scoring: what counts as the answer, what is equal, and that nothing a policy writes can hang or break it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.rewards import RewardConfig, RewardResult, Verifier, extract_answer, normalise_answer
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(RewardConfig(timeout_s=30.0)) as verifier:
+        yield verifier
+
+
+def box(answer: str) -> str:
+    return f"so it is \\boxed{{{answer}}}"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("\\boxed{1} then \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
+        ("\\boxed{1+\\boxed{2}}", "1+\\boxed{2}"),
+        ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
+        ("\\boxed {7}", "7"),
+        ("a set {1, \\boxed{3}", "3"),
+        ("\\boxed{4} and a box cut off \\boxed{5", "4"),
+        ("\\boxed{}", None),
+        ("text\nAnswer: $12$.\n", "12"),
+        ("Answer: 1\nthe final answer: 2", "2"),
+        ("\\boxed{3}\nAnswer: 4", "3"),
+        ("no answer at all", None),
+        ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
+        ("\\boxed{1}</think>\\boxed{2}", "2"),
+        ("<think>\\boxed{1}</think>I do not know", None),
+        ("<think>\\boxed{1} and cut off", None),
+    ],
+)
+def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        ("025", "25"),
+        ("-0", "0"),
+        ("+7", "7"),
+        ("-012", "-12"),
+        ("$1,234$", "1234"),
+        ("1\\,234.", "1234"),
+        ("$12$.", "12"),
+        (".5", ".5"),
+        ("\N{MINUS SIGN}3", "-3"),
+        ("\N{ARABIC-INDIC DIGIT FOUR}\N{ARABIC-INDIC DIGIT TWO}", "42"),
+        ("\N{FULLWIDTH DIGIT NINE}", "9"),
+        ("1,23", "1,23"),
+        ("(1, 2)", "(1,2)"),
+    ],
+)
+def test_equal_answers_are_spelled_equally(answer: str, plain: str) -> None:
+    assert normalise_answer(answer) == plain
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "reward"),
+    [
+        ("54", "54", 1.0),
+        ("55", "54", 0.0),
+        ("-54", "54", 0.0),
+        ("054", "54", 1.0),
+        ("\\frac{1}{2}", "0.5", 1.0),
+        ("1/2", "\\frac12", 1.0),
+        ("-\\frac{3}{4}", "-0.75", 1.0),
+        ("\\frac{3}{4}", "-0.75", 0.0),
+        ("72.0", "72", 1.0),
+        ("\\sqrt{8}", "2\\sqrt{2}", 1.0),
+        ("x+1", "1+x", 1.0),
+        ("\\frac{1}{3}", "0.5", 0.0),
+        ("", "54", 0.0),
+    ],
+)
+def test_the_reward_of_an_answer(verifier: Verifier, answer: str, gold: str, reward: float) -> None:
+    assert verifier.score([box(answer)], [gold]) == RewardResult(rewards=(reward,), num_timeouts=0, num_crashes=0)
+
+
+def test_rewards_keep_the_order_of_the_responses_whoever_decided_them(verifier: Verifier) -> None:
+    responses = [box("1"), box("\\frac{2}{4}"), "none", box("\\frac{2}{4}"), box("3")]
+    assert verifier.score(responses, ["1", "0.5", "1", "0.25", "4"]).rewards == (1.0, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_a_million_characters_score_quickly_whatever_they_are(verifier: Verifier) -> None:
+    texts = ["9" * 10**6, box("9" * 10**6), "\\boxed{" * 140_000, "{" * 10**6, "}" * 10**6, "Answer: " * 125_000]
+    started_s = time.monotonic()
+    assert verifier.score(texts, ["9"] * len(texts)).rewards == (0.0,) * len(texts)
+    assert time.monotonic() - started_s < 10
+
+
+def test_sixty_four_plain_answers_need_no_worker_and_less_than_10_ms() -> None:
+    before = set(psutil.Process().children())
+    with Verifier(RewardConfig()) as verifier:
+        responses = ["<think>\n12+7=19\n</think>\n" + box(str(i)) for i in range(64)]
+        durations_s, rewards = [], ()
+        for _ in range(5):
+            started_s = time.perf_counter()
+            rewards = verifier.score(responses, ["7"] * 64).rewards
+            durations_s.append(time.perf_counter() - started_s)
+        assert sum(rewards) == 1
+        assert min(durations_s) < 0.010
+        assert set(psutil.Process().children()) <= before
+
+
+def test_a_sympy_bomb_is_killed_counted_and_scores_0_while_the_others_are_scored() -> None:
+    with Verifier(RewardConfig(timeout_s=1.0)) as verifier:
+        verifier.score([box("\\frac{1}{2}")], ["0.5"])  # the start of a worker is not what is measured
+        started_s = time.monotonic()
+        result = verifier.score([box("9^{9^{9^{9}}}"), box("7")], ["7", "7"])
+        assert time.monotonic() - started_s < 5
+        assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=1, num_crashes=0)
+
+
+def test_a_bomb_in_python_syntax_scores_0(verifier: Verifier) -> None:
+    assert verifier.score([box("9**9**9**9")], ["7"]).rewards == (0.0,)
+
+
+def test_a_worker_that_dies_is_counted_and_replaced() -> None:
+    before = set(psutil.Process().children())
+    with Verifier(RewardConfig()) as verifier:
+        verifier.score([box("\\frac{1}{2}")], ["0.5"])
+        (worker,) = set(psutil.Process().children()) - before
+        worker.kill()
+        worker.wait()
+        result = verifier.score([box("\\frac{1}{2}")] * 2, ["0.5"] * 2)
+        assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=0, num_crashes=1)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_references_that_no_response_could_match_are_not_parseable(verifier: Verifier) -> None:
+    answers = ["34", "-3", "\\frac{1}{2}", "2\\sqrt{3}", "x+1", "", "no answer", "???", "\\frac{1", "9" * 5000]
+    assert verifier.parseable(answers) == (True, True, True, True, True, False, False, False, False, False)
+
+
+def test_importing_rewards_loads_neither_torch_nor_vllm_nor_math_verify() -> None:
+    check = "import sys, slipstream.rewards; print(sorted({'torch', 'vllm', 'math_verify'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_bad_time_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s must be > 0, got 0"):
+        RewardConfig(timeout_s=0)

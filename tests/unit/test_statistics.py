@@ -1,0 +1,95 @@
+"""Summaries of timings against values worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.statistics import Estimate, Spread, bootstrap_ratio, moving_average, spread
+
+
+def test_spread_interpolates_between_order_statistics() -> None:
+    # Ranks 0..4: the 10th percentile lies at rank 0.4, the 90th at rank 3.6.
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(median=3.0, p10=1.4, p90=4.6)
+
+
+def test_spread_of_one_value_is_that_value() -> None:
+    assert spread([2.5]) == Spread(median=2.5, p10=2.5, p90=2.5)
+
+
+def test_spread_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one observation"):
+        spread([])
+
+
+def test_ratio_is_of_medians_not_of_means() -> None:
+    # Medians 4 and 2; the means, 34 and 2, would give 17.
+    assert bootstrap_ratio([1.0, 4.0, 97.0], [2.0, 2.0, 2.0], paired=False).value == 2.0
+    assert bootstrap_ratio([1.0, 4.0, 97.0], [2.0, 2.0, 2.0], paired=False, statistic=np.mean).value == 17.0
+
+
+def test_paired_interval_of_proportional_arms_has_no_width() -> None:
+    times = [1.0, 5.0, 2.0, 9.0, 3.0]
+    assert bootstrap_ratio([2 * t for t in times], times, paired=True) == Estimate(value=2.0, ci95=(2.0, 2.0))
+
+
+def test_unpaired_interval_of_the_same_arms_is_wide() -> None:
+    times = [1.0, 5.0, 2.0, 9.0, 3.0]
+    interval = bootstrap_ratio([2 * t for t in times], times, paired=False).ci95
+    assert interval is not None
+    assert interval[0] < 1.0 and interval[1] > 4.0
+
+
+def test_interval_of_two_steps_is_their_extremes() -> None:
+    # The four equally likely resamples of (1, 3) have means 1, 2, 2, 3: each extreme holds 25 % of the mass.
+    assert bootstrap_ratio([1.0, 3.0], [1.0, 1.0], paired=True, statistic=np.mean) == Estimate(value=2.0, ci95=(1, 3))
+
+
+def test_one_step_an_arm_gives_no_interval() -> None:
+    assert bootstrap_ratio([3.0], [2.0, 2.0], paired=False) == Estimate(value=1.5, ci95=None)
+
+
+def test_equal_seeds_give_equal_intervals_and_others_differ() -> None:
+    base, cand = [1.0, 2.5, 4.0, 3.0, 2.2], [0.7, 1.9, 1.1, 1.3]
+    first = bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=1)
+    assert first == bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=1)
+    assert first != bootstrap_ratio(base, cand, paired=False, statistic=np.mean, num_resamples=500, seed=2)
+
+
+def test_interval_covers_the_true_ratio_about_95_times_in_100() -> None:
+    random = np.random.default_rng(7)
+    hits = 0
+    for trial in range(200):
+        base = random.normal(4.0, 0.5, 40).tolist()
+        cand = random.normal(2.0, 0.3, 40).tolist()
+        low, high = bootstrap_ratio(base, cand, paired=False, num_resamples=400, seed=trial).ci95 or (0.0, 0.0)
+        hits += low <= 2.0 <= high
+    assert 180 <= hits <= 199
+
+
+def test_a_time_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"candidate must be > 0 in every step, got 0\.0"):
+        bootstrap_ratio([1.0], [0.0], paired=False)
+
+
+def test_paired_arms_of_unequal_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="equally many steps, got 2 and 1"):
+        bootstrap_ratio([1.0, 2.0], [1.0], paired=True)
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=12), st.floats(0.1, 10.0))
+def test_interval_scales_with_the_baseline(times: list[float], factor: float) -> None:
+    candidate = [1.0] * len(times)
+    plain = bootstrap_ratio(times, candidate, paired=True, num_resamples=200)
+    scaled = bootstrap_ratio([factor * t for t in times], candidate, paired=True, num_resamples=200)
+    assert plain.ci95 is not None and scaled.ci95 is not None
+    assert scaled.value == pytest.approx(factor * plain.value)
+    assert scaled.ci95 == pytest.approx([factor * bound for bound in plain.ci95])
+
+
+def test_moving_average_shrinks_at_the_ends() -> None:
+    assert moving_average([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
+    assert moving_average([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
+    assert moving_average([], 3) == []

@@ -1,0 +1,1 @@
+"""Flyte workflows: they wire tasks."""
