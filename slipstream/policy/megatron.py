@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,11 @@ from slipstream.policy.capture import CapturedStates
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.policy.layers import build_model
 from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.stats import TrainStats
 from slipstream.policy.weights import hf_from_shards, mappings, require_divisible, shard_from_hf
 from slipstream.types import TrainBatch
 
 FloatArray = NDArray[np.float32]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainStats:
-    """What one update did. `kl` is to the reference policy, per token, 0 without one."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    kl: float
-    clip_fraction: float
-    num_tokens: int  # response tokens
-    learning_rate: float
 
 
 _Result = dict[str, Tensor]

@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from slipstream.policy.config import ScratchConfig
-from slipstream.policy.megatron import MegatronPolicy
 
 Document = tuple[Sequence[int], int]
 """Token ids, and the index from which they are learned (0: all of them)."""
 
 
+class LanguageModel(Protocol):
+    """What pretraining asks of a policy, whether it lives in this process or in another."""
+
+    def lm_step(
+        self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
+    ) -> float:
+        """One update on the next-token loss; returns the mean loss a learned token, in nats."""
+        ...
+
+
 def pretrain(
-    policy: MegatronPolicy,
+    policy: LanguageModel,
     documents: Iterable[Document],
     config: ScratchConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,

@@ -15,8 +15,9 @@ from transformers import Qwen3ForCausalLM
 from slipstream.grpo.loss import LossConfig
 from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.policy.layers import CpuRmsNorm
-from slipstream.policy.megatron import MegatronPolicy, TrainStats
+from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
+from slipstream.policy.stats import TrainStats
 from slipstream.types import TrainBatch
 
 VOCAB = 32

@@ -1,0 +1,112 @@
+"""The command line: run the demo, check a recipe, replay a tracking spool. The only place that prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream import logs
+from slipstream.config import ConfigError
+from slipstream.recipe import load_recipe
+from slipstream.records import RunRecord, read_record
+from slipstream.types import Workload
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PYTHONWARNINGS": "ignore",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slipstream", description="Speculative rollouts for RL post-training.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
+    demo.add_argument("--recipe", default="tiny")
+    demo.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
+    demo.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--run-root", default="runs")
+    demo.set_defaults(run=_demo)
+    check = commands.add_parser("check", help="check a recipe without running it")
+    check.add_argument("recipe")
+    check.set_defaults(run=_check)
+    replay = commands.add_parser("replay", help="bring spooled points to a tracking server")
+    replay.add_argument("run_root")
+    replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
+    replay.set_defaults(run=_replay)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """The same as `pyflyte run workflows/speculative_rl.py speculative_rl --recipe tiny`, then the table."""
+    load_recipe(options.recipe, workload=Workload(options.workload))
+    root = Path(options.run_root).resolve()
+    command = [
+        str(Path(sys.executable).with_name("pyflyte")),
+        "run",
+        "workflows/speculative_rl.py",
+        "speculative_rl",
+        *("--recipe", options.recipe),
+        *("--workload", Workload(options.workload).name),
+        *("--num_steps", str(options.num_steps)),
+        *("--seed", str(options.seed)),
+        *("--run_root", str(root)),
+    ]
+    path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path}
+    status = subprocess.run(command, cwd=_REPOSITORY, env=environment, check=False).returncode
+    if status == 0:
+        _show(root)
+    return status
+
+
+def _show(root: Path) -> None:
+    from slipstream.report import speedup_table
+
+    latest = root / "latest"
+    record = read_record(RunRecord, latest / "run.json")
+    print()
+    print(speedup_table(record))
+    print(f"\nreport: {latest / 'report.html'}")
+    print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {record.tracking_uri}")
+
+
+def _check(options: argparse.Namespace) -> int:
+    for workload in Workload:
+        recipe = load_recipe(options.recipe, workload=workload)
+        print(f"{recipe.name}, {workload.value}: fine")
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from slipstream.tracking import TrackingConfig, replay, spool_directory, store_uri
+
+    logs.configure()
+    root = Path(options.run_root)
+    uri = options.uri or store_uri(TrackingConfig(), root)
+    print(replay(spool_directory(root), uri))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

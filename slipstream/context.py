@@ -1,0 +1,30 @@
+"""Who a task works for: the one value that travels from `start_run` to every other task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One workflow execution. Flat strings only, so that it travels between tasks as it is.
+
+    `root` must be storage that every task of the execution sees (a shared file system on a cluster): checkpoints
+    and the tracking spool lie there, and a retried task finds them by `execution` and its own name.
+    """
+
+    execution: str
+    root: str
+    experiment: str
+    workload: str
+
+    def directory(self, node: str) -> Path:
+        """Where the task `node` keeps what must outlive an attempt."""
+        path = Path(self.root) / self.execution / node
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def key(self, node: str) -> str:
+        """The tracking key of the task `node`: of execution and node, never of the attempt."""
+        return f"{self.execution}/{node}"

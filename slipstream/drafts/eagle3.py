@@ -1,0 +1,69 @@
+"""A one-layer EAGLE-3 draft of a policy, through speculators: built, saved as vLLM loads it, and loaded back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from speculators.models.eagle3.core import Eagle3DraftModel
+from torch import Tensor
+from transformers import AutoConfig
+
+from slipstream.drafts.config import DraftConfig
+
+# Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
+# parts serve training alone. A draft with the policy's embeddings or head would be made to share the policy's modules,
+# and refitting it would then overwrite the policy.
+_NOT_SAVED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_HEAD_NOISE = 0.02
+
+
+def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
+    """A fresh draft: random layer, output head near the policy's (never equal to it), vocabulary of the policy."""
+    layer = AutoConfig.from_pretrained(policy)
+    layer.num_hidden_layers = 1
+    layer.layer_types = ["full_attention"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Eagle3DraftModel.from_training_args(
+            layer,
+            draft_vocab_size=layer.vocab_size,
+            norm_before_residual=True,
+            ttt_steps=config.ttt_steps,
+            verifier_name_or_path=str(policy),
+            target_layer_ids=list(config.aux_hidden_state_layer_ids),
+            draft_attn_impl="sdpa",  # the default, flex attention, needs a GPU
+        ).float()
+        noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
+    model.lm_head.weight.data.add_(noise)
+    model.lm_head.weight.requires_grad_(True)
+    # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
+    model.verifier_norm = torch.nn.Identity()
+    return model
+
+
+def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:
+    """The draft's tensors under the names that vLLM loads."""
+    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name not in _NOT_SAVED}
+
+
+def save_draft(model: Eagle3DraftModel, path: Path) -> None:
+    """Write config and weights to the directory `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    config = model.config.to_dict()
+    config.pop("auto_map", None)
+    config["architectures"] = ["Eagle3DraftModel"]
+    (temporary / "config.json").write_text(json.dumps(config, indent=1, default=str))
+    save_file(draft_tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.replace(path)
+
+
+def load_draft_tensors(path: Path) -> dict[str, Tensor]:
+    """What `save_draft` wrote."""
+    return load_file(path / "model.safetensors")

@@ -1,0 +1,197 @@
+"""Training of an EAGLE-3 draft on detached hidden states: before RL, and the seam for training it during RL.
+
+The trainer never sees the policy, only what the policy left behind, so no gradient can reach it.
+
+Legend: `N` packed tokens, `H` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from speculators.losses import resolve_loss_config
+from torch import Tensor
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.eagle3 import build_draft, save_draft
+
+States = Sequence[tuple[Tensor, Tensor]]
+"""For each sequence of T tokens the auxiliary hidden states [T, 3H] and what the output layer sees [T, H]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedChats:
+    """Chats one behind the other, aligned as EAGLE-3 reads them; the batch dimension is 1."""
+
+    input_ids: Tensor  # [1, N] the token after the one whose states stand beside it
+    hidden_states: Tensor  # [1, N, 3H]
+    last: Tensor  # [1, N, H] states of the token in input_ids: they predict the token after it
+    loss_mask: Tensor  # [1, N] bool: what is predicted belongs to a response
+    document_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N] from 1 in each chat
+
+
+class DraftTrainer:
+    """A draft, its optimizer and its schedule."""
+
+    def __init__(self, policy: Path, config: DraftConfig, *, num_threads: int | None = None) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._config = config
+        self._model = build_draft(policy, config)
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._loss = resolve_loss_config(config.loss, "eager")  # the fused losses need Triton on a GPU
+        self._num_steps = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters."""
+        return sum(parameter.numel() for parameter in self._trained)
+
+    def step(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> float:
+        """One update; returns the loss summed over the TTT passes.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        loss = self._forward(pack_chats(sequences, prompt_lengths, states))
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {loss.item()}")
+        self._optimizer.zero_grad()
+        loss.backward()
+        # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
+        torch.nn.utils.clip_grad_norm_(self._trained, self._config.clip_grad)
+        self._optimizer.step()
+        self._num_steps += 1
+        return float(loss.item())
+
+    @torch.no_grad()
+    def evaluate(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
+    ) -> tuple[list[float], float]:
+        """Held-out acceptance under rejection sampling at temperature 1.
+
+        The chance to accept draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own tokens
+        (teacher forcing). The length is 1 + the mean over windows of the sum over i of the product of the chances
+        up to i.
+
+        Returns:
+            The mean chance by position, and the mean acceptance length.
+        """
+        batch = pack_chats(sequences, prompt_lengths, states)
+        overlaps = self._overlaps(batch)
+        num_steps = self._config.ttt_steps
+        num = batch.input_ids.shape[1] - num_steps + 1
+        documents = batch.document_ids[0]
+        inside = torch.ones(num, dtype=torch.bool)
+        for i in range(num_steps):
+            inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
+        window = torch.stack([overlaps[i][:num][inside] for i in range(num_steps)])  # [ttt, windows]
+        length = 1.0 + float(window.cumprod(dim=0).sum(dim=0).mean())
+        return [float(rate) for rate in window.mean(dim=1)], length
+
+    def save(self, path: Path) -> None:
+        """Write the draft as vLLM loads it."""
+        save_draft(self._model, path)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write weights, moments and step, so that a resumed training goes on bit for bit."""
+        path.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        for index, parameter in enumerate(self._trained):
+            state: dict[str, Any] = self._optimizer.state[parameter]
+            tensors[f"{index}.parameter"] = parameter.detach()
+            tensors[f"{index}.exp_avg"] = state["exp_avg"]
+            tensors[f"{index}.exp_avg_sq"] = state["exp_avg_sq"]
+        save_file(tensors, path / "draft.safetensors")
+        (path / "draft.json").write_text(json.dumps({"num_steps": self._num_steps}))
+
+    @torch.no_grad()
+    def load_checkpoint(self, path: Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+        self._num_steps = json.loads((path / "draft.json").read_text())["num_steps"]
+        tensors = load_file(path / "draft.safetensors")
+        for index, parameter in enumerate(self._trained):
+            parameter.copy_(tensors[f"{index}.parameter"])
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(self._num_steps)),
+                "exp_avg": tensors[f"{index}.exp_avg"],
+                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"],
+            }
+
+    def _forward(self, batch: PackedChats) -> Tensor:
+        _, loss, _ = self._model(
+            hidden_states=batch.hidden_states,
+            input_ids=batch.input_ids,
+            document_ids=batch.document_ids,
+            loss_mask=batch.loss_mask,
+            position_ids=batch.position_ids,
+            verifier_last_hidden_states=batch.last,
+            ttt_steps=self._config.ttt_steps,
+            ttt_step_loss_decay=self._config.ttt_step_loss_decay,
+            loss_config=self._loss,
+        )
+        return loss
+
+    def _overlaps(self, batch: PackedChats) -> list[Tensor]:
+        """For each TTT pass i, sum_v min(p, q) of the draft token i of the window that starts at each position."""
+        logits: list[Tensor] = []
+        hook = self._model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
+        try:
+            self._forward(batch)
+        finally:
+            hook.remove()
+        policy = self._model.verifier_lm_head(batch.last)[0].softmax(-1)  # [N, V]
+        overlaps = []
+        for i, draft_logits in enumerate(logits):
+            draft = draft_logits[0].softmax(-1)
+            num = draft.shape[0] - i
+            overlap = torch.zeros(draft.shape[0])
+            overlap[:num] = torch.minimum(policy[i:], draft[:num]).sum(-1)
+            overlaps.append(overlap)
+        return overlaps
+
+    def _learning_rate(self) -> float:
+        """Linear warmup, then a cosine down to a tenth."""
+        config, step = self._config, self._num_steps
+        if step < config.warmup_steps:
+            return config.learning_rate * (step + 1) / config.warmup_steps
+        done = min((step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1), 1.0)
+        return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def pack_chats(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> PackedChats:
+    """Pack chats and shift them: input ids, last states and mask move left by one within each chat, states stay.
+
+    For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
+    Row j predicts the token after x(j+1); the first draft follows the first response token.
+    """
+    ids, hidden, last, mask, documents, places = [], [], [], [], [], []
+    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(zip(sequences, prompt_lengths, states, strict=True)):
+        num = len(tokens) - 1
+        ids.append(torch.tensor(tokens[1:]))
+        hidden.append(aux_TA[:-1].float())
+        last.append(last_TH[1:].float())
+        position = torch.arange(1, num + 1)
+        # y of the chat's last token predicts what nobody sampled: it teaches nothing that will be asked for.
+        mask.append((position >= start) & (position < num))
+        documents.append(torch.full((num,), index))
+        places.append(position)
+    return PackedChats(
+        input_ids=torch.cat(ids)[None],
+        hidden_states=torch.cat(hidden)[None],
+        last=torch.cat(last)[None],
+        loss_mask=torch.cat(mask)[None],
+        document_ids=torch.cat(documents)[None],
+        position_ids=torch.cat(places)[None],
+    )

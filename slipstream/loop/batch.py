@@ -1,0 +1,66 @@
+"""From scored rollouts to one training batch, with every token accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the engine's logprobs are from the learner's, over all response tokens."""
+
+    kl: float  # mean(rollout - trainer): the k1 estimate of KL(rollout || trainer)
+    largest: float  # absolute, of one token
+
+
+def assemble(
+    groups: Sequence[RolloutGroup], rewards: Sequence[float], *, policy_version: int, scale_by_std: bool
+) -> TrainBatch:
+    """Join prompts and responses and centre the rewards of each group.
+
+    Args:
+        rewards: one a rollout, group by group.
+    Raises:
+        RuntimeError: a rollout was made by another policy version than `policy_version`.
+    """
+    import torch
+
+    from slipstream.grpo.advantages import group_advantages
+
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    stale = {rollout.policy_version for rollout in rollouts} - {policy_version}
+    if stale:
+        raise RuntimeError(f"rollouts must come from policy version {policy_version}, got {sorted(stale)}")
+    rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
+    advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std)
+    prompts = [group.prompt.token_ids for group in groups for _ in group.rollouts]
+    return TrainBatch(
+        token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in zip(prompts, rollouts, strict=True)),
+        prompt_lengths=tuple(len(prompt) for prompt in prompts),
+        rollout_logprobs=tuple(rollout.rollout_logprobs for rollout in rollouts),
+        advantages=tuple(advantages_PG.flatten().tolist()),
+        policy_version=policy_version,
+    )
+
+
+def mismatch(rollout_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[NDArray[np.float32]]) -> Mismatch:
+    """Compare the two logprobs of every response token.
+
+    Raises:
+        FloatingPointError: one of them is NaN or infinite.
+    """
+    rollout = np.concatenate([np.asarray(values, dtype=np.float64) for values in rollout_logprobs])
+    trainer = np.concatenate(list(trainer_logprobs)).astype(np.float64)
+    gap = rollout - trainer
+    if not np.isfinite(gap).all():
+        raise FloatingPointError(f"{int((~np.isfinite(gap)).sum())} response tokens have a NaN or infinite logprob")
+    return Mismatch(kl=float(gap.mean()), largest=float(np.abs(gap).max()))

@@ -1,0 +1,157 @@
+"""What runs in a learner process: the policy, its optimizer, and the trainer of its draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
+from slipstream.refit import Snapshot, write_snapshot
+from slipstream.types import TrainBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from slipstream.drafts.trainer import DraftTrainer
+    from slipstream.grpo.loss import LossConfig
+    from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.policy.stats import TrainStats
+
+Sequences = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftProgress:
+    """Held-out acceptance of a draft: by position given the tokens before, and over the window."""
+
+    rate_by_position: tuple[float, ...]
+    mean_acceptance_length: float
+
+
+class LearnerWorker:
+    """One rank of the learner. Every method is called on all ranks with the same arguments."""
+
+    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, master_port: int = 0) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._master_port = master_port
+        self._policy: MegatronPolicy | None = None
+        self._reference: MegatronPolicy | None = None
+        self._draft: DraftTrainer | None = None
+
+    def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
+        """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
+        self._policy = self._load(path, optimizer)
+        self._reference = self._load(path, None) if with_reference else None
+        return self._policy.architecture.num_parameters()
+
+    def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
+        """A policy with random weights; returns the number of parameters."""
+        from slipstream.policy.megatron import MegatronPolicy
+
+        self._policy = MegatronPolicy.from_scratch(
+            scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
+        )
+        return self._policy.architecture.num_parameters()
+
+    def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
+        """One next-token update; returns its loss."""
+        return self._loaded.lm_step(sequences, loss_starts, learning_rate=learning_rate)
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[np.ndarray]:
+        """Trainer logprobs of the response tokens."""
+        return self._loaded.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[np.ndarray] | None:
+        """Logprobs under the reference policy, None without one."""
+        if self._reference is None:
+            return None
+        return self._reference.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        trainer_logprobs: list[np.ndarray],
+        ref_logprobs: list[np.ndarray] | None,
+        loss: LossConfig,
+        temperature: float,
+    ) -> TrainStats:
+        """One update."""
+        return self._loaded.train_step(batch, trainer_logprobs, ref_logprobs, loss, temperature)
+
+    def publish(self, directory: Path, version: int) -> Snapshot | None:
+        """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
+        weights = self._loaded.weights()
+        if self._rank == 0:
+            return write_snapshot(weights, directory, version=version)
+        for _ in weights:  # gathering is collective: every rank must run through it
+            pass
+        return None
+
+    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write the policy as transformers and vLLM read it."""
+        self._loaded.save_hf(path, tokenizer_dir)
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write all that a resumed run needs."""
+        self._loaded.save_checkpoint(path, extra)
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote; returns its `extra`."""
+        return self._loaded.load_checkpoint(path)
+
+    def start_draft(self, policy: Path, config: DraftConfig) -> int:
+        """A fresh draft for the loaded policy; returns its number of trained parameters."""
+        from slipstream.drafts.trainer import DraftTrainer
+
+        self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
+        return self._draft.num_parameters
+
+    def draft_step(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> float:
+        """One update of the draft on the frozen policy's hidden states; returns the loss."""
+        states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+        return self._drafting.step(sequences, prompt_lengths, states)
+
+    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
+        """Held-out acceptance of the draft."""
+        states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states)
+        return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
+
+    def save_draft(self, path: Path) -> None:
+        """Write the draft as vLLM loads it."""
+        self._drafting.save(path)
+
+    def save_draft_checkpoint(self, path: Path) -> None:
+        """Write what resumed draft training needs."""
+        self._drafting.save_checkpoint(path)
+
+    def load_draft_checkpoint(self, path: Path) -> None:
+        """Restore what `save_draft_checkpoint` wrote."""
+        self._drafting.load_checkpoint(path)
+
+    @property
+    def _loaded(self) -> MegatronPolicy:
+        assert self._policy is not None, "load or create comes first"
+        return self._policy
+
+    @property
+    def _drafting(self) -> DraftTrainer:
+        assert self._draft is not None, "start_draft comes first"
+        return self._draft
+
+    def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
+        from slipstream.policy.megatron import MegatronPolicy
+
+        return MegatronPolicy.load(
+            path,
+            learner=self._config,
+            optimizer=optimizer,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_port=self._master_port,
+        )

@@ -1,0 +1,206 @@
+"""The processes of a run, as Ray actors: one or more learner ranks and rollout engines (the only ray import).
+
+A driver sees a `RemoteEngine`, which is a `RolloutEngine`, and a `RemoteLearner`. Both share the accelerators
+(colocated), so the loop never has them work at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from slipstream.loop.learner import LearnerWorker
+from slipstream.policy.config import LearnerConfig
+from slipstream.records import AcceptanceStats
+from slipstream.rollout.acceptance import combine
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+from slipstream.types import Prompt, TrainBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from slipstream.grpo.loss import LossConfig
+    from slipstream.policy.stats import TrainStats
+    from slipstream.refit import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 200 << 20
+_PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """Connect to Ray: a cluster's if the task was given one, else a local instance that outlives this block.
+
+    A local instance takes seconds to start, so the tasks of one process share it; it ends with the process.
+    """
+    if not ray.is_initialized():
+        logger.info("starting Ray")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    yield
+
+
+class RemoteEngine:
+    """Rollout engines in processes of their own, the prompts dealt out to them in turn."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        """See `RolloutEngine.generate`; `generation_s` is that of the slowest engine."""
+        num = len(self._actors)
+        calls = [
+            actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i)
+            for i, actor in enumerate(self._actors)
+            if prompts[i::num]
+        ]
+        parts: list[GenerationResult] = ray.get(calls)
+        groups = [parts[i % num].groups[i // num] for i in range(len(prompts))]
+        known: list[AcceptanceStats] = [part.acceptance for part in parts if part.acceptance is not None]
+        return GenerationResult(
+            groups=tuple(groups),
+            acceptance=combine(known) if known else None,
+            generation_s=max(part.generation_s for part in parts),
+        )
+
+    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
+        """Refit every engine; returns when all hold the new weights."""
+        ray.get(
+            [
+                actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+                for actor in self._actors
+            ]
+        )
+
+    def close(self) -> None:
+        """End the engines' processes: vLLM frees its memory in no other way."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+
+
+class RemoteLearner:
+    """The learner's ranks. A method runs on all of them at once; the result is rank 0's."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run `LearnerWorker.<method>` on every rank."""
+        shared = [ray.put(arg) for arg in args]
+        return ray.get([getattr(actor, method).remote(*shared, **kwargs) for actor in self._actors])[0]
+
+    def lm_step(
+        self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
+    ) -> float:
+        """See `slipstream.policy.pretrain.LanguageModel`."""
+        return self.call("lm_step", sequences, loss_starts, learning_rate=learning_rate)
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
+        """See `slipstream.loop.sync.Learner`."""
+        return self.call("logprobs", batch, temperature)
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
+        """See `slipstream.loop.sync.Learner`."""
+        return self.call("ref_logprobs", batch, temperature)
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        trainer_logprobs: list[NDArray[np.float32]],
+        ref_logprobs: list[NDArray[np.float32]] | None,
+        loss: LossConfig,
+        temperature: float,
+    ) -> TrainStats:
+        """See `slipstream.loop.sync.Learner`."""
+        return self.call("train_step", batch, trainer_logprobs, ref_logprobs, loss, temperature)
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        """See `slipstream.loop.sync.Learner`."""
+        return self.call("publish", directory, version)
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """See `slipstream.loop.sync.Learner`."""
+        self.call("save_checkpoint", path, extra)
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """See `slipstream.loop.sync.Learner`."""
+        return self.call("load_checkpoint", path)
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+
+
+@contextmanager
+def start_engine(
+    policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None = None
+) -> Iterator[RemoteEngine]:
+    """Start `config.num_engines` engines and end them with the block."""
+    options = {
+        "num_cpus": 0,  # learner and engine share the cores, in turn
+        "num_gpus": 0 if config.kv_cache_gib is not None else config.tensor_parallel_size,
+        "runtime_env": {"env_vars": _environment(process_environment(config))},
+    }
+    actor = ray.remote(VllmEngine).options(**options)
+    actors = [
+        actor.remote(policy, config=config, speculative_config=speculative_config) for _ in range(config.num_engines)
+    ]
+    engine = RemoteEngine(actors)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
+    """Start the learner's ranks, without a model yet, and end them with the block."""
+    world_size = config.parallel.world_size
+    threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
+    num_gpus = 0.01 if ray.cluster_resources().get("GPU") else 0
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": _environment(threads)}}
+    actor = ray.remote(LearnerWorker).options(**options)
+    port = _free_port()
+    learner = RemoteLearner(
+        [actor.remote(config, rank=rank, world_size=world_size, master_port=port) for rank in range(world_size)]
+    )
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {**passed_on, **own}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,130 @@
+"""A recipe: everything that determines a run, composed of the component configs and checked as a whole.
+
+A recipe file is sparse: it overrides the defaults that stand on the dataclasses' fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import slipstream
+from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
+from slipstream.data.config import DataConfig
+from slipstream.drafts.config import DraftConfig
+from slipstream.evaluation import EvaluationConfig
+from slipstream.grpo.config import GrpoConfig
+from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.rewards import RewardConfig
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.tracking.config import TrackingConfig
+from slipstream.tuning import TuningConfig
+from slipstream.types import Workload
+
+CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
+_WORKLOADS = "workloads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One experiment. Both arms of it share every field."""
+
+    name: str
+    workload: Workload = Workload.RL_ZERO
+    policy: PolicyConfig
+    learner: LearnerConfig
+    engine: EngineConfig
+    sampling: SamplingConfig
+    data: DataConfig
+    draft: DraftConfig
+    tuning: TuningConfig
+    grpo: GrpoConfig
+    evaluation: EvaluationConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        longest_k = max(self.tuning.candidate_ks)
+        for section, response in (
+            ("sampling", self.sampling.max_response_tokens),
+            ("evaluation", self.evaluation.max_response_tokens),
+        ):
+            needed = self.data.max_prompt_tokens + response + longest_k + 1
+            require(
+                needed <= self.engine.max_model_len,
+                "engine.max_model_len",
+                f"must hold data.max_prompt_tokens {self.data.max_prompt_tokens} + {section}.max_response_tokens "
+                f"{response} + k {longest_k} + 1 = {needed} tokens",
+                self.engine.max_model_len,
+                "raise it, or lower one of the others: a response that ends at max_model_len with k+1 tokens in "
+                "flight crashes the engine",
+            )
+        longest = self.data.max_prompt_tokens + self.sampling.max_response_tokens
+        require(
+            longest <= self.learner.max_tokens_per_microbatch,
+            "learner.max_tokens_per_microbatch",
+            f"must hold one whole sequence of {longest} tokens",
+            self.learner.max_tokens_per_microbatch,
+        )
+        require(
+            self.sampling.temperature > 0,
+            "sampling.temperature",
+            "must be > 0 for training",
+            self.sampling.temperature,
+            "greedy rollouts of a group are all equal and teach nothing",
+        )
+        require(
+            self.sampling.top_p == 1.0 and self.sampling.top_k == 0,
+            "sampling.top_p and sampling.top_k",
+            "must leave the policy's distribution whole in training",
+            (self.sampling.top_p, self.sampling.top_k),
+            "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",
+        )
+        if self.policy.scratch is not None:
+            require(
+                self.engine.max_model_len <= self.policy.scratch.max_position_embeddings,
+                "engine.max_model_len",
+                f"must be <= policy.scratch.max_position_embeddings {self.policy.scratch.max_position_embeddings}",
+                self.engine.max_model_len,
+            )
+            require(
+                self.draft.aux_hidden_state_layer_ids[-1] < self.policy.scratch.num_layers,
+                "draft.aux_hidden_state_layer_ids",
+                f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
+                self.draft.aux_hidden_state_layer_ids,
+            )
+
+
+def load_recipe(name: str, *, workload: Workload | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read `configs/<name>.yaml`, or the file `name`, lay the workload's section and `overrides` over it, check all.
+
+    A recipe file may hold `workloads: {rl_think: {...}}`: overrides that belong to one workload.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
+    known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+    require(path.is_file(), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {path} is not YAML: {error}") from error
+    require(isinstance(values, dict), "recipe", "must be a mapping", type(values).__name__)
+    by_workload = values.pop(_WORKLOADS, {})
+    values = merge(values, overrides or {})
+    chosen = Workload(workload or values.get("workload", Workload.RL_ZERO))
+    values = merge(values, {"workload": chosen.value})
+    values = merge(values, by_workload.get(chosen.value, {}))
+    return from_mapping(Recipe, merge(values, overrides or {}))
+
+
+def write_recipe(recipe: Recipe, path: Path) -> Path:
+    """Write the whole recipe, defaults included: what `load_recipe` reads back to an equal one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False))
+    return path

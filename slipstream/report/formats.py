@@ -1,0 +1,47 @@
+"""How numbers are written, the same on the page and in the terminal."""
+
+from __future__ import annotations
+
+from slipstream.statistics import Estimate
+from slipstream.types import Arm
+
+STAGE_LABELS = {
+    "data": "data",
+    "prepare": "prepare (refit)",
+    "generation": "generation",
+    "logprob": "logprob",
+    "train": "train",
+}
+WORKLOAD_LABELS = {"rl_zero": "RL-Zero", "rl_think": "RL-Think"}
+POLICY_LABELS = {"start": "before RL", Arm.AUTOREGRESSIVE.value: "autoregressive", Arm.SPECULATIVE.value: "speculative"}
+
+
+def seconds(value: float) -> str:
+    """Three significant digits or so, never an exponent: `0.004`, `0.53`, `4.10`, `87.0`, `151`."""
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def percent(fraction: float) -> str:
+    """`0.667` as `67 %`; one decimal below 10 %."""
+    return f"{100 * fraction:.0f} %" if fraction >= 0.0995 else f"{100 * fraction:.1f} %"
+
+
+def speedup(value: float) -> str:
+    """`1.77x`."""
+    return f"{value:.2f}x"
+
+
+def interval(estimate: Estimate, label: str = "") -> str:
+    """The 95 % interval after its `label`, or why there is none."""
+    if estimate.ci95 is None:
+        return "one timed step, no interval"
+    return f"{label}{estimate.ci95[0]:.2f} to {estimate.ci95[1]:.2f}"
+
+
+def count(value: int) -> str:
+    """`4 882 176` with thin gaps a terminal can show."""
+    return f"{value:,}".replace(",", " ")

@@ -1,0 +1,136 @@
+"""One self-contained HTML page a run: no script, no font and no style from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from slipstream.records import RunRecord, write_atomic
+from slipstream.report import figures, formats, tables
+from slipstream.report.reference import Reference, read_reference
+from slipstream.report.summary import NUM_WARMUP_STEPS, RunSummary, summarise, summarise_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportPaths:
+    """What `write_report` wrote."""
+
+    html: Path
+    json: Path
+
+
+def render(record: RunRecord, reference: Reference) -> str:
+    """The page. A run with one arm, one step or no draft in it gets a page that says so."""
+    run = summarise_run(record)
+    workload = reference.workloads.get(record.workload)
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(count=formats.count, seconds=formats.seconds, percent=formats.percent)
+    return environment.get_template("page.html.jinja").render(
+        record=record,
+        run=run,
+        reference=reference,
+        workload=workload,
+        verdict=verdict(record, run),
+        headline=_headline(record, run),
+        figures={name: Markup(svg) for name, svg in _figures(record, run, reference).items()},
+        tables=_tables(record, run, reference),
+        workload_label=formats.WORKLOAD_LABELS.get(record.workload, record.workload),
+        num_warmup_steps=NUM_WARMUP_STEPS,
+        style=Markup((here / "style.css").read_text()),
+    )
+
+
+def verdict(record: RunRecord, run: RunSummary) -> str:
+    """One sentence: what speculation did to generation and to the step, with its uncertainty."""
+    comparison = run.comparison
+    if comparison is None:
+        return "Only one arm ran, so this page shows times and learning, and no speedup."
+    k = run.speculative.k if run.speculative else 0
+    generation, step = (
+        f"{formats.speedup(estimate.value)} ({formats.interval(estimate, '95 % interval ')})"
+        for estimate in (comparison.generation, comparison.step)
+    )
+    if k == 0:
+        return (
+            f"Speculation lost, so both arms ran without it ({record.tuning.reason}): "
+            f"the ratio of the arms, {generation} for generation and {step} for the step, shows the machine's noise."
+        )
+    method = f"Speculation ({record.draft.method}, k = {k})"
+    if comparison.generation.ci95 is None:
+        ratios = [formats.speedup(estimate.value) for estimate in (comparison.generation, comparison.step)]
+        return (
+            f"{method}: generation {ratios[0]}, the whole GRPO step {ratios[1]}; "
+            "but an arm with one timed step tells nothing about the noise."
+        )
+    low, high = comparison.generation.ci95
+    if low > 1:
+        return f"{method} sped rollout generation up {generation} and the whole GRPO step {step}."
+    if high < 1:
+        return f"{method} lost: it slowed rollout generation down to {generation} and the whole GRPO step to {step}."
+    return f"{method} made no difference beyond the noise: generation {generation}, the whole GRPO step {step}."
+
+
+def write_report(record: RunRecord, directory: Path, *, reference: Reference | None = None) -> ReportPaths:
+    """Write `report.html` and `report.json` into `directory`, each atomically."""
+    paths = ReportPaths(html=directory / "report.html", json=directory / "report.json")
+    write_atomic(paths.html, render(record, reference or read_reference()).encode())
+    write_atomic(paths.json, json.dumps(summarise(record), indent=1, allow_nan=False).encode())
+    return paths
+
+
+def _headline(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
+    """(value, what it is, what qualifies it) of the figures at the top of the page."""
+    items: list[tuple[str, str, str]] = []
+    if run.comparison is not None:
+        for name, estimate in (("generation", run.comparison.generation), ("GRPO step", run.comparison.step)):
+            items.append((formats.speedup(estimate.value), f"{name} speedup", formats.interval(estimate, "95 %: ")))
+    if run.acceptance is not None and run.speculative is not None:
+        length = f"{run.acceptance.mean_acceptance_length:.2f}"
+        items.append((length, "tokens a verification", f"mean acceptance length, at most {run.speculative.k + 1}"))
+    for arm in run.arms:
+        change = f"mean of the last quarter of steps; first {arm.reward_first_quarter:.2f}"
+        items.append((f"{arm.reward_last_quarter:.2f}", f"reward, {arm.arm.value}", change))
+    return items
+
+
+def _figures(record: RunRecord, run: RunSummary, reference: Reference) -> dict[str, str]:
+    drawn = {"losses": figures.losses(record)}
+    if run.arms:
+        drawn |= {
+            "stages": figures.stage_bars(run, reference.workloads.get(record.workload), reference),
+            "step_times": figures.step_times(record),
+            "acceptance": figures.acceptance(record, run),
+            "learning": figures.learning(record),
+            "mismatch": figures.mismatch(record),
+        }
+    if run.comparison is not None and run.acceptance is not None:
+        drawn["bound"] = figures.bound(run)
+    if record.tuning.points:
+        drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
+    return drawn
+
+
+def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[str, Any]:
+    workload = reference.workloads.get(record.workload)
+    built = {
+        "step": tables.step_table(run, workload, reference),
+        "sweep": tables.sweep_table(record),
+        "accuracy": tables.accuracy_table(record),
+        "counts": tables.count_table(run),
+        "data": tables.data_table(record),
+        "draft": tables.draft_table(record),
+    }
+    if run.comparison is not None:
+        built["speedup"] = tables.speedup_table(run, workload, reference)
+    if workload is not None:
+        built["quoted_lengths"] = tables.quoted_lengths_table(workload, reference)
+        built["quoted_drafts"] = tables.quoted_drafts_table(workload, reference)
+    return built

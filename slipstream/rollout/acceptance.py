@@ -1,0 +1,70 @@
+"""Acceptance arithmetic: from an engine's cumulative counters to the acceptance of one span of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.records import AcceptanceStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceCounters:
+    """An engine's counters since its start. `accepted_by_position[i]` counts accepted draft tokens i (from 0)."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int  # bonus tokens excluded
+    accepted_by_position: tuple[int, ...]
+
+
+def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) -> AcceptanceStats:
+    """Acceptance of what was generated between two readings of the counters.
+
+    Raises:
+        RuntimeError: the counters ran backwards or contradict each other: the engine was restarted or miscounts.
+    """
+    positions = tuple(a - b for b, a in zip(before.accepted_by_position, after.accepted_by_position, strict=True))
+    delta = AcceptanceCounters(
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        accepted_by_position=positions,
+    )
+    return _stats(delta)
+
+
+def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
+    """Acceptance over several spans or engines, from their summed counts.
+
+    Raises:
+        ValueError: there is no part.
+    """
+    if not parts:
+        raise ValueError("parts must hold at least one span, got none")
+    return _stats(
+        AcceptanceCounters(
+            num_drafts=sum(part.num_drafts for part in parts),
+            num_draft_tokens=sum(part.num_draft_tokens for part in parts),
+            num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
+            accepted_by_position=tuple(
+                sum(column) for column in zip(*(part.accepted_by_position for part in parts), strict=True)
+            ),
+        )
+    )
+
+
+def _stats(delta: AcceptanceCounters) -> AcceptanceStats:
+    drafts, proposed, accepted = delta.num_drafts, delta.num_draft_tokens, delta.num_accepted_tokens
+    consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(delta.accepted_by_position) == accepted
+    if not consistent or any(count > drafts for count in delta.accepted_by_position):
+        raise RuntimeError(f"acceptance counters contradict each other: {delta}")
+    return AcceptanceStats(
+        num_drafts=drafts,
+        num_draft_tokens=proposed,
+        num_accepted_tokens=accepted,
+        accepted_by_position=delta.accepted_by_position,
+        mean_acceptance_length=1.0 + accepted / drafts if drafts else 1.0,
+        acceptance_rate=accepted / proposed if proposed else 0.0,
+        rate_by_position=tuple(count / drafts if drafts else 0.0 for count in delta.accepted_by_position),
+    )

@@ -1,0 +1,210 @@
+"""The rollout engine on vLLM: exact speculative sampling of the policy, refit in place, counters read as deltas.
+
+One `VllmEngine` a process (deleting one of two breaks the other): `loop.workers` runs each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import require
+from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+_COUNTER = "vllm:spec_decode_num_"
+_PROBE = "slipstream.rollout.vllm_plugin.EngineProbe"
+
+
+def process_environment(config: EngineConfig) -> dict[str, str]:
+    """Environment that the engine's process must start with.
+
+    vLLM's core runs in that same process: it has no other work, and a step then needs no message between processes.
+    """
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{config.num_threads - 1}",
+        "OMP_NUM_THREADS": str(config.num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class VllmEngine:
+    """A running vLLM engine that holds one version of the policy and, if it speculates, one of the draft."""
+
+    def __init__(self, policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None) -> None:
+        """Start the engine.
+
+        Args:
+            policy: model directory in Hugging Face format.
+            speculative_config: vLLM's own, None for autoregressive decoding.
+        Raises:
+            RuntimeError: the process samples with a broken rejection sampler.
+        """
+        os.environ.update(process_environment(config))
+        from vllm import LLM
+
+        from slipstream.rollout.weight_transfer import BACKEND
+
+        memory: dict[str, Any] = (
+            {"gpu_memory_utilization": config.gpu_memory_utilization}
+            if config.kv_cache_gib is None
+            else {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
+        )
+        self._speculates = speculative_config is not None
+        self._stop_token_ids = _stop_token_ids(policy)
+        self._llm = LLM(
+            str(policy),
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            enforce_eager=config.enforce_eager,
+            tensor_parallel_size=config.tensor_parallel_size,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,  # the acceptance counters live there
+            logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution
+            speculative_config=speculative_config,
+            weight_transfer_config={"backend": BACKEND},
+            worker_extension_cls=_PROBE,
+            seed=0,
+            **memory,
+        )
+        self._check_sampler()
+        self._max_model_len = config.max_model_len
+        self._transfer_ready = False
+        self.policy_version = 0
+        self.draft_version = 0
+        self.num_prefix_cache_resets = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        """Sample `group_size` rollouts a prompt. See `RolloutEngine.generate`."""
+        from vllm import SamplingParams
+
+        self._check_lengths(prompts, sampling)
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response_tokens,
+            stop_token_ids=list(self._stop_token_ids),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        requests: list[Any] = [
+            {"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts for _ in range(group_size)
+        ]
+        self._llm.collective_rpc("reseed", args=(seed,))
+        before = self._counters()
+        start = time.perf_counter()
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        elapsed_s = time.perf_counter() - start
+        after = self._counters()
+        rollouts = [
+            self._rollout(requests_output, prompts[i // group_size]) for i, requests_output in enumerate(outputs)
+        ]
+        groups = tuple(
+            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[i * group_size : (i + 1) * group_size]))
+            for i, prompt in enumerate(prompts)
+        )
+        acceptance = None if before is None or after is None else acceptance_between(before, after)
+        return GenerationResult(groups=groups, acceptance=acceptance, generation_s=elapsed_s)
+
+    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
+        """Replace the policy's weights, and the draft's if `draft` is given, and forget all cached prefixes.
+
+        Args:
+            policy: safetensors file under the names of the Hugging Face checkpoint.
+            draft: the same for the draft.
+        Raises:
+            RuntimeError: vLLM could not reset the prefix cache; the engine must not be used further.
+        """
+        self._transfer(policy, self._llm.start_weight_update)
+        self.policy_version = policy_version
+        if draft is not None:
+            require(self._speculates, "refit.draft", "needs an engine that speculates", str(draft))
+            self._transfer(draft, self._llm.start_draft_weight_update)
+            self.draft_version = draft_version
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
+        self.num_prefix_cache_resets += 1
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the process, and vLLM cannot be restarted in one."""
+
+    def _transfer(self, path: Path, start: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        if not self._transfer_ready:
+            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            self._transfer_ready = True
+        start()
+        self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+        self._llm.finish_weight_update()
+
+    def _check_sampler(self) -> None:
+        broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
+        if broken:
+            raise RuntimeError(
+                f"the rejection sampler loses sampling parameters ({broken[0]}): speculative rollouts would be "
+                "silently biased; is slipstream installed, so that vLLM finds its plugin?"
+            )
+
+    def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        require(
+            longest + sampling.max_response_tokens <= self._max_model_len,
+            "engine.max_model_len",
+            f"must hold the longest prompt {longest} + max_response_tokens {sampling.max_response_tokens}",
+            self._max_model_len,
+        )
+
+    def _counters(self) -> AcceptanceCounters | None:
+        """The engine's counters, None without a draft; missing ones are an error, never a zero."""
+        if not self._speculates:
+            return None
+        metrics: dict[str, Any] = {m.name.removeprefix(_COUNTER): m for m in self._llm.get_metrics()}
+        try:
+            return AcceptanceCounters(
+                num_drafts=int(metrics["drafts"].value),
+                num_draft_tokens=int(metrics["draft_tokens"].value),
+                num_accepted_tokens=int(metrics["accepted_tokens"].value),
+                accepted_by_position=tuple(int(value) for value in metrics["accepted_tokens_per_pos"].values),
+            )
+        except KeyError as error:
+            raise RuntimeError(f"vLLM reports no counter {_COUNTER}{error.args[0]}: acceptance is unknown") from error
+
+    def _rollout(self, output: Any, prompt: Prompt) -> Rollout:
+        completion = output.outputs[0]
+        logprobs = tuple(completion.logprobs.logprobs)
+        assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
+        return Rollout(
+            prompt_id=prompt.id,
+            token_ids=tuple(completion.token_ids),
+            rollout_logprobs=logprobs,
+            finish_reason=FinishReason(completion.finish_reason),
+            policy_version=self.policy_version,
+            draft_version=self.draft_version if self._speculates else None,
+        )
+
+
+def _stop_token_ids(policy: Path) -> tuple[int, ...]:
+    """End-of-sequence tokens of config.json and, where there is one, generation_config.json."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = policy / name
+        if path.is_file():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    require(bool(ids), "policy.model", "must name an eos_token_id in its config.json", str(policy))
+    return tuple(sorted(ids))

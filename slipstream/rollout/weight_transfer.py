@@ -1,0 +1,61 @@
+"""How new weights enter a running vLLM engine: a weight-transfer engine of vLLM's own API that reads safetensors.
+
+Works for the policy and for the draft, on CPU and GPU, with sharded and prepacked layouts, because vLLM's layerwise
+reload re-runs each layer's own loading and post-processing. Source and engine must see one file system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "slipstream_safetensors"
+
+
+@dataclass
+class SafetensorsInit(WeightTransferInitInfo):
+    """Nothing has to be agreed beforehand."""
+
+
+@dataclass
+class SafetensorsUpdate(WeightTransferUpdateInfo):
+    """One file of tensors under the names of the model's checkpoint format."""
+
+    path: str = ""
+
+
+class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdate]):
+    """Loads a file into whichever model, policy or draft, the running update targets."""
+
+    init_info_cls = SafetensorsInit
+    update_info_cls = SafetensorsUpdate
+
+    def init_transfer_engine(self, init_info: SafetensorsInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Record the layers' layouts, so that prepacked ones are rebuilt at the end."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SafetensorsUpdate) -> None:
+        """Load one file."""
+        tensors: dict[str, torch.Tensor] = load_file(update_info.path)
+        self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # every vLLM model has it
+
+    def finish_weight_update(self) -> None:
+        """Rebuild what the layers derive from their weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process; vLLM calls plugins more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransfer)

@@ -1,0 +1,26 @@
+"""Measure the accuracy of one policy on the validation problems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, stages
+from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
+from tasks.resources import IMAGE, LARGE, RETRIES
+
+
+@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+def evaluate_aime(
+    context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
+) -> FlyteDirectory:
+    """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
+    logs.configure()
+    path = Path(model)
+    weights = path / "policy" if (path / "policy").is_dir() else path
+    loaded = load_recipe(str(recipe))
+    return FlyteDirectory(str(stages.evaluate_aime(context, loaded, Path(data), weights, policy)))

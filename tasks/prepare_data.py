@@ -1,0 +1,21 @@
+"""Load, filter and tokenize the prompt sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, stages
+from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
+from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
+
+
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+def prepare_data(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
+    """The train, draft and validation prompts and their manifest."""
+    logs.configure()
+    return FlyteDirectory(str(stages.prepare_data(context, load_recipe(str(recipe)), Path(policy))))

@@ -1,0 +1,19 @@
+"""Resolve the policy, or train the recipe's own from random weights."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, stages
+from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
+from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
+
+
+@task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
+def prepare_policy(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
+    """A model directory in Hugging Face format, with its tokenizer and policy.json."""
+    logs.configure()
+    return FlyteDirectory(str(stages.prepare_policy(context, load_recipe(str(recipe)))))

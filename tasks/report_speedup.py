@@ -1,0 +1,41 @@
+"""Bring the records of a run together in one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, stages
+from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
+from tasks.resources import IMAGE, RETRIES, SMALL
+
+
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, enable_deck=True, deck_fields=())
+def report_speedup(
+    context: RunContext,
+    recipe: FlyteFile,
+    policy: FlyteDirectory,
+    data: FlyteDirectory,
+    draft: FlyteDirectory,
+    tuning: FlyteDirectory,
+    arms: list[FlyteDirectory],
+    evaluations: list[FlyteDirectory],
+) -> FlyteDirectory:
+    """report.html, which is also the task's deck, report.json and run.json."""
+    logs.configure()
+    directory = stages.report_speedup(
+        context,
+        load_recipe(str(recipe)),
+        policy=Path(policy),
+        data=Path(data),
+        draft=Path(draft),
+        tuning=Path(tuning),
+        arms=[Path(arm) for arm in arms],
+        evaluations=[Path(evaluation) for evaluation in evaluations],
+    )
+    Deck("speedup", (directory / "report.html").read_text())
+    return FlyteDirectory(str(directory))

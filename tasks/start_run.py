@@ -1,0 +1,43 @@
+"""Check the recipe and open the run that all other tasks belong to."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import current_context, task
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, stages
+from slipstream.context import RunContext
+from slipstream.types import Workload
+from tasks.resources import IMAGE, SMALL
+
+_LOCAL_EXECUTION = "local"
+
+
+class StartedRun(NamedTuple):
+    """What the other tasks need to know of the run."""
+
+    context: RunContext
+    recipe: FlyteFile
+
+
+@task(container_image=IMAGE, requests=SMALL)
+def start_run(recipe: str, workload: Workload, num_steps: int, seed: int, run_root: str) -> StartedRun:
+    """Raises before anything expensive starts if the recipe breaks a rule. `num_steps` 0 keeps the recipe's."""
+    logs.configure()
+    overrides = {"grpo": {"seed": seed, **({"num_steps": num_steps} if num_steps else {})}}
+    context, resolved = stages.start_run(
+        recipe, workload=workload, root=Path(run_root), execution=_execution(recipe), overrides=overrides
+    )
+    return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
+
+
+def _execution(recipe: str) -> str:
+    """The platform's name of the execution; on a laptop the recipe's name and the time."""
+    execution = current_context().execution_id
+    if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:
+        return execution.name
+    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"

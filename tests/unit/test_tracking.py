@@ -1,0 +1,251 @@
+"""Tracking against the real MLflow on SQLite, and against servers that refuse or hang."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.tracking import RunStatus, Tracker, TrackingConfig, TrackingError, replay, spool_directory, store_uri
+
+DEAD = "http://127.0.0.1:9"
+LOCAL = TrackingConfig(replay_every_s=0.1)
+UNREACHABLE = TrackingConfig(uri=DEAD, replay_every_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One SQLite store for the file: its schema takes seconds to create. Tests differ by key."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(store_uri(LOCAL, root))
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def find_run(client: Any, key: str) -> Any:
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, filter_string=f"tags.`slipstream.key` = '{key}'")
+    assert len(runs) == 1
+    return runs[0]
+
+
+def history(client: Any, run_id: str, metric: str) -> list[tuple[int, int, float]]:
+    return sorted((m.step, m.timestamp, m.value) for m in client.get_metric_history(run_id, metric))
+
+
+def spooled(root: Path, metric: str) -> list[tuple[int, int, float]]:
+    lines = [json.loads(line) for path in spool_directory(root).glob("*.jsonl") for line in path.open()]
+    return sorted((e["step"], e["time_ms"], e["metrics"][metric]) for e in lines if metric in e.get("metrics", {}))
+
+
+def test_importing_the_package_does_not_import_mlflow() -> None:
+    code = "import sys, slipstream.tracking; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("<p>fast</p>")
+    with (
+        Tracker.open(
+            LOCAL, root=root, experiment="tiny", key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}
+        ) as parent,
+        parent.child("e1/train", "train", tags={"arm": "speculative"}) as tracker,
+    ):
+        tracker.log({"train/reward": 0.25, "time/step_s": 4.0}, step=0)
+        tracker.log({"train/reward": 0.75, "time/step_s": 2.0}, step=1)
+        tracker.log_params({"group_size": 8})
+        tracker.set_tags({"draft.method": "eagle3"})
+        tracker.log_artifact(page)
+        page.unlink()
+        run_id = tracker.wait_run_id()
+    run, top = find_run(client, "e1/train"), find_run(client, "e1")
+    assert run.info.run_id == run_id
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "train")
+    assert run.data.tags["mlflow.parentRunId"] == top.info.run_id
+    assert (run.data.tags["arm"], run.data.tags["draft.method"]) == ("speculative", "eagle3")
+    assert (run.data.params, top.data.params) == ({"group_size": "8"}, {"k": "3"})
+    assert [(step, value) for step, _, value in history(client, run.info.run_id, "train/reward")] == [
+        (0, 0.25),
+        (1, 0.75),
+    ]
+    summaries = {name: value for name, value in run.data.metrics.items() if name.startswith(("best/", "mean/"))}
+    assert summaries == {"best/reward": 0.75, "mean/reward": 0.5, "best/step_s": 2.0, "mean/step_s": 3.0}
+    artifact = root / "artifacts" / run.info.run_id / "artifacts" / "report.html"
+    assert artifact.read_text() == "<p>fast</p>"
+
+
+def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(root: Path, client: Any) -> None:
+    first = Tracker.open(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 1})
+    first.log({"train/reward": 0.9}, step=0)
+    first.log({"train/reward": 0.8}, step=1)
+    first.close(RunStatus.FAILED)
+    first_id = first.wait_run_id()
+    assert find_run(client, "e2/n0").info.status == "FAILED"
+
+    again = Tracker.open(LOCAL, root=root, experiment="tiny", key="e2/n0", name="train", params={"seed": 1, "host": 2})
+    again.log({"train/reward": 0.3}, step=1)  # repeated after the checkpoint
+    again.close()
+    run = find_run(client, "e2/n0")
+    assert again.wait_run_id() == first_id == run.info.run_id
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "1", "host": "1"}
+    assert run.data.tags["changed.host"] == "2"
+    # Step 1 counts once, with its later value: the mean of 0.9 and 0.3.
+    assert (run.data.metrics["best/reward"], run.data.metrics["mean/reward"]) == (0.9, pytest.approx(0.6))
+
+
+def test_a_detached_run_goes_on(root: Path, client: Any) -> None:
+    Tracker.open(LOCAL, root=root, experiment="tiny", key="e3", name="execution").detach()
+    assert find_run(client, "e3").info.status == "RUNNING"
+
+
+def test_an_exception_ends_the_run_as_failed(root: Path, client: Any) -> None:
+    with pytest.raises(ZeroDivisionError), Tracker.open(LOCAL, root=root, experiment="tiny", key="e4", name="x"):
+        _ = 1 / 0
+    assert find_run(client, "e4").info.status == "FAILED"
+
+
+def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
+    tmp_path: Path, root: Path, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "slipstream.tracking"):
+        tracker = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e5/n0", name="x", parent_key="e5")
+        for step in range(50):
+            tracker.log({"time/step_s": 1.0 + step}, step=step)
+        time.sleep(0.5)  # several vain attempts
+        assert tracker.wait_run_id() is None
+        tracker.close()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2  # once when it failed, once at the end
+    assert DEAD in warnings[0] and "training goes on" in warnings[0] and str(spool_directory(tmp_path)) in warnings[0]
+    assert "are safe in" in warnings[1]
+
+    uri = store_uri(LOCAL, root)
+    sent = replay(spool_directory(tmp_path), uri)
+    assert (sent.num_runs, sent.num_points, sent.num_broken_lines) == (1, 52, 0)
+    assert replay(spool_directory(tmp_path), uri).num_points == 0
+    for cursor in spool_directory(tmp_path).glob("*.cursor"):
+        cursor.unlink()  # as if the first replay had died before it noted how far it came
+    assert replay(spool_directory(tmp_path), uri).num_points == 52
+    run = find_run(client, "e5/n0")
+    points = history(client, run.info.run_id, "time/step_s")
+    assert points == spooled(tmp_path, "time/step_s")
+    assert [(step, value) for step, _, value in points] == [(step, 1.0 + step) for step in range(50)]
+    assert run.info.status == "FINISHED"
+    assert run.info.start_time <= points[0][1]
+    assert run.data.tags["mlflow.parentRunId"] == find_run(client, "e5").info.run_id
+
+
+def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
+    lost = Tracker.open(UNREACHABLE, root=root, experiment="tiny", key="e6", name="x")
+    lost.log({"train/loss": 1.0}, step=0)
+    lost.detach()
+    found = Tracker.open(LOCAL, root=root, experiment="tiny", key="e6", name="x")
+    found.log({"train/loss": 2.0}, step=1)
+    found.close()
+    points = history(client, find_run(client, "e6").info.run_id, "train/loss")
+    assert [(step, value) for step, _, value in points] == [(0, 1.0), (1, 2.0)]
+
+
+def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_server: str) -> None:
+    config = TrackingConfig(uri=silent_server, replay_every_s=0.1, request_timeout_s=30, close_wait_s=0.5)
+    tracker = Tracker.open(config, root=tmp_path, experiment="tiny", key="e7", name="x")
+    start = time.perf_counter()
+    for step in range(1000):
+        tracker.log({"time/step_s": 1.0, "train/reward": 0.5}, step=step)
+    assert time.perf_counter() - start < 1.0
+    start = time.perf_counter()
+    tracker.close()
+    assert time.perf_counter() - start < 3.0
+    assert len(spooled(tmp_path, "train/reward")) == 1000
+
+
+def test_replay_to_a_dead_server_says_so(tmp_path: Path) -> None:
+    Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e8", name="x").close()
+    with pytest.raises(TrackingError, match=DEAD):
+        replay(spool_directory(tmp_path), DEAD)
+
+
+def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
+    tracker = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
+    tracker.log({"train/loss": 1.0}, step=0)
+    tracker.detach()
+    (spool,) = spool_directory(tmp_path).glob("*.jsonl")
+    with spool.open("ab") as file:
+        file.write(b'{"kind":"metrics","time_ms":17,"st')
+    assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
+
+    after = Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e9", name="x")
+    after.log({"train/loss": 2.0}, step=1)
+    after.detach()
+    sent = replay(spool_directory(tmp_path), store_uri(LOCAL, root))
+    assert (sent.num_points, sent.num_broken_lines) == (1, 1)
+    points = history(client, find_run(client, "e9").info.run_id, "train/loss")
+    assert [(step, value) for step, _, value in points] == [(0, 1.0), (1, 2.0)]
+
+
+def test_more_points_than_a_batch_holds_all_arrive(root: Path, client: Any) -> None:
+    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e10", name="x") as tracker:
+        for step in range(30):
+            tracker.log({f"layer/norm_{i}": float(step) for i in range(50)}, step=step)
+        tracker.log_params({f"p{i}": i for i in range(250)})
+    run = find_run(client, "e10")
+    assert all(len(history(client, run.info.run_id, f"layer/norm_{i}")) == 30 for i in (0, 33, 49))
+    assert len(run.data.params) == 250
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"reward": 1.0}, "metric name must be `area/name`"),
+        ({"aime24/avg@32": 1.0}, "metric name must be `area/name`"),
+        ({"time//step_s": 1.0}, "metric name must be `area/name`"),
+        ({"time/s_step": 1.0}, "must end with its unit, _s or _ms, got 'time/s_step'"),
+        ({"train/loss": float("nan")}, "metric train/loss of step 3 must be finite, got nan"),
+        ({"train/loss": float("inf")}, "metric train/loss of step 3 must be finite, got inf"),
+    ],
+)
+def test_what_nobody_could_read_later_is_refused_at_once(
+    root: Path, client: Any, metrics: dict[str, float], message: str
+) -> None:
+    tracker = Tracker.open(LOCAL, root=root, experiment="tiny", key="e11", name="x")
+    with pytest.raises(ConfigError, match=message):
+        tracker.log(metrics, step=3)
+    tracker.detach()
+    assert all(name not in find_run(client, "e11").data.metrics for name in metrics)
+
+
+def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.key must be .* got \"e'1\""):
+        Tracker.open(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
+
+
+def test_a_param_that_mlflow_would_cut_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match="param prompt must have <= 6000 characters"):
+        Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params={"prompt": "x" * 6001})
+
+
+def test_an_empty_uri_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.uri must name a server or be null, got ''"):
+        TrackingConfig(uri="")

@@ -1,0 +1,76 @@
+"""The whole chain: policy, data, draft, draft length, both arms of GRPO, evaluation, report."""
+
+from __future__ import annotations
+
+from flytekit import workflow
+from flytekit.types.directory import FlyteDirectory
+
+from slipstream.types import Arm, Workload
+from tasks.evaluate_aime import evaluate_aime
+from tasks.prepare_data import prepare_data
+from tasks.prepare_policy import prepare_policy
+from tasks.pretrain_draft import pretrain_draft
+from tasks.report_speedup import report_speedup
+from tasks.start_run import start_run
+from tasks.train_grpo import train_grpo
+from tasks.tune_draft_length import tune_draft_length
+
+
+@workflow
+def speculative_rl(
+    recipe: str = "tiny",
+    workload: Workload = Workload.RL_ZERO,
+    num_steps: int = 0,
+    seed: int = 0,
+    run_root: str = "runs",
+) -> FlyteDirectory:
+    """Train the same recipe with and without speculation and report the speedup.
+
+    Args:
+        recipe: name of a file in configs/, or a path to one.
+        workload: what the policy is when RL starts.
+        num_steps: GRPO steps of each arm; 0 keeps the recipe's.
+        seed: of prompts, sampling and training; both arms share it.
+        run_root: directory that every task sees; checkpoints and the tracking spool lie there.
+    """
+    run = start_run(recipe=recipe, workload=workload, num_steps=num_steps, seed=seed, run_root=run_root)
+    policy = prepare_policy(context=run.context, recipe=run.recipe)
+    data = prepare_data(context=run.context, recipe=run.recipe, policy=policy)
+    draft = pretrain_draft(context=run.context, recipe=run.recipe, policy=policy, data=data)
+    tuning = tune_draft_length(context=run.context, recipe=run.recipe, policy=policy, data=data, draft=draft)
+    baseline = train_grpo(
+        context=run.context,
+        recipe=run.recipe,
+        policy=policy,
+        data=data,
+        draft=draft,
+        tuning=tuning,
+        arm=Arm.AUTOREGRESSIVE,
+    )
+    speculative = train_grpo(
+        context=run.context,
+        recipe=run.recipe,
+        policy=policy,
+        data=data,
+        draft=draft,
+        tuning=tuning,
+        arm=Arm.SPECULATIVE,
+    )
+    evaluations = [
+        evaluate_aime(context=run.context, recipe=run.recipe, data=data, model=model, policy=name)
+        for name, model in (
+            ("start", policy),
+            (Arm.AUTOREGRESSIVE.value, baseline),
+            (Arm.SPECULATIVE.value, speculative),
+        )
+    ]
+    return report_speedup(
+        context=run.context,
+        recipe=run.recipe,
+        policy=policy,
+        data=data,
+        draft=draft,
+        tuning=tuning,
+        arms=[baseline, speculative],
+        evaluations=evaluations,
+    )
