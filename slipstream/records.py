@@ -16,6 +16,7 @@ from slipstream.config import from_mapping
 from slipstream.types import Arm, StageTimes
 
 R = TypeVar("R")
+_READABLE = 0o644
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +207,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        Path(temporary).chmod(_READABLE)  # mkstemp's files are private; others look at a report too
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

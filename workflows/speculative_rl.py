@@ -1,5 +1,8 @@
 """The whole chain: policy, data, draft, draft length, both arms of GRPO, evaluation, report."""
 
+# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from flytekit import workflow

@@ -38,7 +38,8 @@ class DraftConfig:
     samples_per_prompt: int = 1
     num_heldout_prompts: int = 64
     num_steps: int = 300
-    tokens_per_step: int = 2048  # packed row length
+    tokens_per_step: int = 2048
+    tokens_per_row: int = 512  # chats are packed into rows; attention over a row is dense, so its cost is quadratic
     ttt_steps: int = 4
     ttt_step_loss_decay: float = 1.0
     loss: str = "kl_div"
@@ -58,7 +59,14 @@ class DraftConfig:
             "duplicates make vLLM fail with a shape error",
         )
         require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
-        for name in ("num_prompts", "samples_per_prompt", "num_heldout_prompts", "num_steps", "ttt_steps"):
+        for name in (
+            "num_prompts",
+            "samples_per_prompt",
+            "num_heldout_prompts",
+            "num_steps",
+            "ttt_steps",
+            "tokens_per_row",
+        ):
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
         require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)

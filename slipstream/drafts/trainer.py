@@ -64,16 +64,21 @@ class DraftTrainer:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
-        loss = self._forward(pack_chats(sequences, prompt_lengths, states))
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {loss.item()}")
         self._optimizer.zero_grad()
-        loss.backward()
+        rows = self._rows(sequences, prompt_lengths, states)
+        num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        total = 0.0
+        for row in rows:
+            loss = self._forward(row) * (int(row.loss_mask.sum()) / num_tokens)
+            loss.backward()
+            total += float(loss.item())
+        if not math.isfinite(total):
+            raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
         torch.nn.utils.clip_grad_norm_(self._trained, self._config.clip_grad)
         self._optimizer.step()
         self._num_steps += 1
-        return float(loss.item())
+        return total
 
     @torch.no_grad()
     def evaluate(
@@ -88,17 +93,9 @@ class DraftTrainer:
         Returns:
             The mean chance by position, and the mean acceptance length.
         """
-        batch = pack_chats(sequences, prompt_lengths, states)
-        overlaps = self._overlaps(batch)
-        num_steps = self._config.ttt_steps
-        num = batch.input_ids.shape[1] - num_steps + 1
-        documents = batch.document_ids[0]
-        inside = torch.ones(num, dtype=torch.bool)
-        for i in range(num_steps):
-            inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
-        window = torch.stack([overlaps[i][:num][inside] for i in range(num_steps)])  # [ttt, windows]
-        length = 1.0 + float(window.cumprod(dim=0).sum(dim=0).mean())
-        return [float(rate) for rate in window.mean(dim=1)], length
+        windows = torch.cat([self._windows(row) for row in self._rows(sequences, prompt_lengths, states)], dim=1)
+        length = 1.0 + float(windows.cumprod(dim=0).sum(dim=0).mean())
+        return [float(rate) for rate in windows.mean(dim=1)], length
 
     def save(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
@@ -128,6 +125,36 @@ class DraftTrainer:
                 "exp_avg": tensors[f"{index}.exp_avg"],
                 "exp_avg_sq": tensors[f"{index}.exp_avg_sq"],
             }
+
+    def _rows(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
+    ) -> list[PackedChats]:
+        """Chats in rows of at most `tokens_per_row` tokens (a longer chat has a row of its own), in their order."""
+        rows: list[list[int]] = []
+        taken = 0
+        for index, tokens in enumerate(sequences):
+            if not rows or taken + len(tokens) > self._config.tokens_per_row:
+                rows.append([])
+                taken = 0
+            rows[-1].append(index)
+            taken += len(tokens)
+        packed = [
+            pack_chats([sequences[i] for i in row], [prompt_lengths[i] for i in row], [states[i] for i in row])
+            for row in rows
+        ]
+        # A row whose responses are all too short to draft for teaches nothing.
+        return [row for row in packed if row.loss_mask.any()]
+
+    def _windows(self, batch: PackedChats) -> Tensor:
+        """[ttt_steps, windows]: chance to accept each token of every draft window that lies within one response."""
+        overlaps = self._overlaps(batch)
+        num_steps = self._config.ttt_steps
+        num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
+        documents = batch.document_ids[0]
+        inside = torch.ones(num, dtype=torch.bool)
+        for i in range(num_steps):
+            inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
+        return torch.stack([overlaps[i][:num][inside] for i in range(num_steps)])
 
     def _forward(self, batch: PackedChats) -> Tensor:
         _, loss, _ = self._model(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 200 << 20
+_LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
 
 
@@ -47,7 +48,8 @@ def session() -> Iterator[None]:
     """
     if not ray.is_initialized():
         logger.info("starting Ray")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in _LOCAL_RAY.items():
+            os.environ.setdefault(name, value)
         ray.init(
             include_dashboard=False,
             log_to_driver=False,

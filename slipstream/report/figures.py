@@ -141,7 +141,7 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
         by_position.plot(positions, shown, "D", color=_HIGHLIGHT, markeredgecolor="white", label="held out, before RL")
         by_position.set(title="Accepted, by draft position", xlabel="draft position", ylim=(0, 1.08))
         by_position.set_xlim(0.4, k + 0.6)
-        by_position.xaxis.set_major_locator(MaxNLocator(integer=True))
+        by_position.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         by_position.legend(loc="upper right")
 
     return _draw(2, 2.5, draw) if measured else _draw(1, 2.5, draw, width=_WIDTH_IN / 2)
@@ -266,7 +266,7 @@ def _over_steps(
     last = max((step.step for arm in record.arms for step in arm.steps), default=0)
     if last < 4:
         ax.set_xlim(-0.5, last + 0.5)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _from_zero(ax: Axes) -> None:

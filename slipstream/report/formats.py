@@ -43,5 +43,5 @@ def interval(estimate: Estimate, label: str = "") -> str:
 
 
 def count(value: int) -> str:
-    """`4 882 176` with thin gaps a terminal can show."""
-    return f"{value:,}".replace(",", " ")
+    """`4 882 176`, with gaps that no line breaks at."""
+    return f"{value:,}".replace(",", "\u00a0")

@@ -112,7 +112,7 @@ def count_table(run: RunSummary) -> Table:
         "steps": lambda arm: count(arm.num_steps),
         "rollouts": lambda arm: count(arm.num_rollouts),
         "response tokens": lambda arm: count(arm.num_response_tokens),
-        "generated tokens a second": lambda arm: f"{arm.generation_tokens_per_s:,.0f}".replace(",", " "),
+        "generated tokens a second": lambda arm: count(round(arm.generation_tokens_per_s)),
         "truncated rollouts": lambda arm: f"{arm.num_truncated} ({percent(arm.num_truncated / arm.num_rollouts)})",
         "reward time-outs (scored 0)": lambda arm: str(arm.num_reward_timeouts),
         "zero-signal groups": lambda arm: str(arm.num_zero_signal_groups),

@@ -221,7 +221,7 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
     assert got["stages"]["autoregressive"]["generation"] == pytest.approx({"median_s": 6, "p10_s": 6, "p90_s": 8.4})
     assert got["stages"]["speculative"]["train"] == pytest.approx({"median_s": 1.2, "p10_s": 1.2, "p90_s": 1.2})
     assert got["step_wall_s"]["autoregressive"] == pytest.approx({"median_s": 8, "p10_s": 8, "p90_s": 10.4})
-    # Medians 6 / 3 and 8 / 5. A resampled median of (6, 6, 9) is 6 or 9, so the interval is [2, 3]; of steps [1.6, 2.2].
+    # Medians 6 / 3 and 8 / 5. A resampled median of (6, 6, 9) is 6 or 9: intervals [2, 3] and, of steps, [1.6, 2.2].
     assert got["speedup"]["generation"] == {"value": 2.0, "ci95": [2.0, 3.0]}
     assert got["speedup"]["step"]["value"] == pytest.approx(1.6)
     assert got["speedup"]["step"]["ci95"] == pytest.approx([1.6, 2.2])

@@ -1,0 +1,1 @@
+"""What is timed; tests never are."""

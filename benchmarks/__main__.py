@@ -1,0 +1,123 @@
+"""`make bench`: what our step adds to its parts, measured on the policy and the draft of the last demo.
+
+Prints engine-only generation time beside the step's generation stage, the learner's tokens per second, the refit and
+the sum of the stages, as medians over the steps after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream import logs
+from slipstream.data.prompts import PromptStream, read_prompt_sets
+from slipstream.drafts.config import speculative_config
+from slipstream.loop import workers
+from slipstream.loop.sync import SyncLoop
+from slipstream.loop.train import score
+from slipstream.recipe import load_recipe
+from slipstream.records import StepRecord
+from slipstream.rewards import Verifier
+from slipstream.rollout.engine import GenerationResult
+
+
+@dataclass
+class NotingEngine:
+    """Passes everything on and notes the engine's own generation time."""
+
+    engine: workers.RemoteEngine
+    seconds: list[float]
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+        """See `RolloutEngine.generate`."""
+        result = self.engine.generate(*args, **kwargs)
+        self.seconds.append(result.generation_s)
+        return result
+
+    def refit(self, *args: Any, **kwargs: Any) -> None:
+        """See `RefittableEngine.refit`."""
+        self.engine.refit(*args, **kwargs)
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self.engine.close()
+
+
+def main() -> int:
+    """Run the benchmark; status 2 without a finished demo."""
+    parser = argparse.ArgumentParser(prog="benchmarks")
+    parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="report directory of a finished run")
+    parser.add_argument("--num-steps", type=int, default=8)
+    parser.add_argument("--k", type=int, default=0, help="draft tokens; 0 is autoregressive")
+    options = parser.parse_args()
+    execution = options.run.resolve().parent
+    if not (execution / "prepare_policy").is_dir():
+        print(f"error: {options.run} is no finished run; run `make demo` first", file=sys.stderr)
+        return 2
+    logs.configure()
+    records, engine_s = _steps(execution, options.num_steps, options.k)
+    _show(records[1:], engine_s[1:], options.k)
+    return 0
+
+
+def _steps(execution: Path, num_steps: int, k: int) -> tuple[list[StepRecord], list[float]]:
+    from transformers import AutoTokenizer
+
+    recipe = load_recipe(str(execution / "start_run" / "recipe.yaml"))
+    policy = execution / "prepare_policy" / "policy"
+    draft = speculative_config(recipe.draft.method, execution / "pretrain_draft" / "draft", k) if k else None
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    prompts = read_prompt_sets(execution / "prepare_data").train
+    records: list[StepRecord] = []
+    with (
+        tempfile.TemporaryDirectory() as transfer,
+        workers.session(),
+        workers.start_learner(recipe.learner) as learner,
+        workers.start_engine(policy, config=recipe.engine, speculative_config=draft) as remote,
+        Verifier(recipe.reward) as verifier,
+    ):
+        engine = NotingEngine(engine=remote, seconds=[])
+        learner.call("load", policy, recipe.grpo.optimizer)
+        SyncLoop(
+            engine=engine,
+            learner=learner,
+            prompts=PromptStream(prompts=prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed),
+            score=partial(score, verifier=verifier, decode=lambda ids: tokenizer.decode(list(ids))),
+            config=replace(recipe.grpo, num_steps=num_steps),
+            sampling=recipe.sampling,
+            transfer=Path(transfer),
+            on_step=records.append,
+        ).run(start_step=0)
+    return records, engine.seconds
+
+
+def _show(records: Sequence[StepRecord], engine_s: Sequence[float], k: int) -> None:
+    def median(values: Sequence[float]) -> float:
+        return float(np.median(values))
+
+    generation_s = [record.times.generation_s for record in records]
+    learner_s = [record.times.logprob_s + record.times.train_s for record in records]
+    step_s = [record.times.step_s for record in records]
+    stage_sum = [sum(record.times.by_stage().values()) / record.times.step_s for record in records]
+    overhead = [stage / engine - 1 for stage, engine in zip(generation_s, engine_s, strict=True)]
+    tokens = [record.num_response_tokens for record in records]
+    print(f"k={k}, {records[0].num_rollouts} rollouts a step, {median(tokens):.0f} response tokens, medians:")
+    print(f"  step                     {median(step_s):8.3f} s")
+    print(f"  generation, engine only  {median(engine_s):8.3f} s")
+    print(f"  generation, our stage    {median(generation_s):8.3f} s  ({median(overhead):+.1%})")
+    print(f"  learner                  {median([t / s for t, s in zip(tokens, learner_s, strict=True)]):8.0f} tokens/s")
+    refit_s = [record.times.prepare_s for record in records]
+    print(f"  refit (prepare)          {median(refit_s):8.3f} s  ({median(refit_s) / median(step_s):.1%} of a step)")
+    print(f"  stages / step            {median(stage_sum):8.1%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

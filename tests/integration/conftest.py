@@ -1,0 +1,50 @@
+"""Models of a few thousand parameters, and one Ray for all tests of a session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    from slipstream.loop import workers
+
+    with workers.session():
+        yield
+
+
+def make_policy(path: Path, *, seed: int) -> Path:
+    """A random Qwen3 with the character tokenizer, in HF format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=256)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,  # far from uniform, so that a wrong weight shows
+        eos_token_id=3,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_draft(path: Path, policy: Path, *, seed: int) -> Path:
+    """A random draft of `policy`."""
+    from slipstream.drafts.config import DraftConfig
+    from slipstream.drafts.eagle3 import build_draft, save_draft
+
+    save_draft(build_draft(policy, DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3), seed=seed)), path)
+    return path

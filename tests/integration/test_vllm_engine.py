@@ -1,0 +1,101 @@
+"""The real engine: reproducible, refitted exactly, its sampler mended, and drafts that do not fit refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_draft, make_policy
+
+from slipstream.config import ConfigError
+from slipstream.drafts.checks import check_draft
+from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(max_model_len=128, max_num_seqs=16, dtype="float32", enforce_eager=True, kv_cache_gib=0.1)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    policies = {name: make_policy(root / name, seed=seed) for name, seed in (("old", 0), ("new", 1))}
+    drafts = {f"{name}_draft": make_draft(root / f"{name}_draft", policies[name], seed=5) for name in policies}
+    return policies | drafts
+
+
+def _logprobs(result: GenerationResult) -> np.ndarray:
+    return np.concatenate([rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts])
+
+
+def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
+
+
+def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path], ray_session: None) -> None:
+    from slipstream.loop import workers
+
+    def start(name: str):
+        draft = speculative_config(DraftMethod.EAGLE3, models[f"{name}_draft"], 3)
+        return workers.start_engine(models[name], config=ENGINE, speculative_config=draft)
+
+    with start("old") as engine:
+        before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+        again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+        other = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=2)
+        assert _tokens(before) == _tokens(again)
+        assert _tokens(before) != _tokens(other)
+        engine.refit(
+            models["new"] / "model.safetensors",
+            policy_version=7,
+            draft=models["new_draft"] / "model.safetensors",
+            draft_version=3,
+        )
+        refitted = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    with start("new") as engine:
+        fresh = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    assert _tokens(refitted) != _tokens(before)
+    assert _tokens(refitted) == _tokens(fresh)
+    assert np.array_equal(_logprobs(refitted), _logprobs(fresh))
+    assert refitted.acceptance == fresh.acceptance
+    first = refitted.groups[0].rollouts[0]
+    assert (first.policy_version, first.draft_version) == (7, 3)
+
+
+def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    from slipstream.loop import workers
+
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    with workers.start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
+        result = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    assert result.acceptance is not None
+    assert result.acceptance.num_drafts > 0
+    model = Qwen3ForCausalLM.from_pretrained(models["old"])
+    for group in result.groups:
+        for rollout in group.rollouts:
+            tokens = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
+            with torch.no_grad():
+                logprobs = (model(tokens).logits[0, :-1] / SAMPLING.temperature).log_softmax(-1)
+            start = len(group.prompt.token_ids) - 1
+            own = logprobs[start:].gather(1, tokens[0, start + 1 :, None])[:, 0]
+            assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+
+
+def test_a_draft_that_fits_is_accepted(models: dict[str, Path]) -> None:
+    check_draft(models["old"], models["old_draft"], max_model_len=256)
+
+
+def test_a_draft_whose_positions_end_early_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"draft max_position_embeddings must be >= engine.max_model_len 512, got 256"
+    ):
+        check_draft(models["old"], models["old_draft"], max_model_len=512)

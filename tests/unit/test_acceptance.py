@@ -1,0 +1,47 @@
+"""Acceptance arithmetic, worked by hand."""
+
+import pytest
+
+from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, combine
+
+
+def _counters(drafts: int, proposed: int, accepted: int, *positions: int) -> AcceptanceCounters:
+    return AcceptanceCounters(
+        num_drafts=drafts, num_draft_tokens=proposed, num_accepted_tokens=accepted, accepted_by_position=positions
+    )
+
+
+def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
+    stats = acceptance_between(_counters(100, 300, 120, 60, 40, 20), _counters(110, 330, 135, 68, 45, 22))
+    # 10 drafts of 3 tokens, 15 of 30 accepted: 8, 5 and 2 by position.
+    assert stats.num_drafts == 10
+    assert stats.mean_acceptance_length == 2.5
+    assert stats.acceptance_rate == 0.5
+    assert stats.rate_by_position == (0.8, 0.5, 0.2)
+
+
+def test_a_span_without_drafts_has_acceptance_length_one() -> None:
+    stats = acceptance_between(_counters(5, 10, 4, 3, 1), _counters(5, 10, 4, 3, 1))
+    assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.rate_by_position) == (1.0, 0.0, (0.0, 0.0))
+
+
+def test_counters_that_run_backwards_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="contradict each other"):
+        acceptance_between(_counters(10, 20, 5, 4, 1), _counters(2, 4, 1, 1, 0))
+
+
+def test_positions_that_do_not_sum_to_the_accepted_tokens_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="contradict each other"):
+        acceptance_between(_counters(0, 0, 0, 0, 0), _counters(10, 20, 9, 6, 2))
+
+
+def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
+    zero = _counters(0, 0, 0, 0)
+    merged = combine([acceptance_between(zero, _counters(1, 1, 1, 1)), acceptance_between(zero, _counters(9, 9, 0, 0))])
+    assert merged.acceptance_rate == 0.1
+    assert merged.mean_acceptance_length == 1.1
+
+
+def test_nothing_to_combine_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one span"):
+        combine([])

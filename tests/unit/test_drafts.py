@@ -1,0 +1,193 @@
+"""Drafts: alignment and held-out acceptance worked by hand, exact resume, and every misfit refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.config import ConfigError
+from slipstream.drafts.checks import check_draft
+from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.drafts.trainer import DraftTrainer, pack_chats
+
+CONFIG = DraftConfig(
+    aux_hidden_state_layer_ids=(0, 1, 2), num_steps=30, warmup_steps=2, ttt_steps=3, learning_rate=3e-3
+)
+CHATS = [[2, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 3], [2, 9, 5, 6, 7, 8, 9, 3]]
+PROMPTS = [3, 2]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def states(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(policy)
+    found = []
+    for chat in CHATS:
+        with torch.no_grad():
+            hidden = model(torch.tensor([chat]), output_hidden_states=True).hidden_states
+        found.append((torch.cat(hidden, dim=-1)[0], hidden[-1][0]))
+    return found
+
+
+@pytest.fixture
+def draft(policy: Path, tmp_path: Path) -> Path:
+    DraftTrainer(policy, CONFIG).save(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_chats_are_shifted_within_themselves() -> None:
+    def one(offset: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        aux = torch.arange(offset, offset + length).float()[:, None]
+        return aux, aux + 100
+
+    packed = pack_chats([[10, 11, 12, 13], [20, 21, 22]], [1, 1], [one(0, 4), one(50, 3)])
+    assert packed.input_ids.tolist() == [[11, 12, 13, 21, 22]]
+    assert packed.hidden_states[0, :, 0].tolist() == [0, 1, 2, 50, 51]
+    assert packed.last[0, :, 0].tolist() == [101, 102, 103, 151, 152]
+    assert packed.position_ids.tolist() == [[1, 2, 3, 1, 2]]
+    assert packed.document_ids.tolist() == [[0, 0, 0, 1, 1]]
+    # The state of a chat's last token predicts a token that was never sampled.
+    assert packed.loss_mask.tolist() == [[True, True, False, True, False]]
+
+
+def test_what_the_draft_learns_from_is_the_policys_own_distribution(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    head = DraftTrainer(policy, CONFIG)._model
+    logits = Qwen3ForCausalLM.from_pretrained(policy)(torch.tensor([CHATS[0]])).logits[0]
+    torch.testing.assert_close(head.verifier_lm_head(head.verifier_norm(states[0][1])), logits)
+
+
+def test_training_lowers_the_loss_and_raises_held_out_acceptance(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    trainer = DraftTrainer(policy, CONFIG)
+    _, before = trainer.evaluate(CHATS, PROMPTS, states)
+    losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(30)]
+    rates, after = trainer.evaluate(CHATS, PROMPTS, states)
+    assert losses[-1] < 0.5 * losses[0]
+    assert 1.0 <= before < after <= 1.0 + CONFIG.ttt_steps
+    assert len(rates) == CONFIG.ttt_steps
+
+
+def test_rows_do_not_change_the_loss(policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    from dataclasses import replace
+
+    together = DraftTrainer(policy, CONFIG).step(CHATS, PROMPTS, states)
+    apart = DraftTrainer(policy, replace(CONFIG, tokens_per_row=12)).step(CHATS, PROMPTS, states)
+    assert apart == pytest.approx(together, rel=0.05)
+
+
+def test_a_resumed_draft_training_equals_an_uninterrupted_one(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
+) -> None:
+    whole = DraftTrainer(policy, CONFIG)
+    losses = [whole.step(CHATS, PROMPTS, states) for _ in range(6)]
+    killed = DraftTrainer(policy, CONFIG)
+    for _ in range(3):
+        killed.step(CHATS, PROMPTS, states)
+    killed.save_checkpoint(tmp_path / "checkpoint")
+    resumed = DraftTrainer(policy, CONFIG)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert [resumed.step(CHATS, PROMPTS, states) for _ in range(3)] == losses[3:]
+
+
+def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:
+    check_draft(policy, draft, max_model_len=64)
+    assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
+
+
+def test_the_speculative_config_samples_drafts_and_rejects_by_the_standard_rule() -> None:
+    config = speculative_config(DraftMethod.EAGLE3, Path("draft"), 3)
+    assert config["draft_sample_method"] == "probabilistic"
+    assert config["rejection_sample_method"] == "standard"
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be >= 1, got 0"):
+        speculative_config(DraftMethod.EAGLE3, Path("draft"), 0)
+
+
+def _edit_config(draft: Path, **changes: object) -> None:
+    path = draft / "config.json"
+    config = json.loads(path.read_text())
+    for name, value in changes.items():
+        section = config if name in config else config["transformer_layer_config"]
+        section[name] = value
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, r"draft hidden_size must equal the policy's 32, got 64"),
+        ({"vocab_size": 32}, r"draft vocab_size must equal the policy's 16, got 32"),
+        ({"draft_vocab_size": 8}, r"draft lm_head.weight must be \[draft_vocab_size 8, 32\], got \(16, 32\)"),
+        ({"max_position_embeddings": 32}, r"draft max_position_embeddings must be >= engine.max_model_len 64, got 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, r"aux_hidden_state_layer_ids must be different layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}, r"must be different layers in \[0, 2\], got \[0, 1, 5\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, r"draft fc.weight must be \[32, 2 aux layers x 32\]"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    policy: Path, draft: Path, changes: dict[str, object], message: str
+) -> None:
+    _edit_config(draft, **changes)
+    with pytest.raises(ConfigError, match=message):
+        check_draft(policy, draft, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop("norm.weight"), r"missing \['norm.weight'\]"),
+        (lambda tensors: tensors.update(surprise=torch.zeros(1)), r"extra \['surprise'\]"),
+    ],
+)
+def test_a_draft_with_a_missing_or_an_extra_tensor_is_refused(policy: Path, draft: Path, edit, message: str) -> None:
+    tensors = load_file(draft / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        check_draft(policy, draft, max_model_len=64)
+
+
+def test_a_draft_with_the_policys_head_is_refused(policy: Path, draft: Path) -> None:
+    tensors = load_file(draft / "model.safetensors")
+    tensors["lm_head.weight"] = load_file(policy / "model.safetensors")["lm_head.weight"]
+    save_file(tensors, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
+        check_draft(policy, draft, max_model_len=64)
+
+
+def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be an EAGLE-3 draft"):
+        check_draft(policy, policy, max_model_len=64)
+    shutil.rmtree(draft)
+    with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json"):
+        check_draft(policy, draft, max_model_len=64)

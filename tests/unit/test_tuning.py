@@ -1,0 +1,98 @@
+"""Draft length is chosen by time, with an engine whose times are given."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.tuning import TuningConfig, choose, sweep
+from slipstream.types import Prompt
+
+SAMPLING = SamplingConfig(max_response_tokens=8)
+PROMPTS = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(8)]
+
+
+class TimedEngine:
+    """An engine that takes `seconds[k, batch]`, and notes who generated when."""
+
+    def __init__(self, k: int, seconds: dict[tuple[int, int], float], calls: list[tuple[int, int]]) -> None:
+        self.k, self.seconds, self.calls = k, seconds, calls
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.calls.append((self.k, len(prompts)))
+        acceptance = None
+        if self.k:
+            acceptance = AcceptanceStats(
+                num_drafts=10,
+                num_draft_tokens=10 * self.k,
+                num_accepted_tokens=10,
+                accepted_by_position=(10,) + (0,) * (self.k - 1),
+                mean_acceptance_length=2.0,
+                acceptance_rate=1 / self.k,
+                rate_by_position=(1.0,) + (0.0,) * (self.k - 1),
+            )
+        return GenerationResult(groups=(), acceptance=acceptance, generation_s=self.seconds[self.k, len(prompts)])
+
+    def close(self) -> None:
+        pass
+
+
+SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 8): 9.0}
+CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
+
+
+def _sweep(calls: list[tuple[int, int]]) -> tuple[SweepPoint, ...]:
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield TimedEngine(k, SECONDS, calls)
+
+    return sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=0)
+
+
+def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
+    calls: list[tuple[int, int]] = []
+    points = _sweep(calls)
+    assert [(p.k, p.batch) for p in points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
+    assert calls[-4:] == [(0, 8), (3, 8), (0, 8), (3, 8)]
+
+
+def test_the_fastest_k_of_the_nearest_batch_wins() -> None:
+    record = choose(_sweep([]), config=CONFIG, batch=3)
+    assert record.chosen_k == 3
+    assert "2.00x" in record.reason
+
+
+def test_k_0_is_chosen_and_said_when_speculation_loses() -> None:
+    record = choose(_sweep([]), config=CONFIG, batch=8)
+    assert record.chosen_k == 0
+    assert "k=0 wins at batch 8" in record.reason
+
+
+def test_the_schedule_covers_every_batch_once() -> None:
+    schedule = choose(_sweep([]), config=CONFIG, batch=8).schedule
+    assert schedule == (
+        ScheduleEntry(batch_from=1, batch_to=5, num_speculative_tokens=3),
+        ScheduleEntry(batch_from=6, batch_to=8, num_speculative_tokens=0),
+    )
+
+
+def test_a_sweep_without_a_baseline_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tuning.candidate_ks must hold 0, the baseline"):
+        TuningConfig(candidate_ks=(1, 3))
+
+
+def test_too_few_prompts_for_the_largest_batch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be at most the 8 prompts at hand, got 16"):
+        sweep(
+            lambda k: pytest.fail("no engine may start"),
+            PROMPTS,
+            config=TuningConfig(candidate_ks=(0, 1), batch_sizes=(16,)),
+            sampling=SAMPLING,
+            seed=0,
+        )
