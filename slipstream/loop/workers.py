@@ -108,6 +108,11 @@ class RemoteLearner:
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors = list(actors)
 
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """The ranks, rank 0 first."""
+        return tuple(self._actors)
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `LearnerWorker.<method>` on every rank."""
         shared = [ray.put(arg) for arg in args]
@@ -173,6 +178,7 @@ def start_engine(
     ]
     engine = RemoteEngine(actors)
     try:
+        _wait_until_ready(actors)
         yield engine
     finally:
         engine.close()
@@ -192,9 +198,15 @@ def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
         [actor.remote(config, rank=rank, world_size=world_size, master_port=port) for rank in range(world_size)]
     )
     try:
+        _wait_until_ready(learner.actors)
         yield learner
     finally:
         learner.close()
+
+
+def _wait_until_ready(actors: Sequence[Any]) -> None:
+    """An actor that is still starting would put its start on the clock of whoever calls it first."""
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
