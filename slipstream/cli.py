@@ -67,7 +67,7 @@ def _demo(options: argparse.Namespace) -> int:
         "workflows/speculative_rl.py",
         "speculative_rl",
         *("--recipe", options.recipe),
-        *("--workload", Workload(options.workload).name),
+        *("--workload", options.workload),
         *("--num_steps", str(options.num_steps)),
         *("--seed", str(options.seed)),
         *("--run_root", str(root)),
