@@ -1,6 +1,6 @@
 """Models of a few thousand parameters, and one Ray for all tests of a session."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,19 @@ def ray_session() -> Iterator[None]:
         yield
 
 
-def make_policy(path: Path, *, seed: int) -> Path:
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[[Path, int], Path]:
+    """Writes a random policy of the given seed."""
+    return _make_policy
+
+
+@pytest.fixture(scope="session")
+def make_draft() -> Callable[[Path, Path, int], Path]:
+    """Writes a random draft of the given policy and seed."""
+    return _make_draft
+
+
+def _make_policy(path: Path, seed: int) -> Path:
     """A random Qwen3 with the character tokenizer, in HF format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -41,7 +53,7 @@ def make_policy(path: Path, *, seed: int) -> Path:
     return path
 
 
-def make_draft(path: Path, policy: Path, *, seed: int) -> Path:
+def _make_draft(path: Path, policy: Path, seed: int) -> Path:
     """A random draft of `policy`."""
     from slipstream.drafts.config import DraftConfig
     from slipstream.drafts.eagle3 import build_draft, save_draft

@@ -1,11 +1,11 @@
 """A killed run goes on from its checkpoint and ends with the same losses as one that was never killed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import make_policy
 
 from slipstream.data.prompts import render
 from slipstream.recipe import Recipe, load_recipe
@@ -49,9 +49,11 @@ def _train(recipe: Recipe, policy: Path, directory: Path) -> ArmRecord:
     )
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, ray_session: None) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, ray_session: None, make_policy: Callable[[Path, int], Path]
+) -> None:
     recipe = load_recipe("tiny", overrides=SMALL)
-    policy = make_policy(tmp_path / "policy", seed=0)
+    policy = make_policy(tmp_path / "policy", 0)
     whole = _train(recipe, policy, tmp_path / "whole")
     _train(replace(recipe, grpo=replace(recipe.grpo, num_steps=2)), policy, tmp_path / "killed")
     resumed = _train(recipe, policy, tmp_path / "killed")

@@ -1,10 +1,10 @@
 """The real engine: reproducible, refitted exactly, its sampler mended, and drafts that do not fit refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_draft, make_policy
 
 from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
@@ -21,10 +21,14 @@ PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), an
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    policies = {name: make_policy(root / name, seed=seed) for name, seed in (("old", 0), ("new", 1))}
-    drafts = {f"{name}_draft": make_draft(root / f"{name}_draft", policies[name], seed=5) for name in policies}
+    policies = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+    drafts = {f"{name}_draft": make_draft(root / f"{name}_draft", policies[name], 5) for name in policies}
     return policies | drafts
 
 
