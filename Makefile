@@ -28,6 +28,7 @@ format: setup ## format the code and mend what ruff can mend
 
 # One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
 test test-fast: export OMP_NUM_THREADS := 1
+test test-fast: export FLYTE_LOCAL_CACHE_ENABLED := false
 test test-fast demo bench: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
