@@ -1,13 +1,14 @@
 """Moving weights from the learner to the engines: versioned snapshots on storage that both see.
 
-A snapshot is one safetensors file under the names of the Hugging Face checkpoint, written beside its final place and
-renamed, so that an engine can never read half of one. On one host the directory lies in memory (`/dev/shm`).
+A snapshot is one safetensors file under the names of the Hugging Face checkpoint. On one host the directory lies in
+memory (`/dev/shm`).
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
+_SAFETENSORS_DTYPES = {
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.int64": "I64",
+    "torch.bool": "BOOL",
+}
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +42,65 @@ def transfer_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="slipstream-refit-", dir=where))
 
 
-def write_snapshot(weights: Iterator[tuple[str, Tensor]], directory: Path, *, version: int) -> Snapshot:
-    """Write `weights` as the snapshot `version`, replacing any before it.
+class SnapshotWriter:
+    """Writes version after version of one model's weights into two files in turn.
 
-    Raises:
-        ValueError: a tensor holds NaN or Inf: the engine would sample noise and say nothing.
+    The files are mapped into memory once and overwritten in place, which costs a third of writing a new one. An engine
+    gets the path when the version is complete, and the version after it goes into the other file.
     """
-    import torch
-    from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._buffers: dict[int, Tensor] = {}
+        self._header = b""
+
+    def write(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Snapshot:
+        """Write `weights` as `version`.
+
+        Raises:
+            ValueError: a tensor holds NaN or Inf: the engine would sample noise and say nothing.
+        """
+        import torch
+
+        tensors = dict(weights)
+        header = _safetensors_header(tensors)
+        assert self._header in (b"", header), "every version has the same tensors"
+        self._header = header
+        path = self._directory / f"{self._name}-{version % 2}.safetensors"
+        buffer = self._buffer(path, version % 2, sum(tensor.nbytes for tensor in tensors.values()))
+        start = len(header)
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"weight {name} of {self._name} version {version} must be finite, got NaN or Inf")
+            raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+            buffer[start : start + len(raw)].copy_(raw)
+            start += len(raw)
+        return Snapshot(path=str(path), version=version, num_bytes=len(buffer))
+
+    def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
+        import torch
+
+        if index not in self._buffers:
+            size = len(self._header) + num_bytes
+            with path.open("wb") as file:
+                file.write(self._header)
+                file.truncate(size)
+            self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        return self._buffers[index]
+
+
+def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """The head of a safetensors file: its length in 8 bytes, then JSON, padded so that the data is aligned."""
+    start = 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"weight {name} of policy version {version} must be finite, got NaN or Inf")
-    path = directory / "policy.safetensors"
-    temporary = directory / ".policy.safetensors.part"
-    save_file(tensors, temporary)
-    temporary.replace(path)
-    return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size)
+        entries[name] = {
+            "dtype": _SAFETENSORS_DTYPES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+        start += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
-from slipstream.refit import Snapshot, write_snapshot
+from slipstream.refit import Snapshot, SnapshotWriter
 from slipstream.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class LearnerWorker:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
+        self._snapshots: dict[Path, SnapshotWriter] = {}
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
@@ -87,7 +88,8 @@ class LearnerWorker:
         """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
         weights = self._loaded.weights()
         if self._rank == 0:
-            return write_snapshot(weights, directory, version=version)
+            writer = self._snapshots.setdefault(directory, SnapshotWriter(directory, "policy"))
+            return writer.write(weights, version=version)
         for _ in weights:  # gathering is collective: every rank must run through it
             pass
         return None

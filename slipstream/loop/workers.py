@@ -6,16 +6,19 @@ A driver sees a `RemoteEngine`, which is a `RolloutEngine`, and a `RemoteLearner
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slipstream.loop.idle import IdleEngines
 from slipstream.loop.learner import LearnerWorker
 from slipstream.policy.config import LearnerConfig
 from slipstream.records import AcceptanceStats
@@ -95,6 +98,14 @@ class RemoteEngine:
             ]
         )
 
+    def is_alive(self) -> bool:
+        """Whether every engine's process still answers."""
+        try:
+            _wait_until_ready(self._actors)
+        except ray.exceptions.RayActorError:
+            return False
+        return True
+
     def close(self) -> None:
         """End the engines' processes: vLLM frees its memory in no other way."""
         for actor in self._actors:
@@ -162,11 +173,35 @@ class RemoteLearner:
         self._actors.clear()
 
 
+_idle_engines: IdleEngines[RemoteEngine] = IdleEngines(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
+
+
 @contextmanager
 def start_engine(
     policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None = None
 ) -> Iterator[RemoteEngine]:
-    """Start `config.num_engines` engines and end them with the block."""
+    """`config.num_engines` engines that hold `policy`, for the span of the block.
+
+    With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
+    back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
+    """
+    key = _engine_key(policy, config, speculative_config)
+    engine = _idle_engines.take(key)
+    try:
+        if engine is None:
+            engine = _new_engine(policy, config, speculative_config)
+        else:
+            draft = None if speculative_config is None else Path(speculative_config["model"])
+            engine.refit(policy, policy_version=0, draft=draft)
+        yield engine
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    _idle_engines.put(key, engine, capacity=config.num_kept_idle)
+
+
+def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> RemoteEngine:
     options = {
         "num_cpus": 0,  # learner and engine share the cores, in turn
         "num_gpus": 0 if config.kv_cache_gib is not None else config.tensor_parallel_size,
@@ -179,9 +214,17 @@ def start_engine(
     engine = RemoteEngine(actors)
     try:
         _wait_until_ready(actors)
-        yield engine
-    finally:
+    except BaseException:
         engine.close()
+        raise
+    return engine
+
+
+def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> str:
+    """What cannot be changed by a refit: the engine's settings and the architectures of policy and draft."""
+    models = [policy] if speculative_config is None else [policy, Path(speculative_config["model"])]
+    architectures = [(model / "config.json").read_text() for model in models]
+    return json.dumps([asdict(config), speculative_config, architectures])
 
 
 @contextmanager

@@ -40,12 +40,14 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     num_engines: int = 1
     num_threads: int = 2  # CPU only
+    num_kept_idle: int = 0  # engines kept warm between the stages of one process: each holds its memory
 
     def __post_init__(self) -> None:
         require(self.max_model_len > 0, "engine.max_model_len", "must be > 0", self.max_model_len)
         require(self.max_num_seqs > 0, "engine.max_num_seqs", "must be > 0", self.max_num_seqs)
         require(self.tensor_parallel_size > 0, "engine.tensor_parallel_size", "must be > 0", self.tensor_parallel_size)
         require(self.num_engines > 0, "engine.num_engines", "must be > 0", self.num_engines)
+        require(self.num_kept_idle >= 0, "engine.num_kept_idle", "must be >= 0", self.num_kept_idle)
         require(
             0 < self.gpu_memory_utilization < 1,
             "engine.gpu_memory_utilization",

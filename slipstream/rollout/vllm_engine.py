@@ -124,7 +124,7 @@ class VllmEngine:
         """Replace the policy's weights, and the draft's if `draft` is given, and forget all cached prefixes.
 
         Args:
-            policy: safetensors file under the names of the Hugging Face checkpoint.
+            policy: safetensors file under the names of the Hugging Face checkpoint, or a directory of such files.
             draft: the same for the draft.
         Raises:
             RuntimeError: vLLM could not reset the prefix cache; the engine must not be used further.

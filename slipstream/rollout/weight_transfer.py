@@ -6,7 +6,9 @@ reload re-runs each layer's own loading and post-processing. Source and engine m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -24,7 +26,7 @@ class SafetensorsInit(WeightTransferInitInfo):
 
 @dataclass
 class SafetensorsUpdate(WeightTransferUpdateInfo):
-    """One file of tensors under the names of the model's checkpoint format."""
+    """Tensors under the names of the model's checkpoint format: one safetensors file, or a directory of them."""
 
     path: str = ""
 
@@ -43,9 +45,12 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SafetensorsUpdate) -> None:
-        """Load one file."""
-        tensors: dict[str, torch.Tensor] = load_file(update_info.path)
-        self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # every vLLM model has it
+        """Load all of them.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        self.model.load_weights(_tensors(Path(update_info.path)))  # type: ignore[operator]  # every vLLM model has it
 
     def finish_weight_update(self) -> None:
         """Rebuild what the layers derive from their weights."""
@@ -53,6 +58,14 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"no weights to refit with: {path} holds no safetensors file")
+    for file in files:
+        yield from load_file(file).items()
 
 
 def register() -> None:
