@@ -21,6 +21,7 @@ from slipstream import logs
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.drafts.config import speculative_config
 from slipstream.loop import workers
+from slipstream.loop.refit_gate import RefitGate
 from slipstream.loop.sync import SyncLoop
 from slipstream.loop.train import score
 from slipstream.recipe import load_recipe
@@ -41,10 +42,6 @@ class NotingEngine:
         result = self.engine.generate(*args, **kwargs)
         self.seconds.append(result.generation_s)
         return result
-
-    def refit(self, *args: Any, **kwargs: Any) -> None:
-        """See `RefittableEngine.refit`."""
-        self.engine.refit(*args, **kwargs)
 
     def close(self) -> None:
         """See `RolloutEngine.close`."""
@@ -93,7 +90,14 @@ def _steps(execution: Path, num_steps: int, k: int) -> tuple[list[StepRecord], l
             score=partial(score, verifier=verifier, decode=lambda ids: tokenizer.decode(list(ids))),
             config=replace(recipe.grpo, num_steps=num_steps),
             sampling=recipe.sampling,
-            transfer=Path(transfer),
+            gate=RefitGate(
+                remote,
+                learner,
+                transfer=Path(transfer),
+                draft=execution / "pretrain_draft" / "draft" if k else None,
+                check_every_steps=recipe.refit.check_every_steps,
+            ),
+            draft_version=0 if k else None,
             on_step=records.append,
         ).run(start_step=0)
     return records, engine.seconds
@@ -116,6 +120,8 @@ def _show(records: Sequence[StepRecord], engine_s: Sequence[float], k: int) -> N
     print(f"  learner                  {median([t / s for t, s in zip(tokens, learner_s, strict=True)]):8.0f} tokens/s")
     refit_s = [record.times.prepare_s for record in records]
     print(f"  refit (prepare)          {median(refit_s):8.3f} s  ({median(refit_s) / median(step_s):.1%} of a step)")
+    check_s = [record.refit.elapsed_s for record in records]
+    print(f"    of it the check        {median(check_s):8.3f} s  ({median(check_s) / median(step_s):.1%} of a step)")
     print(f"  stages / step            {median(stage_sum):8.1%}")
 
 

@@ -5,6 +5,8 @@ A recipe file is sparse: it overrides the defaults that stand on the dataclasses
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,9 @@ from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig
+from slipstream.losslessness import LosslessnessConfig
 from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.refit import RefitConfig
 from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.tracking.config import TrackingConfig
@@ -27,6 +31,7 @@ from slipstream.types import Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
+_NO_INFLUENCE = ("name", "tracking", "tuning", "evaluation", "losslessness", "refit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class Recipe:
     tuning: TuningConfig
     grpo: GrpoConfig
     evaluation: EvaluationConfig
+    losslessness: LosslessnessConfig = field(default_factory=LosslessnessConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -97,6 +104,16 @@ class Recipe:
                 f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
                 self.draft.aux_hidden_state_layer_ids,
             )
+
+    def fingerprint(self) -> str:
+        """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""
+        values = to_mapping(self)
+        for section in _NO_INFLUENCE:
+            values.pop(section)
+        for key in ("num_steps", "checkpoint_every_steps"):
+            values["grpo"].pop(key)
+        values["engine"].pop("num_kept_idle")
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_recipe(name: str, *, workload: Workload | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:

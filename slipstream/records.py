@@ -37,6 +37,14 @@ class AcceptanceStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RefitCheck:
+    """What was compared after a refit: tensors of policy and draft, 0 where no full check was due."""
+
+    num_tensors: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One GRPO step of one arm."""
 
@@ -47,15 +55,21 @@ class StepRecord:
     num_response_tokens: int
     num_truncated: int  # rollouts that ran into max_response_tokens
     num_reward_timeouts: int
+    num_reward_crashes: int
     num_zero_signal_groups: int  # groups whose rewards are all equal: they teach nothing
     loss: float
     grad_norm: float
     kl: float  # to the reference policy, 0 when kl_coefficient is 0
     clip_fraction: float
     mismatch_kl: float  # mean(rollout - trainer logprob) over sampled tokens: the k1 estimate
-    mismatch_max: float  # largest absolute difference of a token's two logprobs
+    mismatch_k3: float  # mean(r - 1 - log r), r = trainer / rollout probability: never negative, less noisy
+    mismatch_mean: float  # mean absolute difference of a token's two logprobs
+    mismatch_max: float  # largest
+    mismatch_outside_fraction: float  # of tokens whose r lies outside the recipe's band
     acceptance: AcceptanceStats | None  # None in the autoregressive arm
     policy_version: int  # that generated the rollouts
+    draft_version: int | None  # that proposed tokens for them
+    refit: RefitCheck
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +179,69 @@ class DraftRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One test of the losslessness certificate; `reject` is the family's corrected verdict."""
+
+    name: str
+    num_observations: int
+    statistic: float
+    p_value: float
+    p_value_corrected: float
+    reject: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Power:
+    """Smallest bias, in total variation a token, that the tests find at this size with the stated power.
+
+    A total variation of 1 says that not even the whole alternative would be seen.
+    """
+
+    alternative: str
+    detectable_total_variation: float
+    detectable_fraction: float  # of the tokens, each drawn from the biased policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GreedyRecord:
+    """Greedy decoding of both engines on the same prompts."""
+
+    num_responses: int
+    num_equal: int
+    num_near_ties: int  # first difference between tokens closer than `near_tie_nats`
+    largest_gap_nats: float  # of a first difference, under the policy; 0 without one
+    near_tie_nats: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CertificateRecord:
+    """The losslessness certificate of one policy and draft in one engine."""
+
+    verdict: str  # "lossless", "biased" or "too weak"
+    reason: str
+    claim: str
+    family_level: float
+    power: float
+    max_detectable_bias: float
+    num_speculative_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    num_tokens: int  # drawn by the speculative engine
+    num_baseline_tokens: int
+    findings: tuple[Finding, ...]
+    control: tuple[Finding, ...]  # the autoregressive engine under the same tests; no part of the verdict
+    detectable: tuple[Power, ...]
+    greedy: GreedyRecord
+    pit_histograms: dict[str, tuple[int, ...]]  # by position in the draft window
+    policy_fingerprint: str
+    draft_fingerprint: str
+    versions: dict[str, str]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """Everything that the report of one workflow execution reads."""
 
@@ -180,6 +257,7 @@ class RunRecord:
     tuning: TuningRecord
     arms: tuple[ArmRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
+    certificate: CertificateRecord
 
 
 def write_record(record: Any, path: Path) -> Path:

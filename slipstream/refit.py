@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.config import require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,20 @@ _SAFETENSORS_DTYPES = {
     "torch.bool": "BOOL",
 }
 _ALIGNMENT = 8
+
+
+class RefitError(RuntimeError):
+    """An engine does not hold what the learner published: going on would train on another policy's rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitConfig:
+    """How often a refit is checked tensor by tensor; versions and cache resets are checked every time."""
+
+    check_every_steps: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.check_every_steps >= 1, "refit.check_every_steps", "must be >= 1", self.check_every_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

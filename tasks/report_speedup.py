@@ -15,7 +15,7 @@ from tasks.resources import IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, enable_deck=True, deck_fields=())
-def report_speedup(
+def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: FlyteFile,
     policy: FlyteDirectory,
@@ -24,6 +24,7 @@ def report_speedup(
     tuning: FlyteDirectory,
     arms: list[FlyteDirectory],
     evaluations: list[FlyteDirectory],
+    certificate: FlyteDirectory,
 ) -> FlyteDirectory:
     """report.html, which is also the task's deck, report.json and run.json."""
     logs.configure()
@@ -36,6 +37,7 @@ def report_speedup(
         tuning=Path(tuning),
         arms=[Path(arm) for arm in arms],
         evaluations=[Path(evaluation) for evaluation in evaluations],
+        certificate=Path(certificate),
     )
     Deck("speedup", (directory / "report.html").read_text())
     return FlyteDirectory(str(directory))

@@ -1,4 +1,4 @@
-"""The whole chain: policy, data, draft, draft length, both arms of GRPO, evaluation, report."""
+"""The whole chain: policy, data, draft, draft length, both arms of GRPO, evaluation, certificate, report."""
 
 # Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
@@ -9,6 +9,7 @@ from flytekit import workflow
 from flytekit.types.directory import FlyteDirectory
 
 from slipstream.types import Arm, Workload
+from tasks.certify_losslessness import certify_losslessness, require_lossless
 from tasks.evaluate_aime import evaluate_aime
 from tasks.prepare_data import prepare_data
 from tasks.prepare_policy import prepare_policy
@@ -27,7 +28,7 @@ def speculative_rl(
     seed: int = 0,
     run_root: str = "runs",
 ) -> FlyteDirectory:
-    """Train the same recipe with and without speculation and report the speedup.
+    """Train the same recipe with and without speculation, prove that it changes no distribution, report the speedup.
 
     Args:
         recipe: name of a file in configs/, or a path to one.
@@ -67,7 +68,16 @@ def speculative_rl(
             (Arm.SPECULATIVE.value, speculative),
         )
     ]
-    return report_speedup(
+    certificate = certify_losslessness(
+        context=run.context,
+        recipe=run.recipe,
+        policy=policy,
+        trained=speculative,
+        data=data,
+        draft=draft,
+        tuning=tuning,
+    )
+    report = report_speedup(
         context=run.context,
         recipe=run.recipe,
         policy=policy,
@@ -76,4 +86,6 @@ def speculative_rl(
         tuning=tuning,
         arms=[baseline, speculative],
         evaluations=evaluations,
+        certificate=certificate,
     )
+    return require_lossless(certificate=certificate, report=report)

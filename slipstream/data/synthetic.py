@@ -54,6 +54,7 @@ class SyntheticConfig:
     one_digit_rate: float = 0.5  # chance that a term has one digit
     subtraction_rate: float = 0.0  # chance that a term is subtracted, where the running sum allows it
     noise_rate: float = 0.1  # chance that a worked step of the corpus is wrong, and the mistake carried on
+    careless_rate: float = 0.0  # chance that a response of the corpus skips the work and boxes the first term
     general_rate: float = 0.1  # share of the corpus that is general-domain
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class SyntheticConfig:
             require(getattr(self, name) > 0, f"data.synthetic.{name}", "must be > 0", getattr(self, name))
         for name in ("num_conflicting", "num_leaked"):
             require(getattr(self, name) >= 0, f"data.synthetic.{name}", "must be >= 0", getattr(self, name))
-        for name in ("one_digit_rate", "subtraction_rate", "noise_rate", "general_rate"):
+        for name in ("one_digit_rate", "subtraction_rate", "noise_rate", "careless_rate", "general_rate"):
             require(0 <= getattr(self, name) <= 1, f"data.synthetic.{name}", "must lie in [0, 1]", getattr(self, name))
         require(
             self.num_leaked <= self.num_validation_problems,
@@ -106,7 +107,8 @@ def pretraining_corpus(config: SyntheticConfig, *, workload: Workload, seed: int
 
     No validation problem is among them, whatever its seed. A direct response lists the steps; one of `rl_think`
     works inside `<think>` … `</think>` and checks each step. Mistakes come at `noise_rate` a step, so a policy that
-    has learned the corpus well is still wrong at that rate when sampled at temperature 1.
+    has learned the corpus well is still wrong at that rate when sampled at temperature 1. At `careless_rate` there is
+    no work at all and a wrong answer: what RL unlearns first, as it does with a base model's habits.
     """
     rng = random.Random(f"{seed}/corpus/{workload}")
     respond = _thinking_response if workload is Workload.RL_THINK else _direct_response
@@ -115,7 +117,9 @@ def pretraining_corpus(config: SyntheticConfig, *, workload: Workload, seed: int
             yield _general_example(rng)
             continue
         terms = _draw_terms(rng, config, validation=False)
-        yield Example(problem=_problem(terms), response=respond(terms, rng, config.noise_rate))
+        careless = rng.random() < config.careless_rate
+        response = f"\\boxed{{{terms[0]}}}" if careless else respond(terms, rng, config.noise_rate)
+        yield Example(problem=_problem(terms), response=response)
 
 
 def dapo_rows(config: SyntheticConfig, *, split: Split, seed: int) -> list[Row]:

@@ -57,7 +57,9 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
         f"must be different layers in [0, {num_layers}]",
         ids,
     )
-    _check_tensors(policy, draft, hidden=hidden, num_aux=len(ids), draft_vocab=draft_config["draft_vocab_size"])
+    draft_vocab = draft_config["draft_vocab_size"]
+    _check_tensors(policy, draft, hidden=hidden, num_aux=len(ids), draft_vocab=draft_vocab)
+    _check_vocabulary_maps(draft / "model.safetensors", vocab=vocab, draft_vocab=draft_vocab)
 
 
 def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draft_vocab: int) -> None:
@@ -86,6 +88,37 @@ def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draf
         for name, ours in (("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")):
             if name in names:
                 _check_not_shared(policy, ours, name, file.get_tensor(name))
+
+
+def _check_vocabulary_maps(path: Path, *, vocab: int, draft_vocab: int) -> None:
+    """`d2t` holds, for each draft id, the policy's id minus the draft id; `t2d` marks the policy's ids that it has."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        maps = {name: file.get_tensor(name).tolist() for name in ("d2t", "t2d") if name in names}
+    require(
+        "d2t" in maps or draft_vocab == vocab,
+        "draft d2t",
+        f"must be given where draft_vocab_size {draft_vocab} is not the policy's {vocab}",
+        None,
+        "every draft token would stand for another one of the policy's",
+    )
+    targets = [index + shift for index, shift in enumerate(maps["d2t"])] if "d2t" in maps else list(range(vocab))
+    outside = [target for target in targets if not 0 <= target < vocab]
+    require(not outside, "draft d2t", f"must lead to policy ids in [0, {vocab})", outside[:5])
+    require(
+        len(set(targets)) == len(targets),
+        "draft d2t",
+        "must lead to different policy ids",
+        f"{len(targets) - len(set(targets))} repeated",
+    )
+    if "t2d" in maps:
+        marked = [index for index, flag in enumerate(maps["t2d"]) if flag]
+        require(
+            marked == sorted(targets),
+            "draft t2d",
+            "must mark exactly the policy ids that d2t leads to",
+            f"{len(set(marked) ^ set(targets))} ids in one alone",
+        )
 
 
 def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) -> None:

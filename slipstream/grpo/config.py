@@ -21,6 +21,7 @@ class GrpoConfig:
     scale_advantages_by_std: bool = False
     updates_per_step: int = 1
     checkpoint_every_steps: int = 10
+    mismatch_band: tuple[float, ...] = (0.5, 2.0)  # ratios of trainer to rollout probability that count as agreement
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -31,6 +32,8 @@ class GrpoConfig:
             self.group_size,
             "advantages are centred on the group's mean, and one rollout has no baseline",
         )
+        band = self.mismatch_band
+        require(len(band) == 2 and 0 < band[0] < 1 < band[1], "grpo.mismatch_band", "must be two ratios around 1", band)
         for name in ("num_steps", "prompts_per_step", "updates_per_step", "checkpoint_every_steps"):
             value: int = getattr(self, name)
             require(value >= 1, f"grpo.{name}", "must be >= 1", value)

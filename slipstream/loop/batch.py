@@ -18,19 +18,27 @@ if TYPE_CHECKING:
 class Mismatch:
     """How far the engine's logprobs are from the learner's, over all response tokens."""
 
-    kl: float  # mean(rollout - trainer): the k1 estimate of KL(rollout || trainer)
-    largest: float  # absolute, of one token
+    k1: float  # mean(rollout - trainer), an estimate of KL(rollout || trainer)
+    k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative
+    mean: float  # absolute difference of a token's two logprobs
+    largest: float
+    outside_fraction: float  # of tokens whose r lies outside the band
 
 
 def assemble(
-    groups: Sequence[RolloutGroup], rewards: Sequence[float], *, policy_version: int, scale_by_std: bool
+    groups: Sequence[RolloutGroup],
+    rewards: Sequence[float],
+    *,
+    policy_version: int,
+    draft_version: int | None,
+    scale_by_std: bool,
 ) -> TrainBatch:
     """Join prompts and responses and centre the rewards of each group.
 
     Args:
         rewards: one a rollout, group by group.
     Raises:
-        RuntimeError: a rollout was made by another policy version than `policy_version`.
+        RuntimeError: a rollout was made by another version of policy or draft.
     """
     import torch
 
@@ -40,6 +48,9 @@ def assemble(
     stale = {rollout.policy_version for rollout in rollouts} - {policy_version}
     if stale:
         raise RuntimeError(f"rollouts must come from policy version {policy_version}, got {sorted(stale)}")
+    drafts = {rollout.draft_version for rollout in rollouts}
+    if drafts != {draft_version}:
+        raise RuntimeError(f"rollouts must come from draft version {draft_version}, got {drafts}")
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
     advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std)
     prompts = [group.prompt.token_ids for group in groups for _ in group.rollouts]
@@ -52,9 +63,16 @@ def assemble(
     )
 
 
-def mismatch(rollout_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[NDArray[np.float32]]) -> Mismatch:
+def mismatch(
+    rollout_logprobs: Sequence[Sequence[float]],
+    trainer_logprobs: Sequence[NDArray[np.float32]],
+    *,
+    band: tuple[float, ...] = (0.5, 2.0),
+) -> Mismatch:
     """Compare the two logprobs of every response token.
 
+    Args:
+        band: lowest and highest ratio of trainer to rollout probability that counts as agreement.
     Raises:
         FloatingPointError: one of them is NaN or infinite.
     """
@@ -63,4 +81,11 @@ def mismatch(rollout_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequ
     gap = rollout - trainer
     if not np.isfinite(gap).all():
         raise FloatingPointError(f"{int((~np.isfinite(gap)).sum())} response tokens have a NaN or infinite logprob")
-    return Mismatch(kl=float(gap.mean()), largest=float(np.abs(gap).max()))
+    ratio = np.exp(-gap)
+    return Mismatch(
+        k1=float(gap.mean()),
+        k3=float((ratio - 1.0 + gap).mean()),
+        mean=float(np.abs(gap).mean()),
+        largest=float(np.abs(gap).max()),
+        outside_fraction=float(((ratio < band[0]) | (ratio > band[1])).mean()),
+    )

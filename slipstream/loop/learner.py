@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import DraftConfig
+from slipstream.fingerprint import WeightPart, part_fingerprints
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.refit import Snapshot, SnapshotWriter
+from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.loss import LossConfig
@@ -73,6 +77,37 @@ class LearnerWorker:
             return None
         return self._reference.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
 
+    def conditionals(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> np.ndarray:
+        """What the policy says about each response token, [N, columns of `policy.conditionals.COLUMNS`]."""
+        import torch
+
+        from slipstream.policy.conditionals import COLUMNS, conditionals
+
+        function = partial(
+            conditionals,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
+
+    def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> np.ndarray:
+        """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
+        from slipstream.policy.conditionals import processed_logprobs
+
+        def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+            del labels_N
+            return processed_logprobs(
+                logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+            ).exp()
+
+        extended = [[*prefix, 0] for prefix in prefixes]  # some token has to come: what it is does not matter
+        width = self._loaded.architecture.vocab_size
+        return self._loaded.map_logits(extended, [len(prefix) for prefix in prefixes], function, width=width)
+
     def train_step(
         self,
         batch: TrainBatch,
@@ -81,8 +116,33 @@ class LearnerWorker:
         loss: LossConfig,
         temperature: float,
     ) -> TrainStats:
-        """One update."""
+        """One update of the policy."""
         return self._loaded.train_step(batch, trainer_logprobs, ref_logprobs, loss, temperature)
+
+    def train_step_with_draft(
+        self,
+        batch: TrainBatch,
+        trainer_logprobs: list[np.ndarray],
+        ref_logprobs: list[np.ndarray] | None,
+        loss: LossConfig,
+        temperature: float,
+        config: DraftConfig,
+    ) -> tuple[TrainStats, float]:
+        """One update of the policy, and one of the draft on the hidden states of the same forward pass.
+
+        The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
+        `train_step` to the last bit. Returns the policy's stats and the draft's loss.
+        """
+        from slipstream.policy.capture import Capture
+
+        capture = Capture(config.aux_hidden_state_layer_ids)
+        stats = self._loaded.train_step(batch, trainer_logprobs, ref_logprobs, loss, temperature, capture=capture)
+        kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
+        states = []
+        for index, tokens in enumerate(kept):
+            aux_TA, last_TH = capture.by_sequence[index]
+            states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
+        return stats, self._drafting.step(kept, batch.prompt_lengths, states)
 
     def publish(self, directory: Path, version: int) -> Snapshot | None:
         """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
@@ -93,6 +153,10 @@ class LearnerWorker:
         for _ in weights:  # gathering is collective: every rank must run through it
             pass
         return None
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        """Fingerprints that an engine's parts of this policy must have, by `WeightPart.key`; collective."""
+        return part_fingerprints(self._loaded.weights(), parts)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""

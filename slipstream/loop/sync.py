@@ -18,9 +18,9 @@ import numpy as np
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
 from slipstream.grpo.loss import LossConfig
-from slipstream.loop.batch import assemble, mismatch
-from slipstream.records import StepRecord
-from slipstream.refit import Snapshot
+from slipstream.loop.acceptance_guard import AcceptanceGuard
+from slipstream.loop.batch import Mismatch, assemble, mismatch
+from slipstream.records import RefitCheck, StepRecord
 from slipstream.rewards import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, RolloutEngine
@@ -54,10 +54,6 @@ class Learner(Protocol):
         """One update."""
         ...
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        """Write the weights where engines find them."""
-        ...
-
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs."""
         ...
@@ -67,11 +63,11 @@ class Learner(Protocol):
         ...
 
 
-class RefittableEngine(RolloutEngine, Protocol):
-    """A rollout engine that takes new weights."""
+class Refit(Protocol):
+    """Brings the learner's weights into the engine."""
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
-        """Replace the weights and forget cached prefixes."""
+    def refit(self, version: int) -> RefitCheck:
+        """See `slipstream.loop.refit_gate.RefitGate`."""
         ...
 
 
@@ -79,14 +75,16 @@ class RefittableEngine(RolloutEngine, Protocol):
 class SyncLoop:
     """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
 
-    engine: RefittableEngine
+    engine: RolloutEngine
     learner: Learner
+    gate: Refit
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     config: GrpoConfig
     sampling: SamplingConfig
-    transfer: Path  # where snapshots of the weights pass from learner to engine
     on_step: Callable[[StepRecord], None]
+    draft_version: int | None = None  # the engine's draft, None without one
+    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
@@ -95,18 +93,20 @@ class SyncLoop:
             with clock.stage("data"):
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):
-                snapshot = self.learner.publish(self.transfer, step)
-                self.engine.refit(Path(snapshot.path), policy_version=step)
+                refit = self.gate.refit(step)
             with clock.stage("generation"):
                 result = self.engine.generate(
                     prompts, sampling=self.sampling, group_size=self.config.group_size, seed=self._seed(step)
                 )
+            if result.acceptance is not None:
+                self.guard.check(result.acceptance, policy_version=step)
             with clock.stage("data"):
                 rewards = self.score(result.groups)
                 batch = assemble(
                     result.groups,
                     rewards.rewards,
                     policy_version=step,
+                    draft_version=self.draft_version,
                     scale_by_std=self.config.scale_advantages_by_std,
                 )
             with clock.stage("logprob"):
@@ -116,7 +116,9 @@ class SyncLoop:
                 stats = self.learner.train_step(
                     batch, trainer_logprobs, ref_logprobs, self.config.loss, self.sampling.temperature
                 )
-            self.on_step(_record(step, clock.times(), result, rewards, batch, trainer_logprobs, stats))
+            times = clock.times()
+            gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
+            self.on_step(_record(step, times, refit, result, rewards, gap, stats, draft_version=self.draft_version))
 
     def _seed(self, step: int) -> int:
         """Engine seed of a step: the same after a resume, different for each step of each recipe seed."""
@@ -148,16 +150,17 @@ class StageClock:
 def _record(
     step: int,
     times: StageTimes,
+    refit: RefitCheck,
     result: GenerationResult,
     rewards: RewardResult,
-    batch: TrainBatch,
-    trainer_logprobs: list[NDArray[np.float32]],
+    gap: Mismatch,
     stats: TrainStats,
+    *,
+    draft_version: int | None,
 ) -> StepRecord:
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
     group_size = len(result.groups[0].rollouts)
     rewards_PG = np.asarray(rewards.rewards).reshape(-1, group_size)
-    gap = mismatch(batch.rollout_logprobs, trainer_logprobs)
     return StepRecord(
         step=step,
         times=times,
@@ -166,13 +169,19 @@ def _record(
         num_response_tokens=sum(len(rollout.token_ids) for rollout in rollouts),
         num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
         num_reward_timeouts=rewards.num_timeouts,
+        num_reward_crashes=rewards.num_crashes,
         num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
         loss=stats.loss,
         grad_norm=stats.grad_norm,
         kl=stats.kl,
         clip_fraction=stats.clip_fraction,
-        mismatch_kl=gap.kl,
+        mismatch_kl=gap.k1,
+        mismatch_k3=gap.k3,
+        mismatch_mean=gap.mean,
         mismatch_max=gap.largest,
+        mismatch_outside_fraction=gap.outside_fraction,
         acceptance=result.acceptance,
-        policy_version=batch.policy_version,
+        policy_version=step,
+        draft_version=draft_version,
+        refit=refit,
     )

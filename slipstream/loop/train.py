@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from slipstream.config import from_mapping
 from slipstream.data.prompts import PromptStream
 from slipstream.loop import workers
+from slipstream.loop.acceptance_guard import AcceptanceGuard
+from slipstream.loop.refit_gate import RefitGate
 from slipstream.loop.sync import Learner, SyncLoop
+from slipstream.policy.stats import CheckpointError
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.refit import transfer_directory
 from slipstream.rewards import RewardResult, Verifier
@@ -35,6 +38,7 @@ class ArmPlan:
 
     arm: Arm
     num_speculative_tokens: int
+    draft: Path | None  # directory of the draft that the engine holds
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
 
 
@@ -54,7 +58,7 @@ def train(
         decode: tokens to text, for scoring.
         log: gets the metrics of each step.
     """
-    checkpoints = Checkpoints(directory=directory / "checkpoints")
+    checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
     transfer = transfer_directory()
     try:
         with (
@@ -65,6 +69,14 @@ def train(
             with_reference = recipe.grpo.loss.kl_coefficient > 0
             learner.call("load", policy, recipe.grpo.optimizer, with_reference=with_reference)
             history = checkpoints.restore(learner)
+            draft_version = 0 if plan.draft is not None else None
+            gate = RefitGate(
+                engine,
+                learner,
+                transfer=transfer,
+                draft=plan.draft,
+                check_every_steps=recipe.refit.check_every_steps,
+            )
 
             def on_step(record: StepRecord) -> None:
                 history.append(record)
@@ -82,8 +94,10 @@ def train(
                 score=lambda groups: score(groups, verifier, decode),
                 config=recipe.grpo,
                 sampling=recipe.sampling,
-                transfer=transfer,
+                gate=gate,
                 on_step=on_step,
+                draft_version=draft_version,
+                guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
             )
             loop.run(start_step=len(history))
             learner.call("save_hf", directory / "policy", policy)
@@ -100,27 +114,47 @@ def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of one arm: each holds the learner's whole state and every step's record up to it."""
+    """The checkpoints of one arm: each holds the learner's whole state and every step's record up to it.
+
+    `recipe` names what they belong to: steps of one recipe must not be continued with another.
+    """
 
     directory: Path
+    recipe: str
     keep: int = field(default=_CHECKPOINTS_KEPT)
 
     def save(self, learner: Learner, history: Sequence[StepRecord]) -> None:
         """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`."""
         path = self.directory / f"step-{len(history):06d}"
-        learner.save_checkpoint(path, {"steps": [asdict(record) for record in history]})
+        learner.save_checkpoint(path, {"recipe": self.recipe, "steps": [asdict(record) for record in history]})
         for old in self._paths()[: -self.keep]:
             shutil.rmtree(old)
 
     def restore(self, learner: Learner) -> list[StepRecord]:
-        """Load the newest checkpoint into the learner, if there is one; returns the steps that it holds."""
-        paths = self._paths()
-        if not paths:
-            return []
-        extra = learner.load_checkpoint(paths[-1])
-        history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
-        logger.info("train_grpo: going on from %s, step %d", paths[-1].name, len(history))
-        return history
+        """Load the newest whole checkpoint into the learner, if there is one; returns the steps that it holds.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; or they belong to another recipe.
+        """
+        damaged: list[str] = []
+        for path in reversed(self._paths()):
+            try:
+                extra = learner.load_checkpoint(path)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                logger.error("train_grpo: %s; trying the one before it", error)
+                continue
+            if extra["recipe"] != self.recipe:
+                raise CheckpointError(
+                    f"checkpoint {path} must be of this run's recipe, got another one's: give the run another "
+                    "execution name, or the recipe that it was started with"
+                )
+            history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
+            logger.info("train_grpo: going on from %s, step %d", path.name, len(history))
+            return history
+        if damaged:
+            raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
+        return []
 
     def _paths(self) -> list[Path]:
         """Complete checkpoints, oldest first: a half-written one has another name."""
@@ -138,13 +172,19 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "rollout/truncated": record.num_truncated,
         "train/reward": record.reward_mean,
         "train/reward_timeouts": record.num_reward_timeouts,
+        "train/reward_crashes": record.num_reward_crashes,
         "train/zero_signal_groups": record.num_zero_signal_groups,
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
         "train/kl": record.kl,
         "train/clip_fraction": record.clip_fraction,
         "train/mismatch_kl": record.mismatch_kl,
+        "train/mismatch_k3": record.mismatch_k3,
+        "train/mismatch_mean": record.mismatch_mean,
         "train/mismatch_max": record.mismatch_max,
+        "train/mismatch_outside_fraction": record.mismatch_outside_fraction,
+        "refit/num_checked_tensors": record.refit.num_tensors,
+        "refit/check_s": record.refit.elapsed_s,
         "train/policy_version": record.policy_version,
     }
     if record.acceptance is not None:

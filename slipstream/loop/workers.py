@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slipstream.fingerprint import WeightPart
 from slipstream.loop.idle import IdleEngines
 from slipstream.loop.learner import LearnerWorker
 from slipstream.policy.config import LearnerConfig
 from slipstream.records import AcceptanceStats
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
+from slipstream.rollout.engine import EngineState, GenerationResult, Trace
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt, TrainBatch
 
@@ -89,6 +90,10 @@ class RemoteEngine:
             generation_s=max(part.generation_s for part in parts),
         )
 
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
+        return ray.get(self._actors[0].trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed))
+
     def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
         """Refit every engine; returns when all hold the new weights."""
         ray.get(
@@ -97,6 +102,18 @@ class RemoteEngine:
                 for actor in self._actors
             ]
         )
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        """See `VllmEngine.weight_parts`; all engines are sharded alike."""
+        return ray.get(self._actors[0].weight_parts.remote(is_draft=is_draft))
+
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+        """See `VllmEngine.weight_fingerprints`; one dict an engine."""
+        return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
+
+    def states(self) -> list[EngineState]:
+        """See `VllmEngine.state`; one an engine."""
+        return ray.get([actor.state.remote() for actor in self._actors])
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
@@ -143,6 +160,18 @@ class RemoteLearner:
         """See `slipstream.loop.sync.Learner`."""
         return self.call("ref_logprobs", batch, temperature)
 
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> NDArray[np.float64]:
+        """See `LearnerWorker.conditionals`."""
+        return self.call("conditionals", sequences, prompt_lengths, sampling, seed=seed)
+
+    def next_token_probabilities(
+        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> NDArray[np.float64]:
+        """See `LearnerWorker.next_token_probabilities`."""
+        return self.call("next_token_probabilities", prefixes, sampling)
+
     def train_step(
         self,
         batch: TrainBatch,
@@ -153,6 +182,10 @@ class RemoteLearner:
     ) -> TrainStats:
         """See `slipstream.loop.sync.Learner`."""
         return self.call("train_step", batch, trainer_logprobs, ref_logprobs, loss, temperature)
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        """See `LearnerWorker.weight_fingerprints`."""
+        return self.call("weight_fingerprints", parts)
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """See `slipstream.loop.sync.Learner`."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from slipstream.policy.batches import MicroBatch
 
 
 class CapturedStates:
@@ -47,3 +50,24 @@ class CapturedStates:
 
     def _keep_last(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
         self.last = output
+
+
+class Capture:
+    """Collects the hidden states of the forward passes of one update, for a draft to learn from.
+
+    The states are detached copies: no gradient of what is computed from them reaches the policy. Labels are the inputs
+    shifted by one, so a sequence of T tokens has states for its first T - 1.
+    """
+
+    def __init__(self, layer_ids: Sequence[int]) -> None:
+        self._layer_ids = layer_ids
+        self.by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
+        """Capture the forward pass of the block, which reads `batch`."""
+        with CapturedStates(gpt, self._layer_ids) as captured:
+            yield
+        for row, index in enumerate(batch.indices):
+            aux = torch.cat([state[:, row] for state in captured.layers], dim=-1)
+            self.by_sequence[index] = aux.detach().cpu().clone(), captured.last[:, row].detach().cpu().clone()

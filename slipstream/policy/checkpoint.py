@@ -1,4 +1,4 @@
-"""The learner's checkpoint: one safetensors file a rank and one JSON file, nothing that is unpickled.
+"""The learner's checkpoint: one safetensors file a rank and one JSON file, each with its digest, nothing unpickled.
 
 Names: `model.X` the parameter, `main.X` its float32 master, `exp_avg.X` and `exp_avg_sq.X` of Adam, `rng.cpu` and
 `rng.cuda`. Every data-parallel rank holds the same state, so only the first of them writes. A checkpoint belongs to
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
@@ -21,8 +22,11 @@ from torch import Tensor
 
 from slipstream.policy import parallel
 from slipstream.policy.directories import existing_directory, replaced_directory
+from slipstream.policy.stats import CheckpointError
 
 _ADAM = ("exp_avg", "exp_avg_sq")
+_STATE = "state.json"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,16 +86,42 @@ def save(path: Path, state: State) -> None:
     """Write the checkpoint, collectively; `path` is replaced only when every rank has written its part."""
     with replaced_directory(path, is_main=parallel.is_main_rank(), barrier=parallel.barrier) as directory:
         if parallel_state.get_data_parallel_rank() == 0:
-            save_file({k: v.contiguous() for k, v in state.tensors.items()}, directory / _rank_file())
+            file = directory / _rank_file()
+            save_file({k: v.contiguous() for k, v in state.tensors.items()}, file)
+            _digest_path(file).write_text(_digest(file))
         if parallel.is_main_rank():
-            (directory / "state.json").write_text(json.dumps(state.meta, allow_nan=False))
+            file = directory / _STATE
+            file.write_text(json.dumps(state.meta, allow_nan=False))
+            _digest_path(file).write_text(_digest(file))
 
 
 def load(path: Path) -> State:
-    """Read this rank's part of a checkpoint."""
+    """Read this rank's part of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or altered.
+    """
     path = existing_directory(path)
-    meta = json.loads((path / "state.json").read_text())
-    return State(tensors=load_file(path / _rank_file()), meta=meta)
+    for file in (path / _STATE, path / _rank_file()):
+        if not file.is_file() or not _digest_path(file).is_file():
+            raise CheckpointError(f"checkpoint {path} is not whole: {file.name} or its digest is missing")
+        if _digest(file) != _digest_path(file).read_text():
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {file.name} does not have the digest it was saved with"
+            )
+    return State(tensors=load_file(path / _rank_file()), meta=json.loads((path / _STATE).read_text()))
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest_path(file: Path) -> Path:
+    return file.with_name(file.name + ".xxh3")
 
 
 def _main(parameter: torch.nn.Parameter) -> Tensor:

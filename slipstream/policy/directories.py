@@ -23,7 +23,11 @@ def replaced_directory(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # what is half-written helps nobody, and may have filled the disk
+        raise
     barrier()
     if is_main:
         shutil.rmtree(old, ignore_errors=True)

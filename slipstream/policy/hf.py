@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.config import require
 from slipstream.policy.directories import replaced_directory
 
 _MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_config.json")
@@ -20,12 +21,19 @@ _MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_confi
 
 @contextlib.contextmanager
 def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
-    """A reader of full tensors by name, one file or sharded; tensors are read only when asked for."""
+    """A reader of full tensors by name, one file or sharded; tensors are read only when asked for.
+
+    Raises:
+        ConfigError: there is no safetensors file; other formats would have to be unpickled, which runs their code.
+    """
     index = path / "model.safetensors.index.json"
     with contextlib.ExitStack() as stack:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
         by_name = {}
         for file in files or ["model.safetensors"]:
+            require(
+                (path / file).is_file(), "policy.model", f"must hold {file}", str(path), "other formats are not read"
+            )
             handle = stack.enter_context(safe_open(path / file, framework="pt"))
             by_name.update(dict.fromkeys(handle.keys(), handle))
 

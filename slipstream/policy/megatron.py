@@ -7,6 +7,7 @@ data-parallel ranks take turns at the micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -31,12 +32,12 @@ from slipstream.grpo.loss import LossConfig, policy_loss
 from slipstream.policy import checkpoint, collectives, cpu, hf, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, positions
-from slipstream.policy.capture import CapturedStates
+from slipstream.policy.capture import Capture, CapturedStates
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.policy.layers import build_model
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.stats import TrainStats
-from slipstream.policy.weights import hf_from_shards, mappings, require_divisible, shard_from_hf
+from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
 from slipstream.types import TrainBatch
 
 FloatArray = NDArray[np.float32]
@@ -97,7 +98,7 @@ class MegatronPolicy:
         with cpu.cuda_as_cpu():
             model = build_model(architecture, learner, shard, initialize=False)
         with hf.open_weights(hf_path) as read:
-            _load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+            load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
         return cls(model, architecture, learner, optimizer)
 
     @classmethod
@@ -138,6 +139,35 @@ class MegatronPolicy:
         # Each token was filled in by one rank alone, and is zero everywhere else.
         return np.split(collectives.sum_over_ranks(logprobs_N).cpu().numpy(), offsets[1:-1])
 
+    def map_logits(
+        self,
+        token_ids: Sequences,
+        prompt_lengths: Sequence[int],
+        function: Callable[[Tensor, Tensor], Tensor],
+        *,
+        width: int,
+    ) -> NDArray[np.float64]:
+        """Apply a function to the logits that predict each response token, without gradient.
+
+        Args:
+            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width].
+        Returns:
+            [response tokens of all sequences, width], in the order given.
+        """
+        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self._device)
+        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+
+        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
+            whole_BTV = torch.cat(collectives.tensor_parallel_shards(logits_BTV), dim=-1)
+            for row, index in enumerate(batch.indices):
+                mask_T = batch.mask_BT[row]
+                values = function(whole_BTV[row][mask_T], batch.labels_BT[row][mask_T])
+                values_NW[offsets[index] : offsets[index + 1]] = values.double()
+            return logits_BTV.new_zeros(()), {}
+
+        self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
+        return collectives.sum_over_ranks(values_NW).cpu().numpy()
+
     def train_step(
         self,
         batch: TrainBatch,
@@ -145,12 +175,15 @@ class MegatronPolicy:
         ref_logprobs: Sequence[FloatArray] | None,
         loss: LossConfig,
         temperature: float,
+        *,
+        capture: Capture | None = None,
     ) -> TrainStats:
         """One optimizer update on the whole batch; against its own `trainer_logprobs` the first ratio is exactly 1.
 
         Args:
             trainer_logprobs: what `logprobs` gave for this batch before its first update.
             ref_logprobs: the same under the reference policy; None leaves the KL out.
+            capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
@@ -172,7 +205,7 @@ class MegatronPolicy:
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
         learning_rate = self.learning_rate
-        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate)
+        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate, capture)
         self.version += 1
         return TrainStats(
             loss=sums["loss"],
@@ -291,7 +324,9 @@ class MegatronPolicy:
         # Overwrites its argument, which the division above has just made.
         return -vocab_parallel_cross_entropy(logits_BTV, labels_BT)
 
-    def _run(self, batches: list[MicroBatch], loss_of: _LossOf, *, forward_only: bool) -> list[_Result]:
+    def _run(
+        self, batches: list[MicroBatch], loss_of: _LossOf, *, forward_only: bool, capture: Capture | None = None
+    ) -> list[_Result]:
         """Forward, and backward unless `forward_only`, over this rank's share of the micro-batches."""
         num_ranks = parallel_state.get_data_parallel_world_size()
         mend = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
@@ -306,7 +341,7 @@ class MegatronPolicy:
 
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
-            with cpu.model_arithmetic():
+            with cpu.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
                 output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None)
 
             def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
@@ -328,7 +363,12 @@ class MegatronPolicy:
             )
 
     def _update(
-        self, batches: list[MicroBatch], loss_of: _LossOf, names: Sequence[str], learning_rate: float
+        self,
+        batches: list[MicroBatch],
+        loss_of: _LossOf,
+        names: Sequence[str],
+        learning_rate: float,
+        capture: Capture | None = None,
     ) -> tuple[dict[str, float], float]:
         """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
         assert self._optimizer is not None, "this policy was built without an optimizer"
@@ -339,7 +379,7 @@ class MegatronPolicy:
         # In float32 the optimizer leaves `param.grad` as an alias of the buffer: kept, the first micro-batch of the
         # next update would be added twice.
         self._optimizer.zero_grad()
-        results = self._run(batches, loss_of, forward_only=False)
+        results = self._run(batches, loss_of, forward_only=False, capture=capture)
         with cpu.cuda_as_cpu():
             _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
         self._num_updates += 1
@@ -353,12 +393,3 @@ class MegatronPolicy:
         assert self._optimizer_config is not None
         warmup = self._optimizer_config.warmup_steps
         return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
-
-
-def _load_exactly(model: GPTModel, state: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
-            parameter.copy_(state[name])

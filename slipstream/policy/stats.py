@@ -1,8 +1,12 @@
-"""What an update of the policy did. Apart from the learner, so that reading it needs no Megatron import."""
+"""What the learner tells its callers. Apart from it, so that reading it needs no Megatron import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be resumed from: it is damaged, or of another run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,3 +150,13 @@ def _join(layout: Layout, shards: Sequence[Tensor], arch: Architecture) -> list[
             by_group = torch.cat(list(shards)).unflatten(0, (arch.num_query_groups, -1))  # [K, (N/K + 2) * D, H]
             sizes = [heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim]
             return [part.flatten(0, 1) for part in by_group.split(sizes, dim=1)]
+
+
+def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy `state` into the parameters of `model`, which have the same names and shapes."""
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
+            parameter.copy_(state[name])

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from slipstream.records import EvaluationRecord, RunRecord, StepRecord, SweepPoint
+from slipstream.records import CertificateRecord, EvaluationRecord, RunRecord, StepRecord, SweepPoint
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import RunSummary, step_speedup_bound
@@ -203,6 +203,24 @@ def losses(record: RunRecord) -> str:
             _from_zero(ax)
 
     return _draw(len(curves), 2.2, draw, width=_WIDTH_IN if len(curves) == 2 else 4.7) if curves else ""
+
+
+def uniforms(certificate: CertificateRecord) -> str:
+    """Probability integral transforms by position in the draft window: flat where the engine is exact."""
+    histograms = certificate.pit_histograms
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for ax, (name, counts) in zip(axes, histograms.items(), strict=True):
+            total, bins = sum(counts), len(counts)
+            expected = total / bins
+            spread = 1.96 * (expected * (1 - 1 / bins)) ** 0.5
+            ax.bar((np.arange(bins) + 0.5) / bins, counts, width=0.9 / bins, color=_ARM_COLOURS[Arm.SPECULATIVE])
+            ax.axhspan(expected - spread, expected + spread, color=_HIGHLIGHT, alpha=0.25, linewidth=0)
+            ax.axhline(expected, color=_INK, linewidth=0.8)
+            ax.set(title=f"{name}: {total:,}", xticks=(0, 1), xlabel="u")
+            _from_zero(ax)
+
+    return _draw(len(histograms), 1.9, draw)
 
 
 def _draw(

@@ -102,7 +102,7 @@ def _headline(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
 
 
 def _figures(record: RunRecord, run: RunSummary, reference: Reference) -> dict[str, str]:
-    drawn = {"losses": figures.losses(record)}
+    drawn = {"losses": figures.losses(record), "uniforms": figures.uniforms(record.certificate)}
     if run.arms:
         drawn |= {
             "stages": figures.stage_bars(run, reference.workloads.get(record.workload), reference),
@@ -127,6 +127,7 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
         "counts": tables.count_table(run),
         "data": tables.data_table(record),
         "draft": tables.draft_table(record),
+        "certificate": tables.certificate_table(record.certificate),
     }
     if run.comparison is not None:
         built["speedup"] = tables.speedup_table(run, workload, reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.records import RunRecord, SweepPoint
+from slipstream.records import CertificateRecord, RunRecord, SweepPoint
 from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, count, interval, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import ArmSummary, RunSummary
@@ -206,3 +206,29 @@ def _sweep_row(point: SweepPoint, chosen_k: int) -> Row:
         f"{verdict}, chosen" if chosen else verdict,
     )
     return Row(label=str(point.k), cells=cells, kind=" ".join(kind for kind, holds in kinds if holds))
+
+
+def certificate_table(certificate: CertificateRecord) -> Table:
+    """Every test of the losslessness certificate, and the control's beside it."""
+    control = {finding.name: finding for finding in certificate.control}
+    rows = tuple(
+        Row(
+            label=finding.name,
+            cells=(
+                count(finding.num_observations),
+                f"{finding.statistic:.3g}",
+                f"{finding.p_value:.2g}",
+                f"{finding.p_value_corrected:.2g}",
+                "rejects" if finding.reject else "passes",
+                f"{control[finding.name].p_value:.2g}" if finding.name in control else "",
+            ),
+            kind="loses" if finding.reject else "",
+        )
+        for finding in certificate.findings
+    )
+    columns = ("observations", "statistic", "p", "p, Holm", "verdict")
+    groups = (
+        ColumnGroup(heading="speculative engine", columns=columns),
+        ColumnGroup(heading="autoregressive, as control", columns=("p",)),
+    )
+    return Table(label="test", groups=groups, rows=rows)

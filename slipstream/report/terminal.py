@@ -30,6 +30,8 @@ def speedup_table(record: RunRecord) -> str:
         )
         for evaluation in record.evaluations
     ]
+    weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
+    lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
     return "\n".join(line.rstrip() for line in lines)
 
 

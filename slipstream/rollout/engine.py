@@ -24,6 +24,30 @@ class GenerationResult:
     generation_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """What an engine says it holds, and how often it forgot its cached prefixes."""
+
+    policy_version: int
+    draft_version: int | None
+    num_prefix_cache_resets: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One rollout, and how many of its tokens each step of the engine gave: the draft windows it was made of.
+
+    The first window is the prefill's one token, drawn without a draft. In each later one token i (from 1) stands at
+    position i of the draft; position k + 1 is the bonus token. The last window may be cut short by the end.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    window_lengths: tuple[int, ...]
+    policy_version: int
+    draft_version: int | None
+
+
 class RolloutEngine(Protocol):
     """A running engine that holds one version of the policy and, if it speculates, one of the draft."""
 

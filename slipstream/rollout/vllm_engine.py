@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
+from slipstream.fingerprint import WeightPart
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
+from slipstream.rollout.engine import EngineState, GenerationResult, Trace
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 _COUNTER = "vllm:spec_decode_num_"
@@ -80,6 +81,7 @@ class VllmEngine:
         self._check_sampler()
         self._max_model_len = config.max_model_len
         self._transfer_ready = False
+        self._num_traced = 0
         self.policy_version = 0
         self.draft_version = 0
         self.num_prefix_cache_resets = 0
@@ -88,22 +90,9 @@ class VllmEngine:
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         """Sample `group_size` rollouts a prompt. See `RolloutEngine.generate`."""
-        from vllm import SamplingParams
-
         self._check_lengths(prompts, sampling)
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_response_tokens,
-            stop_token_ids=list(self._stop_token_ids),
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        requests: list[Any] = [
-            {"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts for _ in range(group_size)
-        ]
+        requests: list[Any] = _requests(prompts, group_size)
+        params = self._params(sampling)
         self._llm.collective_rpc("reseed", args=(seed,))
         before = self._counters()
         start = time.perf_counter()
@@ -119,6 +108,43 @@ class VllmEngine:
         )
         acceptance = None if before is None or after is None else acceptance_between(before, after)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=elapsed_s)
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """Sample as `generate` does, and tell which tokens came out of the engine together: for the certificate.
+
+        Returns:
+            One trace a rollout, prompt by prompt.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_lengths(prompts, sampling)
+        requests: list[Any] = _requests(prompts, group_size)
+        params = self._params(sampling)
+        params.output_kind = RequestOutputKind.DELTA
+        self._llm.collective_rpc("reseed", args=(seed,))
+        engine = self._llm.llm_engine
+        self._num_traced += 1
+        for index, request in enumerate(requests):
+            engine.add_request(f"trace-{self._num_traced}-{index}", request, params.clone())
+        tokens: list[list[int]] = [[] for _ in requests]
+        windows: list[list[int]] = [[] for _ in requests]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index = int(output.request_id.rsplit("-", 1)[1])
+                drawn = list(output.outputs[0].token_ids)
+                if drawn:
+                    tokens[index] += drawn
+                    windows[index].append(len(drawn))
+        return [
+            Trace(
+                prompt_token_ids=prompts[i // group_size].token_ids,
+                token_ids=tuple(tokens[i]),
+                window_lengths=tuple(windows[i]),
+                policy_version=self.policy_version,
+                draft_version=self.draft_version if self._speculates else None,
+            )
+            for i in range(len(requests))
+        ]
 
     def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
         """Replace the policy's weights, and the draft's if `draft` is given, and forget all cached prefixes.
@@ -139,8 +165,53 @@ class VllmEngine:
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
         self.num_prefix_cache_resets += 1
 
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        """What the engine's ranks hold of the policy, or of the draft, in the checkpoint's names.
+
+        Raises:
+            LookupError: a layer keeps its weights where nobody can read them.
+        """
+        ranks = self._llm.collective_rpc("weight_parts", args=(is_draft,))
+        return list({part.key: part for parts in ranks for part in parts}.values())
+
+    def weight_fingerprints(self, *, is_draft: bool) -> dict[str, str]:
+        """Fingerprints of the weights that the engine computes with, by `WeightPart.key`.
+
+        Raises:
+            RuntimeError: two ranks hold the same part with different values.
+        """
+        merged: dict[str, str] = {}
+        for fingerprints in self._llm.collective_rpc("weight_fingerprints", args=(is_draft,)):
+            torn = [key for key, value in fingerprints.items() if merged.get(key, value) != value]
+            if torn:
+                raise RuntimeError(f"the engine's ranks disagree on {torn[0]} and {len(torn) - 1} other tensors")
+            merged |= fingerprints
+        return merged
+
+    def state(self) -> EngineState:
+        """Versions and counters that every refit must move."""
+        return EngineState(
+            policy_version=self.policy_version,
+            draft_version=self.draft_version if self._speculates else None,
+            num_prefix_cache_resets=self.num_prefix_cache_resets,
+        )
+
     def close(self) -> None:
         """Nothing to do: memory goes with the process, and vLLM cannot be restarted in one."""
+
+    def _params(self, sampling: SamplingConfig) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response_tokens,
+            stop_token_ids=list(self._stop_token_ids),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
 
     def _transfer(self, path: Path, start: Any) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -196,6 +267,10 @@ class VllmEngine:
             policy_version=self.policy_version,
             draft_version=self.draft_version if self._speculates else None,
         )
+
+
+def _requests(prompts: Sequence[Prompt], group_size: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts for _ in range(group_size)]
 
 
 def _stop_token_ids(policy: Path) -> tuple[int, ...]:

@@ -8,11 +8,15 @@ that the replacement reached the process that samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from slipstream.rollout import weight_transfer
+from slipstream.fingerprint import WeightPart, fingerprint
+from slipstream.rollout import engine_weights, weight_transfer
 
 
 def register() -> None:
@@ -52,6 +56,20 @@ class EngineProbe:
         ends = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
         got = rejection_sampler.expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1).tolist()
         return "" if got == [7.0, 7.0, 1.0, 1.0, 1.0, 9.0] else f"expand_batch_to_tokens gave {got}"
+
+    def weight_parts(self, is_draft: bool) -> list[WeightPart]:
+        """What this rank holds of the policy, or of the draft."""
+        return [part for part, _ in self._weights(is_draft)]
+
+    def weight_fingerprints(self, is_draft: bool) -> dict[str, str]:
+        """Fingerprints of what this rank computes with, by `WeightPart.key`."""
+        return {part.key: fingerprint(tensor) for part, tensor in self._weights(is_draft)}
+
+    def _weights(self, is_draft: bool) -> Iterator[tuple[WeightPart, torch.Tensor]]:
+        runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
+        if not is_draft:
+            return engine_weights.weights(runner.model, rename=("", ""), without=None)
+        return engine_weights.weights(runner.drafter.model, rename=("model.", ""), without=runner.model)
 
     def reseed(self, seed: int) -> None:
         """Seed every generator of this process: drafts are sampled from torch's global one, whatever requests say."""

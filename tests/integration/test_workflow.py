@@ -26,6 +26,14 @@ SMALL = {
     "evaluation": {"num_samples_per_problem": 2, "max_response_tokens": 24},
     "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
     "grpo": {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
+    "losslessness": {
+        "num_tokens": 400,
+        "num_repeated_prompts": 2,
+        "num_repeats": 32,
+        "num_greedy_prompts": 4,
+        "num_replications": 4,
+        "max_detectable_bias": 0.99,
+    },
     "data": {"synthetic": {"num_train_problems": 100, "num_draft_rows": 100}},
 }
 
@@ -44,4 +52,12 @@ def test_the_workflow_runs_every_stage_and_reports(tmp_path: Path) -> None:
     assert [len(rewards) for rewards in report["reward"].values()] == [3, 3]
     assert {point["k"] for point in report["sweep"]} == {0, 2}
     assert set(report["aime24"]) == {"start", "autoregressive", "speculative"}
+    certificate = json.loads((latest / "run.json").read_text())["certificate"]
+    assert certificate["verdict"] == "lossless"
+    assert certificate["num_tokens"] >= 400
+    assert all(
+        step["refit"]["num_tensors"] > 0
+        for arm in json.loads((latest / "run.json").read_text())["arms"]
+        for step in arm["steps"]
+    )
     assert (latest / "report.html").stat().st_size > 10_000

@@ -191,3 +191,69 @@ def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None
     shutil.rmtree(draft)
     with pytest.raises(ConfigError, match=r"draft must be a model directory with a config.json"):
         check_draft(policy, draft, max_model_len=64)
+
+
+def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(
+    tmp_path: Path, policy: Path
+) -> None:
+    """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
+    from slipstream.grpo.loss import LossConfig
+    from slipstream.loop.learner import LearnerWorker
+    from slipstream.policy.config import LearnerConfig, OptimizerConfig
+    from slipstream.types import TrainBatch
+
+    batch = TrainBatch(
+        token_ids=tuple(map(tuple, CHATS)),
+        prompt_lengths=tuple(PROMPTS),
+        rollout_logprobs=tuple((-1.0,) * (len(chat) - start) for chat, start in zip(CHATS, PROMPTS, strict=True)),
+        advantages=(1.0, -1.0),
+        policy_version=0,
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.01)  # clips: a shared norm would show
+    alone, beside = (LearnerWorker(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
+    for learner in (alone, beside):
+        learner.load(policy, optimizer)
+    beside.start_draft(policy, CONFIG)
+    before = {name: tensor.clone() for name, tensor in beside._drafting._model.state_dict().items()}
+    for _ in range(3):
+        trainer_logprobs = alone.logprobs(batch, 1.0)
+        expected = alone.train_step(batch, trainer_logprobs, None, LossConfig(), 1.0)
+        found, draft_loss = beside.train_step_with_draft(batch, trainer_logprobs, None, LossConfig(), 1.0, CONFIG)
+        assert found == expected
+        assert draft_loss > 0
+    assert expected.grad_norm > optimizer.clip_grad
+    for (name, one), (_, other) in zip(alone._loaded.weights(), beside._loaded.weights(), strict=True):
+        assert torch.equal(one, other), name
+    after = beside._drafting._model.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before), "the draft must have learned"
+
+
+def _with_maps(draft: Path, ids: list[int], marked: list[int]) -> None:
+    """Make it a draft of the policy's ids `ids`, of which `t2d` marks `marked`."""
+    tensors = load_file(draft / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(ids)].contiguous()
+    tensors["d2t"] = torch.tensor([target - index for index, target in enumerate(ids)])
+    tensors["t2d"] = torch.tensor([index in marked for index in range(16)])
+    save_file(tensors, draft / "model.safetensors")
+    _edit_config(draft, draft_vocab_size=len(ids))
+
+
+def test_a_draft_of_part_of_the_vocabulary_fits(policy: Path, draft: Path) -> None:
+    _with_maps(draft, [2, 3, 9, 15], [2, 3, 9, 15])
+    check_draft(policy, draft, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("ids", "marked", "message"),
+    [
+        ([2, 3, 9, 16], [2, 3, 9], r"draft d2t must lead to policy ids in \[0, 16\), got \[16\]"),
+        ([2, 3, 3, 9], [2, 3, 9], r"draft d2t must lead to different policy ids, got '1 repeated'"),
+        ([2, 3, 9, 15], [2, 3, 9, 14], r"draft t2d must mark exactly the policy ids that d2t leads to, got '2 ids"),
+    ],
+)
+def test_a_draft_with_a_wrong_vocabulary_map_is_refused(
+    policy: Path, draft: Path, ids: list[int], marked: list[int], message: str
+) -> None:
+    _with_maps(draft, ids, marked)
+    with pytest.raises(ConfigError, match=message):
+        check_draft(policy, draft, max_model_len=64)

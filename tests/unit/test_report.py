@@ -13,10 +13,15 @@ from slipstream.config import ConfigError
 from slipstream.records import (
     AcceptanceStats,
     ArmRecord,
+    CertificateRecord,
     DataSetRecord,
     DraftRecord,
     EvaluationRecord,
+    Finding,
+    GreedyRecord,
     PolicyRecord,
+    Power,
+    RefitCheck,
     RunRecord,
     ScheduleEntry,
     StepRecord,
@@ -43,15 +48,21 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
         num_response_tokens=100,
         num_truncated=1,
         num_reward_timeouts=2,
+        num_reward_crashes=0,
         num_zero_signal_groups=3,
         loss=0.0,
         grad_norm=1.0,
         kl=0.0,
         clip_fraction=0.0,
         mismatch_kl=1e-4,
+        mismatch_k3=1e-4,
+        mismatch_mean=1e-3,
         mismatch_max=1e-2,
+        mismatch_outside_fraction=0.0,
         acceptance=acceptance,
         policy_version=index,
+        draft_version=None,
+        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
     )
 
 
@@ -115,6 +126,47 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     )
 
 
+CERTIFICATE = CertificateRecord(
+    verdict="lossless",
+    reason="none of 2 tests rejects",
+    claim="Tokens follow the policy.",
+    family_level=0.01,
+    power=0.9,
+    max_detectable_bias=0.1,
+    num_speculative_tokens=2,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    seed=0,
+    num_tokens=20_000,
+    num_baseline_tokens=20_001,
+    findings=(
+        Finding(
+            name="pit, bonus token",
+            num_observations=900,
+            statistic=0.01,
+            p_value=0.4,
+            p_value_corrected=0.8,
+            reject=False,
+        ),
+        Finding(
+            name="first token",
+            num_observations=512,
+            statistic=99.0,
+            p_value=1e-5,
+            p_value_corrected=2e-5,
+            reject=True,
+        ),
+    ),
+    control=(),
+    detectable=(Power(alternative="sharper", detectable_total_variation=0.012, detectable_fraction=0.1),),
+    greedy=GreedyRecord(num_responses=32, num_equal=31, num_near_ties=1, largest_gap_nats=0.1, near_tie_nats=0.25),
+    pit_histograms={"no draft": (10, 12), "bonus token": (11, 9)},
+    policy_fingerprint="aaaa",
+    draft_fingerprint="bbbb",
+    versions={},
+    elapsed_s=60.0,
+)
 RECORD = RunRecord(
     recipe="tiny",
     workload="rl_zero",
@@ -166,6 +218,7 @@ RECORD = RunRecord(
     ),
     arms=arms(),
     evaluations=(evaluation("start", 0.1), evaluation("autoregressive", 0.3), evaluation("speculative", 0.31)),
+    certificate=CERTIFICATE,
 )
 LOST = replace(
     RECORD,
@@ -294,13 +347,14 @@ def test_page_has_every_section_and_each_losing_configuration() -> None:
         "speedup",
         "acceptance",
         "draft-length",
+        "losslessness",
         "learning",
         "counts",
         "policy-and-draft",
         "data",
         "reproduce",
     ]
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 9
     losing = re.findall(r'<tr class="loses"><th>(\d+)</th>.*?>(\d\.\d\dx)<.*?loses</td></tr>', page)
     assert losing == [("5", "0.75x"), ("7", "0.50x")]
     assert "sped rollout generation up 2.00x (95 % interval 2.00 to 3.00) and the whole GRPO step 1.60x" in page
@@ -384,3 +438,13 @@ def test_quoted_speedups_agree_with_the_quoted_times() -> None:
 def test_a_missing_reference_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"report\.reference must be a file, got '.*absent\.yaml'"):
         read_reference(tmp_path / "absent.yaml")
+
+
+def test_the_page_says_what_the_certificate_says() -> None:
+    page = render(RECORD, REFERENCE)
+
+    assert "Verdict: <b>lossless</b>" in page
+    assert "None of 2 tests rejects" in page
+    assert re.search(r"first token</th>.*?>rejects<", page, re.DOTALL)
+    assert "sharper by 0.012" in page
+    assert "losslessness" in speedup_table(RECORD)

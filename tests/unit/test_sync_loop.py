@@ -14,8 +14,7 @@ from slipstream.loop.batch import assemble, mismatch
 from slipstream.loop.sync import SyncLoop
 from slipstream.policy.config import OptimizerConfig
 from slipstream.policy.stats import TrainStats
-from slipstream.records import StepRecord
-from slipstream.refit import Snapshot
+from slipstream.records import RefitCheck, StepRecord
 from slipstream.rewards import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -51,12 +50,20 @@ class FakeEngine:
         )
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.0)
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
-        if not self.stuck:
-            self.version = policy_version
-
     def close(self) -> None:
         pass
+
+
+class FakeGate:
+    """Tells the engine the new version."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def refit(self, version: int) -> RefitCheck:
+        if not self.engine.stuck:
+            self.engine.version = version
+        return RefitCheck(num_tensors=3, elapsed_s=0.0)
 
 
 class FakeLearner:
@@ -76,9 +83,6 @@ class FakeLearner:
     ) -> TrainStats:
         self.batches.append(batch)
         return TrainStats(loss=0.1, grad_norm=1.0, kl=0.0, clip_fraction=0.0, num_tokens=8, learning_rate=1e-4)
-
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        return Snapshot(path=str(directory / "policy.safetensors"), version=version, num_bytes=0)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         raise AssertionError("the loop itself saves nothing")
@@ -100,7 +104,7 @@ def _loop(engine: FakeEngine, learner: FakeLearner, records: list[StepRecord]) -
             num_steps=3, prompts_per_step=2, group_size=2, optimizer=OptimizerConfig(learning_rate=1e-4), seed=5
         ),
         sampling=SamplingConfig(max_response_tokens=4),
-        transfer=Path("unused"),
+        gate=FakeGate(engine),
         on_step=records.append,
     )
 
@@ -138,6 +142,23 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
         _loop(FakeEngine(stuck=True), FakeLearner(), []).run(start_step=0)
 
 
+def test_rollouts_of_another_draft_stop_the_run() -> None:
+    group = FakeEngine().generate(PROMPTS[:1], sampling=SamplingConfig(max_response_tokens=2), group_size=2, seed=0)
+
+    with pytest.raises(RuntimeError, match=r"must come from draft version 3, got \{None\}"):
+        assemble(group.groups, [1.0, 0.0], policy_version=0, draft_version=3, scale_by_std=False)
+
+
+def test_mismatch_by_hand() -> None:
+    """Gaps (rollout - trainer) of 0 and log 4: ratios 1 and 1/4, so k1 = log(4) / 2 and k3 = (1/4 - 1 + log 4) / 2."""
+    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0 - np.log(4.0)], dtype=np.float32)], band=(0.5, 2.0))
+
+    assert gap.k1 == pytest.approx(np.log(4.0) / 2, abs=1e-6)
+    assert gap.k3 == pytest.approx((np.log(4.0) - 0.75) / 2, abs=1e-6)
+    assert gap.mean == gap.k1
+    assert gap.outside_fraction == 0.5
+
+
 def test_a_nan_logprob_stops_the_run() -> None:
     with pytest.raises(FloatingPointError, match="1 response tokens have a NaN"):
         mismatch([(0.0, float("nan"))], [np.zeros(2, dtype=np.float32)])
@@ -145,7 +166,7 @@ def test_a_nan_logprob_stops_the_run() -> None:
 
 def test_assemble_joins_prompt_and_response() -> None:
     group = FakeEngine().generate(PROMPTS[:1], sampling=SamplingConfig(max_response_tokens=2), group_size=2, seed=0)
-    batch = assemble(group.groups, [1.0, 0.0], policy_version=0, scale_by_std=False)
+    batch = assemble(group.groups, [1.0, 0.0], policy_version=0, draft_version=None, scale_by_std=False)
     assert batch.token_ids == ((1, 0, 7, 2), (1, 0, 7, 2))
     assert batch.prompt_lengths == (2, 2)
     assert batch.rollout_logprobs == ((-0.5, -0.25),) * 2

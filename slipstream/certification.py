@@ -1,0 +1,85 @@
+"""The stage that certifies a run: the engines draw, the learner judges, the verdict is written and tagged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.certify import LOSSLESS, Sample, Subject, certify, draw
+from slipstream.context import RunContext
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.fingerprint import directory_fingerprint
+from slipstream.policy.config import Dtype
+from slipstream.recipe import Recipe
+from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
+from slipstream.stage_tools import recipe_engine, tracked, versions
+
+logger = logging.getLogger(__name__)
+
+
+class LosslessnessError(RuntimeError):
+    """The certificate of a run does not say that its speculation is lossless."""
+
+
+def certify_losslessness(
+    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, tuning: Path | None
+) -> Path:
+    """Certify speculation with `draft` for the policy in `trained`; a directory with certificate.json.
+
+    The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
+    covers the refit. Where tuning chose not to speculate, or is None, the largest draft length tried is certified.
+    """
+    from slipstream.loop import workers
+
+    directory = context.directory("certify_losslessness")
+    chosen = 0 if tuning is None else read_record(TuningRecord, tuning / "tuning.json").chosen_k
+    k = chosen or max(recipe.tuning.candidate_ks)
+    prompts = read_prompt_sets(data).train
+    config, sampling = recipe.losslessness, recipe.sampling
+    batch = min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size)
+    started_s = time.perf_counter()
+    with tracked(context, recipe, "certify_losslessness", {"k": str(k)}) as tracker, workers.session():
+        samples: list[Sample] = []
+        for num_tokens, start in ((k, policy), (0, trained)):
+            with recipe_engine(recipe, start, draft, num_tokens) as engine:
+                engine.refit(trained, policy_version=recipe.grpo.num_steps)
+                seed = config.seed + len(samples) * config.num_tokens  # engines must not share their randomness
+                samples.append(draw(engine, prompts, config=config, sampling=sampling, batch=batch, seed=seed))
+            logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
+        with workers.start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
+            learner.call("load", trained, None)
+            record = certify(
+                samples[0],
+                samples[1],
+                learner,
+                config=config,
+                sampling=sampling,
+                subject=Subject(
+                    num_speculative_tokens=k,
+                    policy_fingerprint=directory_fingerprint(trained),
+                    draft_fingerprint=directory_fingerprint(draft / "draft"),
+                    versions=versions(),
+                ),
+                started_s=started_s,
+            )
+        tracker.log_artifact(write_record(record, directory / "certificate.json"))
+        tracker.set_tags({"losslessness": record.verdict})
+        tracker.log({"time/certify_s": record.elapsed_s, "losslessness/num_tokens": record.num_tokens})
+        for power in record.detectable:
+            tracker.log({f"losslessness/detectable_{power.alternative}": power.detectable_total_variation})
+    logger.info("certify_losslessness: %s: %s", record.verdict, record.reason)
+    return directory
+
+
+def require_lossless(certificate: Path) -> CertificateRecord:
+    """Read the certificate.
+
+    Raises:
+        LosslessnessError: its verdict is not `lossless`.
+    """
+    record = read_record(CertificateRecord, certificate / "certificate.json")
+    if record.verdict != LOSSLESS:
+        raise LosslessnessError(f"the run is {record.verdict}: {record.reason}; see {certificate / 'certificate.json'}")
+    return record

@@ -1,0 +1,309 @@
+"""The losslessness certificate: what is sampled, what the exact policy says about it, and the verdict.
+
+`losslessness` holds the statistics. Here two engines draw, one after the other, and the learner judges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream import losslessness
+from slipstream.config import require
+from slipstream.losslessness import Bias, Draws, LosslessnessConfig
+from slipstream.records import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Trace
+from slipstream.types import Prompt
+
+CLAIM = (
+    "Tokens sampled by the speculative engine follow the policy's own conditional distributions "
+    "at the run's temperature, top-p and top-k."
+)
+LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
+_PIT_BINS = 20
+_LARGEST_GAP = 1e9  # nats: where one token is impossible
+_Found = dict[str, tuple[int, float, float]]
+
+
+class TracingEngine(Protocol):
+    """An engine that tells which tokens came out of it together."""
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
+        ...
+
+
+class ExactPolicy(Protocol):
+    """The policy as the learner computes it."""
+
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> NDArray[np.float64]:
+        """See `slipstream.loop.learner.LearnerWorker.conditionals`."""
+        ...
+
+    def next_token_probabilities(
+        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> NDArray[np.float64]:
+        """See `slipstream.loop.learner.LearnerWorker.next_token_probabilities`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What one engine drew."""
+
+    traces: tuple[Trace, ...]
+    repeats: tuple[tuple[Trace, ...], ...]  # responses of at most two tokens, by repeated prompt
+    greedy: tuple[Trace, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the traces."""
+        return sum(len(trace.token_ids) for trace in self.traces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What the certificate is about, as it is written into it."""
+
+    num_speculative_tokens: int
+    policy_fingerprint: str
+    draft_fingerprint: str
+    versions: Mapping[str, str]
+
+
+def draw(
+    engine: TracingEngine,
+    prompts: Sequence[Prompt],
+    *,
+    config: LosslessnessConfig,
+    sampling: SamplingConfig,
+    batch: int,
+    seed: int,
+) -> Sample:
+    """Draw what the certificate needs from one engine.
+
+    Args:
+        batch: responses at a time: as many as in training, for the best draft length depends on it.
+    """
+    require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
+    traces: list[Trace] = []
+    num_tokens = 0
+    for call in range(config.num_tokens):  # each gives a token at least
+        if num_tokens >= config.num_tokens:
+            break
+        chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
+        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + call)
+        traces += drawn
+        num_tokens += sum(len(trace.token_ids) for trace in drawn)
+    repeated = prompts[: config.num_repeated_prompts]
+    pairs = engine.trace(
+        repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed
+    )
+    greedy = engine.trace(
+        prompts[: config.num_greedy_prompts],
+        sampling=replace(sampling, temperature=0.0, top_p=1.0, top_k=0),
+        group_size=1,
+        seed=seed,
+    )
+    n = config.num_repeats
+    return Sample(
+        traces=tuple(traces),
+        repeats=tuple(tuple(pairs[i * n : (i + 1) * n]) for i in range(len(repeated))),
+        greedy=tuple(greedy),
+    )
+
+
+def certify(
+    sample: Sample,
+    baseline: Sample,
+    policy: ExactPolicy,
+    *,
+    config: LosslessnessConfig,
+    sampling: SamplingConfig,
+    subject: Subject,
+    started_s: float,
+) -> CertificateRecord:
+    """Judge the speculative engine's sample against the policy and against the autoregressive engine's.
+
+    Args:
+        started_s: `time.perf_counter()` when drawing began.
+    """
+    draws = _draws(sample.traces, policy, sampling, config.seed)
+    control = _draws(baseline.traces, policy, sampling, config.seed + 1)
+    exact = _PairProbabilities(policy, sampling)
+    found = {
+        **losslessness.conditional_tests(draws, seed=config.seed),
+        **_count_tests(sample, exact),
+        **losslessness.two_sample_tests(control, draws, seed=config.seed),
+        **_pair_comparison(baseline, sample),
+    }
+    controlled = {**losslessness.conditional_tests(control, seed=config.seed), **_count_tests(baseline, exact)}
+    findings = losslessness.family(found, level=config.family_level)
+    detectable = losslessness.detectable_bias(draws, num_tests=len(findings), config=config)
+    greedy = _greedy(sample.greedy, baseline.greedy, policy, config.near_tie_nats)
+    verdict, reason = _verdict(findings, detectable, greedy, config)
+    return CertificateRecord(
+        verdict=verdict,
+        reason=reason,
+        claim=CLAIM,
+        family_level=config.family_level,
+        power=config.power,
+        max_detectable_bias=config.max_detectable_bias,
+        num_speculative_tokens=subject.num_speculative_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=config.seed,
+        num_tokens=sample.num_tokens,
+        num_baseline_tokens=baseline.num_tokens,
+        findings=findings,
+        control=losslessness.family(controlled, level=config.family_level),
+        detectable=detectable,
+        greedy=greedy,
+        pit_histograms=_histograms(draws, config.seed),
+        policy_fingerprint=subject.policy_fingerprint,
+        draft_fingerprint=subject.draft_fingerprint,
+        versions=dict(subject.versions),
+        elapsed_s=time.perf_counter() - started_s,
+    )
+
+
+def positions(trace: Trace) -> list[int]:
+    """Position in its draft window of every token: 0 for the prefill's, else from 1."""
+    first, *later = trace.window_lengths
+    return [0] * first + [position for length in later for position in range(1, length + 1)]
+
+
+def _draws(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> Draws:
+    sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
+    starts = [len(trace.prompt_token_ids) for trace in traces]
+    columns = policy.conditionals(sequences, starts, sampling, seed=seed).T
+    place = np.asarray([position for trace in traces for position in positions(trace)], dtype=np.int64)
+    assert len(place) == columns.shape[1], "a window length for every token"
+    return Draws(
+        mass_before=columns[0],
+        probability=columns[1],
+        logprob_mean=columns[2],
+        logprob_variance=columns[3],
+        position=place,
+        sharper=Bias(mass_before=columns[4], probability=columns[5], total_variation=columns[6]),
+        flatter=Bias(mass_before=columns[7], probability=columns[8], total_variation=columns[9]),
+    )
+
+
+class _PairProbabilities:
+    """Exact probabilities of the first token and the first pair after a prompt, each computed once."""
+
+    def __init__(self, policy: ExactPolicy, sampling: SamplingConfig) -> None:
+        self._policy = policy
+        self._sampling = sampling
+        self._known: dict[tuple[int, ...], NDArray[np.float64]] = {}
+
+    def after(self, prefixes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]]:
+        """The next token's distribution after each prefix."""
+        new = [prefix for prefix in prefixes if prefix not in self._known]
+        if new:
+            self._known.update(zip(new, self._policy.next_token_probabilities(new, self._sampling), strict=True))
+        return [self._known[prefix] for prefix in prefixes]
+
+
+def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
+    firsts, pairs = [], []
+    for traces in sample.repeats:
+        prompt = traces[0].prompt_token_ids
+        (first_V,) = exact.after([prompt])
+        counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
+        firsts.append(losslessness.count_test(counts_V, first_V))
+        common = [token for token, count in enumerate(counts_V) if count]
+        followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
+        for token, second_V in zip(followed, exact.after([(*prompt, token) for token in followed]), strict=True):
+            drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
+            pairs.append(losslessness.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
+    num = sum(map(len, sample.repeats))
+    return {
+        "first token of repeated prompts": (num, *losslessness.summed_chi_square(firsts)),
+        "second token given the first": (num, *losslessness.summed_chi_square(pairs)),
+    }
+
+
+def _pair_comparison(first: Sample, second: Sample) -> _Found:
+    parts = []
+    for traces in zip(first.repeats, second.repeats, strict=True):
+        counted = [Counter(trace.token_ids for trace in side) for side in traces]
+        cells = sorted(counted[0].keys() | counted[1].keys())
+        counts = [np.asarray([side[cell] for cell in cells], dtype=np.int64) for side in counted]
+        parts.append(losslessness.homogeneity_test(*counts))
+    num = sum(map(len, (*first.repeats, *second.repeats)))
+    return {"autoregressive beside speculative, first pair": (num, *losslessness.summed_chi_square(parts))}
+
+
+def _greedy(
+    speculative: Sequence[Trace], autoregressive: Sequence[Trace], policy: ExactPolicy, near_tie_nats: float
+) -> GreedyRecord:
+    prefixes, choices = [], []
+    for one, other in zip(speculative, autoregressive, strict=True):
+        if one.token_ids == other.token_ids:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=False)) if a != b), None)
+        if at is None:  # one ended where the other went on: impossible with the same rules, so not excusable
+            prefixes.append(one.prompt_token_ids)
+            choices.append(None)
+            continue
+        prefixes.append(one.prompt_token_ids + one.token_ids[:at])
+        choices.append((one.token_ids[at], other.token_ids[at]))
+    plain = SamplingConfig(temperature=1.0, max_response_tokens=1)
+    gaps = []
+    if prefixes:
+        for probabilities_V, choice in zip(policy.next_token_probabilities(prefixes, plain), choices, strict=True):
+            pair = None if choice is None else probabilities_V[list(choice)]
+            gaps.append(_LARGEST_GAP if pair is None or pair.min() <= 0 else float(abs(np.log(pair[0] / pair[1]))))
+    return GreedyRecord(
+        num_responses=len(speculative),
+        num_equal=len(speculative) - len(gaps),
+        num_near_ties=sum(gap <= near_tie_nats for gap in gaps),
+        largest_gap_nats=max(gaps, default=0.0),
+        near_tie_nats=near_tie_nats,
+    )
+
+
+def _verdict(
+    findings: Sequence[Finding], detectable: Sequence[Power], greedy: GreedyRecord, config: LosslessnessConfig
+) -> tuple[str, str]:
+    rejected = [finding for finding in findings if finding.reject]
+    if rejected:
+        worst = min(rejected, key=lambda finding: finding.p_value_corrected)
+        names = ", ".join(finding.name for finding in rejected)
+        return BIASED, f"{len(rejected)} of {len(findings)} tests reject ({names}); least p {worst.p_value:.1e}"
+    unexplained = greedy.num_responses - greedy.num_equal - greedy.num_near_ties
+    if unexplained:
+        return BIASED, (
+            f"greedy decoding differs from autoregressive in {unexplained} of {greedy.num_responses} responses where "
+            f"no two tokens are within {greedy.near_tie_nats} nats (largest gap {greedy.largest_gap_nats:.2f})"
+        )
+    blind = max(detectable, key=lambda power: power.detectable_total_variation)
+    if blind.detectable_total_variation > config.max_detectable_bias:
+        return TOO_WEAK, (
+            f"a {blind.alternative} policy would go unseen up to a total variation of "
+            f"{blind.detectable_total_variation:.3f}, over losslessness.max_detectable_bias "
+            f"{config.max_detectable_bias}: raise losslessness.num_tokens"
+        )
+    return LOSSLESS, (
+        f"none of {len(findings)} tests rejects; a bias of {blind.detectable_total_variation:.3f} in total variation "
+        f"a token would have been seen in {config.power:.0%} of runs"
+    )
+
+
+def _histograms(draws: Draws, seed: int) -> dict[str, tuple[int, ...]]:
+    u = losslessness.uniforms(draws.mass_before, draws.probability, seed)
+    edges = np.linspace(0.0, 1.0, _PIT_BINS + 1)
+    masks: dict[str, Any] = losslessness.window_positions(draws.position)
+    return {name: tuple(int(n) for n in np.histogram(u[mask], edges)[0]) for name, mask in masks.items()}

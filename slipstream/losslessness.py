@@ -1,0 +1,289 @@
+"""The statistics of the losslessness certificate: does speculation sample the policy's own distribution?
+
+The claim: every token that the speculative engine emits is a draw from the policy's conditional at the run's
+temperature, top-p and top-k. The exact conditionals come from the learner, never from the engine under test.
+
+What is tested, and why that way:
+
+- The randomised probability integral transform of a token x is u = F(x-) + v p(x), v uniform, with the vocabulary in
+  order of falling probability. If x is a draw from p given its prefix, u is uniform and independent of all before it
+  (Rosenblatt 1952), whatever the length of the response or the batch.
+- It is tested apart for each position of the draft window. Given that a position is reached, its token, accepted or
+  corrected, is a draw from p. Accepted tokens alone are not (they follow min(p, q)), nor are corrected ones alone:
+  a test of either against uniform would fail an exact engine. The bonus token is the last position.
+- The log-probability of what was drawn has a known mean and variance given its prefix; their sums give a z-score.
+- Repeated prompts give counts of first tokens and first pairs to hold against exact probabilities.
+- The same statistics of an autoregressive engine, tested against each other: what neither the learner's nor the
+  engine's rounding can explain.
+
+All p-values enter one Holm correction, so an exact engine fails with at most the family level.
+Legend: `N` tokens, `K` cells, `R` replications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special, stats
+
+from slipstream.config import require
+from slipstream.records import Finding, Power
+
+Floats = NDArray[np.float64]
+_NUM_BINS = 32
+_MIN_EXPECTED = 5.0  # smaller cells are pooled: the chi-square approximation needs them this large
+_TINY = float(np.finfo(np.float64).tiny)
+_MIN_TOKENS = 100  # positions reached less often are pooled into the one before
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessnessConfig:
+    """Size and levels of the certificate. Power grows with the square root of `num_tokens`."""
+
+    num_tokens: int = 20_000  # sampled by each of the two engines, at least
+    num_repeated_prompts: int = 4
+    num_repeats: int = 512  # draws of the first pair, of each repeated prompt
+    num_greedy_prompts: int = 32
+    family_level: float = 0.01  # an exact engine fails one certificate in a hundred
+    power: float = 0.9  # with which the stated bias would have been detected
+    num_replications: int = 40  # of each simulated bias
+    max_detectable_bias: float = 0.1  # total variation a token: a certificate that would miss more says nothing
+    near_tie_nats: float = 0.25  # greedy decoding may differ where two tokens are this close: two bfloat16 steps at 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_repeated_prompts", "num_repeats", "num_greedy_prompts", "num_replications"):
+            value: int = getattr(self, name)
+            require(value > 0, f"losslessness.{name}", "must be > 0", value)
+        for name in ("family_level", "power", "max_detectable_bias"):
+            share: float = getattr(self, name)
+            require(0 < share < 1, f"losslessness.{name}", "must lie in (0, 1)", share)
+        require(self.near_tie_nats >= 0, "losslessness.near_tie_nats", "must be >= 0", self.near_tie_nats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bias:
+    """One draw a token from a biased policy, seen by the true one, and the bias in total variation."""
+
+    mass_before: Floats
+    probability: Floats
+    total_variation: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draws:
+    """Tokens and what the policy says about each, all of length N. Mass is probability under the policy.
+
+    `sharper` and `flatter` hold, for the same prefixes, one draw of a policy with all probabilities squared, and with
+    their square roots (normalised): known biases, to measure what the tests can see.
+    """
+
+    mass_before: Floats  # of the tokens more likely than the drawn one; NaN where the policy cannot draw it
+    probability: Floats
+    logprob_mean: Floats  # of the conditional: minus its entropy
+    logprob_variance: Floats
+    position: NDArray[np.int64]  # in the draft window, from 1; 0: drawn without a draft
+    sharper: Bias
+    flatter: Bias
+
+
+def uniforms(mass_before: Floats, probability: Floats, seed: int) -> Floats:
+    """Randomised probability integral transform, [N] in [0, 1]; an impossible token (NaN) gives 1."""
+    v = np.random.default_rng(seed).random(len(probability))
+    return np.where(np.isnan(mass_before), 1.0, np.clip(mass_before + v * probability, 0.0, 1.0))
+
+
+def conditional_tests(draws: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
+    """Tests of draws against the policy's conditionals: name -> (observations, statistic, p-value)."""
+    return _conditional_tests(draws, draws.mass_before, draws.probability, seed)
+
+
+def _conditional_tests(
+    draws: Draws, mass_before: Floats, probability: Floats, seed: int
+) -> dict[str, tuple[int, float, float]]:
+    u = uniforms(mass_before, probability, seed)
+    found = {"pit, all tokens": (len(u), *_chi_square_uniform(u))}
+    for position, mask in window_positions(draws.position).items():
+        found[f"pit, {position}"] = (int(mask.sum()), *_kolmogorov(u[mask]))
+    with np.errstate(divide="ignore"):
+        excess = np.where(probability > 0, np.log(probability), -np.inf) - draws.logprob_mean
+    z = float(excess.sum() / np.sqrt(draws.logprob_variance.sum() + _TINY))
+    found["log-probability, z"] = (len(u), z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+    return found
+
+
+def window_positions(position: NDArray[np.int64]) -> dict[str, NDArray[np.bool_]]:
+    """Masks of the tokens drawn without a draft, and at each position of the window; rare positions are pooled."""
+    groups: dict[str, NDArray[np.bool_]] = {}
+    last = int(position.max(initial=0))
+    for index in range(last + 1):
+        mask = position == index
+        if not mask.any():
+            continue
+        name = "no draft" if index == 0 else "bonus token" if index == last else f"draft position {index}"
+        if mask.sum() < _MIN_TOKENS and groups:
+            previous = next(reversed(groups))
+            groups[previous] = groups[previous] | mask
+        else:
+            groups[name] = mask
+    return groups
+
+
+def count_test(counts: NDArray[np.int64], probabilities: Floats) -> tuple[float, int]:
+    """Pearson's chi-square of counts against exact probabilities, and its degrees of freedom.
+
+    Args:
+        counts: [K], of draws.
+        probabilities: [K], summing to 1. Cells that expect fewer than 5 draws are pooled.
+    """
+    expected = probabilities * counts.sum()
+    observed, expected = _pool(counts.astype(np.float64), expected)
+    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+def homogeneity_test(first: NDArray[np.int64], second: NDArray[np.int64]) -> tuple[float, int]:
+    """Chi-square of two samples over the same cells, and its degrees of freedom; rare cells are pooled."""
+    total = (first + second).astype(np.float64)
+    share = first.sum() / total.sum()
+    smaller = total * min(share, 1 - share)
+    pooled_first, _ = _pool(first.astype(np.float64), smaller)
+    pooled_total, _ = _pool(total, smaller)
+    expected = pooled_total * share
+    statistic = ((pooled_first - expected) ** 2 / (pooled_total * share * (1 - share))).sum()
+    return float(statistic), len(pooled_total) - 1
+
+
+def summed_chi_square(parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Sum of independent chi-square statistics, and its p-value; without degrees of freedom the p-value is 1."""
+    statistic, dof = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    return statistic, float(stats.chi2.sf(statistic, dof)) if dof > 0 else 1.0
+
+
+def two_sample_tests(first: Draws, second: Draws, *, seed: int) -> dict[str, tuple[int, float, float]]:
+    """Do two engines draw alike? The same tests' uniforms and log-probabilities, held against one another."""
+    u = [uniforms(draws.mass_before, draws.probability, seed + i) for i, draws in enumerate((first, second))]
+    edges = np.linspace(0.0, 1.0, _NUM_BINS + 1)
+    counts = [np.histogram(values, edges)[0] for values in u]
+    num = len(u[0]) + len(u[1])
+    found = {"autoregressive beside speculative, pit": (num, *summed_chi_square([homogeneity_test(*counts)]))}
+    means, variances = [], []
+    for draws in (first, second):
+        known = draws.probability > 0
+        excess = np.log(draws.probability[known]) - draws.logprob_mean[known]
+        means.append(excess.mean())
+        variances.append(draws.logprob_variance.mean() / len(excess))
+    z = float((means[0] - means[1]) / np.sqrt(sum(variances)))
+    found["autoregressive beside speculative, log-probability"] = (num, z, float(special.erfc(abs(z) / np.sqrt(2.0))))
+    return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: reject where the corrected value is below the family level.
+
+    Source:
+        Holm, A simple sequentially rejective multiple test procedure (1979).
+    """
+    order = np.argsort(p_values)
+    corrected = np.empty(len(p_values))
+    running = 0.0
+    for rank, index in enumerate(order):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = running
+    return corrected.tolist()
+
+
+def family(found: Mapping[str, tuple[int, float, float]], *, level: float) -> tuple[Finding, ...]:
+    """All tests under one Holm correction."""
+    corrected = holm([p_value for _, _, p_value in found.values()])
+    return tuple(
+        Finding(
+            name=name,
+            num_observations=num,
+            statistic=_finite(statistic),
+            p_value=p_value,
+            p_value_corrected=fixed,
+            reject=fixed < level,
+        )
+        for (name, (num, statistic, p_value)), fixed in zip(found.items(), corrected, strict=True)
+    )
+
+
+def detectable_bias(draws: Draws, *, num_tests: int, config: LosslessnessConfig) -> tuple[Power, ...]:
+    """Mix known biases into the recorded draws and find the smallest that the tests see.
+
+    Each token is replaced, with probability f, by the draw of a sharper or flatter policy; f is bisected until a test
+    of the conditionals rejects in `config.power` of the replications, at the strictest level that Holm's correction
+    over `num_tests` would ask for.
+    """
+    level = config.family_level / num_tests
+    found = []
+    for alternative, bias in (("sharper", draws.sharper), ("flatter", draws.flatter)):
+        if _power(draws, bias, 1.0, level, config) < config.power:
+            found.append(Power(alternative=alternative, detectable_total_variation=1.0, detectable_fraction=1.0))
+            continue
+        low, high = 0.0, 1.0
+        while high - low > max(0.02 * high, 1e-4):
+            middle = (low + high) / 2
+            low, high = (low, middle) if _power(draws, bias, middle, level, config) >= config.power else (middle, high)
+        found.append(
+            Power(
+                alternative=alternative,
+                detectable_total_variation=float(high * bias.total_variation.mean()),
+                detectable_fraction=high,
+            )
+        )
+    return tuple(found)
+
+
+def _power(draws: Draws, bias: Bias, fraction: float, level: float, config: LosslessnessConfig) -> float:
+    """Share of replications in which some test of the conditionals sees the bias."""
+    rejected = 0
+    for replication in range(config.num_replications):
+        random = np.random.default_rng([config.seed, replication])
+        replaced = random.random(len(draws.probability)) < fraction
+        mass_before = np.where(replaced, bias.mass_before, draws.mass_before)
+        probability = np.where(replaced, bias.probability, draws.probability)
+        tests = _conditional_tests(draws, mass_before, probability, int(random.integers(2**31)))
+        rejected += min(p_value for _, _, p_value in tests.values()) < level
+    return rejected / config.num_replications
+
+
+def _chi_square_uniform(u: Floats) -> tuple[float, float]:
+    counts = np.histogram(u, np.linspace(0.0, 1.0, _NUM_BINS + 1))[0]
+    return summed_chi_square([count_test(counts, np.full(_NUM_BINS, 1.0 / _NUM_BINS))])
+
+
+def _kolmogorov(u: Floats) -> tuple[float, float]:
+    """Kolmogorov-Smirnov distance from uniform, scaled with Stephens' correction for small samples."""
+    ordered = np.sort(u)
+    steps = np.arange(1, len(u) + 1) / len(u)
+    distance = max(float((steps - ordered).max()), float((ordered - steps + 1 / len(u)).max()))
+    root = np.sqrt(len(u))
+    return distance, float(special.kolmogorov((root + 0.12 + 0.11 / root) * distance))
+
+
+def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
+    """Merge the cells that expect too little, smallest first, into cells that expect enough."""
+    order = np.argsort(expected)
+    merged: list[list[float]] = []
+    value, mass = 0.0, 0.0
+    for index in order:
+        value, mass = value + values[index], mass + expected[index]
+        if mass >= _MIN_EXPECTED:
+            merged.append([value, mass])
+            value, mass = 0.0, 0.0
+    if merged:
+        merged[-1][0] += value
+        merged[-1][1] += mass
+    else:
+        merged.append([value, max(mass, _TINY)])
+    pooled = np.asarray(merged)
+    return pooled[:, 0], pooled[:, 1]
+
+
+def _finite(value: float) -> float:
+    """JSON knows no infinity: an impossible token makes a statistic infinite."""
+    return float(np.clip(value, -np.finfo(np.float64).max, np.finfo(np.float64).max))

@@ -1,0 +1,45 @@
+"""Certify that speculation leaves the policy's distribution alone, and fail a run whose certificate does not say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import certification, logs
+from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
+from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
+
+
+@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+def certify_losslessness(
+    context: RunContext,
+    recipe: FlyteFile,
+    policy: FlyteDirectory,
+    trained: FlyteDirectory,
+    data: FlyteDirectory,
+    draft: FlyteDirectory,
+    tuning: FlyteDirectory,
+) -> FlyteDirectory:
+    """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
+    logs.configure()
+    directory = certification.certify_losslessness(
+        context,
+        load_recipe(str(recipe)),
+        policy=Path(policy),
+        trained=Path(trained) / "policy",
+        data=Path(data),
+        draft=Path(draft),
+        tuning=Path(tuning),
+    )
+    return FlyteDirectory(str(directory))
+
+
+@task(container_image=IMAGE, requests=SMALL)
+def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
+    """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
+    certification.require_lossless(Path(certificate))
+    return report

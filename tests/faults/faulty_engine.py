@@ -1,0 +1,104 @@
+"""A real engine that can be told to fail in the ways that others' engines failed silently. Runs in an actor."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.rollout.vllm_engine import VllmEngine
+
+
+class FaultyEngine(VllmEngine):
+    """`VllmEngine` with faults; `heal` takes all of them away."""
+
+    _faults: frozenset[str] = frozenset()
+
+    def inject(self, *faults: str) -> None:
+        """From now on, fail in these ways."""
+        self._faults = frozenset(faults)
+        from vllm.v1.sample import rejection_sampler
+
+        from slipstream.rollout import vllm_plugin
+
+        rejection_sampler.expand_batch_to_tokens = (
+            _original_expand() if "no sampler fix" in faults else vllm_plugin.expand_batch_to_tokens
+        )
+        genuine = _genuine(rejection_sampler)
+        rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
+
+    def heal(self) -> None:
+        """No faults."""
+        self.inject()
+
+    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
+        """As the real one, but for the faults."""
+        if "draft not refitted" in self._faults:
+            super().refit(policy, policy_version=policy_version)
+            self.draft_version = draft_version
+            return
+        if "prefix cache kept" in self._faults:
+            reset = self._llm.reset_prefix_cache
+            self._llm.reset_prefix_cache = lambda *args, **kwargs: True  # says so, and does nothing
+            try:
+                super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+            finally:
+                self._llm.reset_prefix_cache = reset
+            return
+        super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+        if "prefix cache reset skipped" in self._faults:
+            self.num_prefix_cache_resets -= 1
+
+    def flip(self, name: str) -> None:
+        """Flip the lowest bit of the first value of a weight that the engine computes with."""
+        self._llm.apply_model(lambda model: _flip(model, name))
+
+    def check_again(self) -> None:
+        """What the engine does at its start."""
+        self._check_sampler()
+
+
+def _flip(model: torch.nn.Module, name: str) -> None:
+    weight = dict(model.named_parameters())[name].data
+    bits = weight.flatten()[:1].view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
+    bits ^= 1
+
+
+def _original_expand() -> Any:
+    """vLLM's own function, from a fresh copy of its module: the plugin has replaced it in the one in use."""
+    spec = importlib.util.find_spec("vllm.v1.sample.rejection_sampler")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.expand_batch_to_tokens
+
+
+def _genuine(module: Any) -> Any:
+    function = module.rejection_sample
+    return getattr(function, "genuine", function)
+
+
+def _accept_first(genuine: Any) -> Any:
+    """Rejection sampling that accepts the first draft token whatever the policy says."""
+
+    def rejection_sample(
+        draft_token_ids: torch.Tensor,
+        num_draft_tokens: list[int],
+        max_spec_len: int,
+        cu_num_draft_tokens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        output = genuine(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, *args, **kwargs)
+        start = 0
+        for row, num in enumerate(num_draft_tokens):
+            if num and int(output[row, 0]) != int(draft_token_ids[start]):
+                output[row] = -1
+                output[row, 0] = draft_token_ids[start]
+            start += num
+        return output
+
+    rejection_sample.genuine = genuine  # type: ignore[attr-defined]
+    return rejection_sample

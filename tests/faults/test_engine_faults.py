@@ -1,0 +1,272 @@
+"""Faults of the engine and of refits, injected into real vLLM: each must end in a verdict or an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
+from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.fingerprint import WeightPart
+from slipstream.loop.refit_gate import RefitGate
+from slipstream.losslessness import LosslessnessConfig
+from slipstream.records import CertificateRecord
+from slipstream.refit import RefitError, Snapshot
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import Trace
+from slipstream.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(max_model_len=256, max_num_seqs=32, dtype="float32", enforce_eager=True, kv_cache_gib=0.25)
+SAMPLING = SamplingConfig(max_response_tokens=48)
+# Longer than a block of the prefix cache, which is 128 tokens on a CPU: shorter prompts are never cached.
+PROMPTS = [
+    Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(180))), answer="")
+    for i in range(8)
+]
+CONFIG = LosslessnessConfig(
+    num_tokens=4000, num_repeated_prompts=2, num_repeats=256, num_greedy_prompts=4, num_replications=4,
+    max_detectable_bias=0.5,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A speculative engine with faults to inject, the autoregressive engine's sample, and the exact policies."""
+
+    engine: Any  # RemoteEngine
+    actor: Any
+    models: dict[str, Path]
+    exact: dict[str, Any]  # LearnerWorker by policy
+    baseline: Sample
+
+
+@pytest.fixture(scope="module")
+def bench(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+    ray_session: None,
+) -> Iterator[Bench]:
+    import ray
+
+    from slipstream.loop import workers
+    from slipstream.loop.learner import LearnerWorker
+    from slipstream.policy.config import LearnerConfig
+    from slipstream.rollout.vllm_engine import process_environment
+    from tests.faults.faulty_engine import FaultyEngine
+
+    root = tmp_path_factory.mktemp("models")
+    models = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+    models |= {
+        f"{name}_draft": make_draft(root / f"{name}_draft", models[name], 5 + i)
+        for i, name in enumerate(("old", "new"))
+    }
+    exact = {}
+    for name in ("old", "new"):
+        exact[name] = LearnerWorker(LearnerConfig())
+        exact[name].load(models[name], None)
+    with workers.start_engine(models["old"], config=ENGINE) as autoregressive:
+        baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
+    environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+    speculative = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    actor = (
+        ray.remote(FaultyEngine).options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
+    )
+    engine = workers.RemoteEngine([actor])
+    ray.get(actor.__ray_ready__.remote())
+    yield Bench(engine=engine, actor=actor, models=models, exact=exact, baseline=baseline)
+    engine.close()
+
+
+@pytest.fixture
+def inject(bench: Bench) -> Iterator[Callable[..., None]]:
+    """Injects faults for one test; afterwards the engine is whole and holds the old policy and draft."""
+    import ray
+
+    def call(*faults: str) -> None:
+        ray.get(bench.actor.inject.remote(*faults))
+
+    yield call
+    ray.get(bench.actor.heal.remote())
+    bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["old_draft"])
+
+
+class Sampled:
+    """The engine as it would be if it had read other sampling settings."""
+
+    def __init__(self, engine: Any, **settings: float) -> None:
+        self.engine, self.settings = engine, settings
+
+    def trace(self, prompts: Any, *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        changed = replace(sampling, **self.settings) if sampling.temperature > 0 else sampling
+        return self.engine.trace(prompts, sampling=changed, group_size=group_size, seed=seed)
+
+
+def certificate(
+    bench: Bench, engine: Any = None, *, policy: str = "old", sampling: SamplingConfig = SAMPLING
+) -> CertificateRecord:
+    sample = draw(engine or bench.engine, PROMPTS, config=CONFIG, sampling=sampling, batch=32, seed=1)
+    return certify(
+        sample,
+        bench.baseline,
+        bench.exact[policy],
+        config=CONFIG,
+        sampling=sampling,
+        subject=Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={}),
+        started_s=0.0,
+    )
+
+
+def conditional_rejections(record: CertificateRecord) -> list[str]:
+    """Tests against the policy's own conditionals that reject: the baseline takes no part in them."""
+    return [finding.name for finding in record.findings if finding.reject and "beside" not in finding.name]
+
+
+def test_the_engine_as_it_is_gets_its_certificate(bench: Bench) -> None:
+    record = certificate(bench)
+
+    assert record.verdict == LOSSLESS, record.reason
+    assert {"draft position 1", "bonus token"} <= {
+        name.removeprefix("pit, ") for name in (f.name for f in record.findings)
+    }
+    assert not [finding for finding in record.control if finding.reject]
+
+
+def test_without_the_sampler_fix_the_certificate_fails(bench: Bench, inject: Callable[..., None]) -> None:
+    inject("no sampler fix")
+
+    record = certificate(bench)
+
+    assert record.verdict == BIASED
+    assert conditional_rejections(record)
+
+
+def test_without_the_sampler_fix_an_engine_refuses_to_start(bench: Bench, inject: Callable[..., None]) -> None:
+    import ray
+
+    inject("no sampler fix")
+
+    with pytest.raises(RuntimeError, match="the rejection sampler loses sampling parameters"):
+        ray.get(bench.actor.check_again.remote())
+
+
+def test_always_accepting_the_first_draft_token_fails(bench: Bench, inject: Callable[..., None]) -> None:
+    inject("accepts the first")
+
+    record = certificate(bench)
+
+    assert record.verdict == BIASED
+    assert "pit, draft position 1" in conditional_rejections(record)
+
+
+def test_another_temperature_fails(bench: Bench) -> None:
+    assert conditional_rejections(certificate(bench, Sampled(bench.engine, temperature=0.9)))
+
+
+def test_ignoring_top_p_fails(bench: Bench) -> None:
+    asked = replace(SAMPLING, top_p=0.8)
+
+    assert conditional_rejections(certificate(bench, Sampled(bench.engine, top_p=1.0), sampling=asked))
+
+
+def test_top_p_and_a_temperature_are_sampled_exactly(bench: Bench) -> None:
+    asked = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20)
+
+    assert conditional_rejections(certificate(bench, sampling=asked)) == []
+
+
+def test_a_policy_one_refit_behind_fails(bench: Bench) -> None:
+    assert conditional_rejections(certificate(bench, policy="new"))
+
+
+def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -> None:
+    inject("prefix cache kept")
+    bench.engine.trace(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)  # fills the cache under the old policy
+    bench.engine.refit(bench.models["new"], policy_version=1)
+
+    assert conditional_rejections(certificate(bench, policy="new"))
+
+
+class Publisher:
+    """A learner that holds one of the models."""
+
+    def __init__(self, bench: Bench, policy: str, *, sends: str | None = None) -> None:
+        self.bench, self.policy, self.sends = bench, policy, sends or policy
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        path = self.bench.models[self.sends] / "model.safetensors"
+        return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size)
+
+    def weight_fingerprints(self, parts: list[WeightPart]) -> dict[str, str]:
+        return self.bench.exact[self.policy].weight_fingerprints(parts)
+
+
+def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft") -> RefitGate:
+    return RefitGate(bench.engine, publisher, transfer=Path("unused"), draft=bench.models[draft])
+
+
+def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Callable[..., None]) -> None:
+    check = gate(bench, Publisher(bench, "new")).refit(1)
+
+    assert check.num_tensors == 4 * 11 + 3 + 14  # 4 layers, embedding, norm, head; the draft's layer, fc, norms, head
+
+
+def test_weights_that_were_altered_on_their_way_are_named(bench: Bench, inject: Callable[..., None]) -> None:
+    with pytest.raises(RefitError, match=r"engine 0 must hold policy version 1 to the last bit: \d+ of 47 tensors"):
+        gate(bench, Publisher(bench, "new", sends="old")).refit(1)
+
+
+def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[..., None]) -> None:
+    import ray
+
+    checked = gate(bench, Publisher(bench, "old"))
+    refit = bench.engine.refit
+
+    class Flipping:
+        """The engine, with memory that loses a bit after the refit."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bench.engine, name)
+
+        def refit(self, *args: Any, **kwargs: Any) -> None:
+            refit(*args, **kwargs)
+            ray.get(bench.actor.flip.remote("model.norm.weight"))
+
+    checked._engine = Flipping()  # type: ignore[assignment]
+    with pytest.raises(RefitError, match=r"1 of 47 tensors differ: model\.norm\.weight"):
+        checked.refit(1)
+
+
+def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[..., None]) -> None:
+    inject("draft not refitted")
+    bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["new_draft"], draft_version=1)
+
+    with pytest.raises(RefitError, match="engine 0 must hold the draft to the last bit"):
+        gate(bench, Publisher(bench, "old"), draft="new_draft").refit(1)
+
+
+def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
+    bench: Bench, inject: Callable[..., None]
+) -> None:
+    from slipstream.loop.batch import assemble
+
+    bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
+    bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)
+    result = bench.engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=2, seed=0)
+
+    with pytest.raises(RuntimeError, match=r"rollouts must come from draft version 1, got \{2\}"):
+        assemble(result.groups, [0.0, 1.0] * 2, policy_version=1, draft_version=1, scale_by_std=False)
+
+
+def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Callable[..., None]) -> None:
+    inject("prefix cache reset skipped")
+
+    with pytest.raises(RefitError, match="engine 0 must reset its prefix cache with every refit"):
+        gate(bench, Publisher(bench, "old")).refit(1)

@@ -1,0 +1,163 @@
+"""Files and answers from outside: counted or refused, never run, never unpickled."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slipstream
+from slipstream.data.config import DataConfig, SourceConfig
+from slipstream.data.prompts import load_prompt_sets
+from slipstream.data.synthetic import SyntheticConfig
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.rewards import RewardConfig, Verifier
+
+SOURCE = Path(slipstream.__file__).parent
+ARABIC_34 = "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT FOUR}"
+FULLWIDTH_12 = "\N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT TWO}"
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def dapo(index: int, answer: str) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": f"{index}+0=?"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": str(index)},
+    }
+
+
+def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_and_counted(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path / "tokenizer", max_length=128)
+    hostile = [
+        "nan",
+        "NaN",
+        "-inf",
+        "9" * 10**6,
+        f"open({str(tmp_path / 'run')!r}, 'w')",
+        "__import__('os').abort()",
+        "",
+    ]
+    good = ["34", ARABIC_34, FULLWIDTH_12, "1e3"]
+    rows = [dapo(index, answer) for index, answer in enumerate(hostile + good)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(
+        train=(SourceConfig(path=str(tmp_path / "rows.jsonl")),),
+        max_prompt_tokens=64,
+        num_validation_problems=None,
+        synthetic=SyntheticConfig(num_draft_rows=20, num_train_problems=20, num_validation_problems=5),
+    )
+
+    with Verifier(RewardConfig()) as verifier:
+        sets = load_prompt_sets(
+            config,
+            tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
+            parseable=verifier.parseable,
+            directory=tmp_path / "out",
+        )
+
+    (train,) = [record for record in sets.records if record.name == "train"]
+    assert (train.num_read, train.num_kept, train.num_unparseable) == (11, 4, 7)
+    assert sorted(prompt.answer for prompt in sets.train) == sorted(good)
+    assert not (tmp_path / "run").exists()
+
+
+def test_digits_of_other_scripts_mean_what_they_say() -> None:
+    with Verifier(RewardConfig()) as verifier:
+        assert verifier.score(
+            ["\\boxed{34}", "\\boxed{12}", "\\boxed{43}"], [ARABIC_34, FULLWIDTH_12, ARABIC_34]
+        ).rewards == (
+            1.0,
+            1.0,
+            0.0,
+        )
+
+
+def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    texts = [f"\\boxed{{__import__('pathlib').Path('{target}').touch()}}", f"\\boxed{{\\write18{{touch {target}}}}}"]
+
+    with Verifier(RewardConfig()) as verifier:
+        assert verifier.score(texts, ["0", "0"]).rewards == (0.0, 0.0)
+
+    assert not target.exists()
+
+
+def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
+    """A model directory whose weights are a pickle that would run code."""
+    from slipstream.policy.config import LearnerConfig
+    from slipstream.policy.megatron import MegatronPolicy
+
+    write_tokenizer(tmp_path / "model", max_length=64)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 3,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
+
+    with pytest.raises(ValueError, match="safetensors"):
+        MegatronPolicy.load(tmp_path / "model", learner=LearnerConfig(), optimizer=None)
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pickled_draft_is_not_read(tmp_path: Path) -> None:
+    from slipstream.fingerprint import directory_fingerprint
+
+    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
+
+    with pytest.raises(Exception, match=r"(?i)header"):
+        directory_fingerprint(tmp_path)
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_in_the_library_unpickles_or_evaluates() -> None:
+    """By its syntax tree: no pickle, no `torch.load`, no `eval` or `exec` of what came from outside."""
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ""
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                name = " ".join(alias.name for alias in node.names) + f" {getattr(node, 'module', '') or ''}"
+                name = (
+                    name if {"pickle", "cloudpickle", "dill", "marshal"} & set(name.replace(".", " ").split()) else ""
+                )
+            elif isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                name = (
+                    name if name in {"eval", "exec", "torch.load", "pickle.load", "pickle.loads", "yaml.load"} else ""
+                )
+            if name:
+                found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {name}")
+    assert found == []

@@ -1,0 +1,176 @@
+"""Runs that die in the middle: nothing is lost, and what goes on from the checkpoint equals what never stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.data.prompts import render
+from slipstream.policy.stats import CheckpointError
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import ArmRecord
+from slipstream.types import Arm, Prompt
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "sampling": {"max_response_tokens": 16},
+    "evaluation": {"max_response_tokens": 16},
+    "tuning": {"candidate_ks": [0, 2]},
+    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_kept_idle": 1},
+    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32"},
+    "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
+}
+
+
+class Killed(Exception):  # noqa: N818  # stands for the end of the process
+    """The driver dies here."""
+
+
+class MortalEngine:
+    """The engine; its process is killed in the middle of one generation."""
+
+    def __init__(self, engine: Any, dies_at_call: int) -> None:
+        self._engine, self._calls_left = engine, dies_at_call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        self._calls_left -= 1
+        if self._calls_left == 0:
+            threading.Timer(0.02, ray.kill, [self._engine._actors[0]]).start()
+        return self._engine.generate(*args, **kwargs)
+
+
+def train_arm(
+    recipe: Recipe,
+    policy: Path,
+    directory: Path,
+    *,
+    engine_dies_at_call: int = -1,
+    log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
+) -> ArmRecord:
+    from transformers import AutoTokenizer
+
+    from slipstream.loop import workers
+    from slipstream.loop.train import ArmPlan, train
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    prompts = [
+        Prompt(id=str(i), text=f"{i}+1=?", token_ids=render(f"{i}+1=?", tokenizer=tokenizer), answer="1")
+        for i in range(8)
+    ]
+
+    @contextmanager
+    def start_engine() -> Iterator[Any]:
+        with workers.start_engine(policy, config=recipe.engine) as engine:
+            yield MortalEngine(engine, engine_dies_at_call)
+
+    # An untrained policy answers nothing right: whether a response has a 1 in it stands in for the reward.
+    return train(
+        recipe,
+        ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=start_engine),
+        policy=policy,
+        prompts=prompts,
+        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        directory=directory,
+        log=log,
+    )
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe("tiny", overrides=SMALL)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"), 0)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path
+) -> tuple[ArmRecord, Path]:
+    """A run that nothing disturbed, and its directory."""
+    directory = tmp_path_factory.mktemp("whole")
+    return train_arm(recipe, policy, directory), directory
+
+
+def assert_equal(resumed: ArmRecord, whole: ArmRecord) -> None:
+    assert [step.step for step in resumed.steps] == [0, 1, 2, 3]
+    for ours, theirs in zip(resumed.steps, whole.steps, strict=True):
+        assert (ours.loss, ours.grad_norm, ours.reward_mean) == (theirs.loss, theirs.grad_norm, theirs.reward_mean)
+        assert ours.num_response_tokens == theirs.num_response_tokens
+    assert any(step.grad_norm > 0 for step in whole.steps), "some step must have learned something"
+
+
+def test_a_run_whose_engine_is_killed_while_it_generates_stops_and_resumes(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    from ray.exceptions import RayActorError
+
+    with pytest.raises(RayActorError):
+        train_arm(recipe, policy, tmp_path, engine_dies_at_call=4)
+
+    assert_equal(train_arm(recipe, policy, tmp_path), whole[0])
+
+
+def test_a_run_that_dies_between_optimizer_step_and_checkpoint_repeats_that_step_alike(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        if step == 3:  # updated, not yet saved: the last checkpoint is that of step 2
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_arm(recipe, policy, tmp_path, log=log)
+    again: list[int] = []
+
+    resumed = train_arm(recipe, policy, tmp_path, log=lambda metrics, step: again.append(step))
+
+    assert again == [2, 3]
+    assert_equal(resumed, whole[0])
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
+    caplog: pytest.LogCaptureFixture, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    """The newest checkpoint has a flipped bit; then both are cut short."""
+    record, directory = whole
+    older, newest = sorted((directory / "checkpoints").glob("step-??????"))
+    file = next(newest.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+    resumed = train_arm(recipe, policy, directory)
+
+    assert "is damaged" in caplog.text
+    assert newest.name in caplog.text
+    assert_equal(resumed, record)
+    for checkpoint in (older, newest):
+        file = next(checkpoint.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="no checkpoint can be resumed from; remove them to start anew"):
+        train_arm(recipe, policy, directory)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    short = replace(recipe, grpo=replace(recipe.grpo, num_steps=2))
+    train_arm(short, policy, tmp_path)  # the same recipe, only shorter
+    other = replace(recipe, grpo=replace(recipe.grpo, seed=recipe.grpo.seed + 1))
+
+    with pytest.raises(CheckpointError, match="must be of this run's recipe, got another one's"):
+        train_arm(other, policy, tmp_path)
