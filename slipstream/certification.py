@@ -14,7 +14,7 @@ from slipstream.fingerprint import directory_fingerprint
 from slipstream.policy.config import Dtype
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
-from slipstream.stage_tools import recipe_engine, tracked, versions
+from slipstream.stage_tools import draft_model, recipe_engine, tracked, versions
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +23,24 @@ class LosslessnessError(RuntimeError):
     """The certificate of a run does not say that its speculation is lossless."""
 
 
+def tuned_length(recipe: Recipe, tuning: Path) -> int:
+    """The draft length to certify: the chosen one, or the largest tried where speculation lost."""
+    return read_record(TuningRecord, tuning / "tuning.json").chosen_k or max(recipe.tuning.candidate_ks)
+
+
 def certify_losslessness(
-    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, tuning: Path | None
+    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, k: int
 ) -> Path:
-    """Certify speculation with `draft` for the policy in `trained`; a directory with certificate.json.
+    """Certify speculation of k tokens with `draft` for the policy in `trained`; a directory with certificate.json.
 
     The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
-    covers the refit. Where tuning chose not to speculate, or is None, the largest draft length tried is certified.
+    covers the refit.
     """
+    from slipstream.drafts.checks import check_draft
     from slipstream.loop import workers
 
     directory = context.directory("certify_losslessness")
-    chosen = 0 if tuning is None else read_record(TuningRecord, tuning / "tuning.json").chosen_k
-    k = chosen or max(recipe.tuning.candidate_ks)
+    check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
     prompts = read_prompt_sets(data).train
     config, sampling = recipe.losslessness, recipe.sampling
     batch = min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size)
@@ -59,7 +64,7 @@ def certify_losslessness(
                 subject=Subject(
                     num_speculative_tokens=k,
                     policy_fingerprint=directory_fingerprint(trained),
-                    draft_fingerprint=directory_fingerprint(draft / "draft"),
+                    draft_fingerprint=directory_fingerprint(draft_model(draft)),
                     versions=versions(),
                 ),
                 started_s=started_s,

@@ -53,9 +53,15 @@ def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator
     """An engine with k draft tokens; everything but speculation is the same for every k."""
     from slipstream.loop import workers
 
-    speculative = speculative_config(recipe.draft.method, draft / "draft", k) if k else None
+    speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
     with workers.start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
         yield engine
+
+
+def draft_model(draft: Path) -> Path:
+    """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought."""
+    inner = draft / "draft"
+    return inner if inner.is_dir() else draft
 
 
 def tokenizer(policy: Path) -> PreTrainedTokenizerBase:

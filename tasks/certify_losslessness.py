@@ -26,14 +26,33 @@ def certify_losslessness(
 ) -> FlyteDirectory:
     """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
     logs.configure()
+    loaded = load_recipe(str(recipe))
     directory = certification.certify_losslessness(
         context,
-        load_recipe(str(recipe)),
+        loaded,
         policy=Path(policy),
         trained=Path(trained) / "policy",
         data=Path(data),
         draft=Path(draft),
-        tuning=Path(tuning),
+        k=certification.tuned_length(loaded, Path(tuning)),
+    )
+    return FlyteDirectory(str(directory))
+
+
+@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+def certify_draft(
+    context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
+) -> FlyteDirectory:
+    """certificate.json of any policy and draft, without a run around them."""
+    logs.configure()
+    directory = certification.certify_losslessness(
+        context,
+        load_recipe(str(recipe)),
+        policy=Path(policy),
+        trained=Path(policy),
+        data=Path(data),
+        draft=Path(draft),
+        k=k,
     )
     return FlyteDirectory(str(directory))
 
