@@ -44,7 +44,7 @@ bench-setup: setup requirements/bench.lock ## lay TRL over the main environment,
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
 bench: bench-setup ## time engine, learner, refit and the step beside TRL's
-	PYTHONPATH=$(BENCH) $(PYTHON_IN_VENV) -m benchmarks $(ARGS)
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh

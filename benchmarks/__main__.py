@@ -7,6 +7,9 @@ the sum of the stages, as medians over the steps after the first.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from slipstream.loop.refit_gate import RefitGate
 from slipstream.loop.sync import SyncLoop
 from slipstream.loop.train import score
 from slipstream.recipe import load_recipe
-from slipstream.records import StepRecord
+from slipstream.records import StepRecord, TuningRecord, read_record
 from slipstream.rewards import Verifier
 from slipstream.rollout.engine import GenerationResult
 
@@ -53,16 +56,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks")
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="report directory of a finished run")
     parser.add_argument("--num-steps", type=int, default=8)
-    parser.add_argument("--k", type=int, default=0, help="draft tokens; 0 is autoregressive")
+    parser.add_argument("--trl", type=Path, default=None, help="directory with TRL's packages: compares with it")
     options = parser.parse_args()
     execution = options.run.resolve().parent
     if not (execution / "prepare_policy").is_dir():
         print(f"error: {options.run} is no finished run; run `make demo` first", file=sys.stderr)
         return 2
+    if options.trl is not None and not (options.trl / "trl").is_dir():
+        print(f"error: {options.trl} must hold the package trl; run `make bench-setup` first", file=sys.stderr)
+        return 2
     logs.configure()
-    records, engine_s = _steps(execution, options.num_steps, options.k)
-    _show(records[1:], engine_s[1:], options.k)
+    chosen_k = read_record(TuningRecord, execution / "tune_draft_length" / "tuning.json").chosen_k
+    step_s = {}
+    for k in sorted({0, chosen_k}):
+        records, engine_s = _steps(execution, options.num_steps, k)
+        _show(records[1:], engine_s[1:], k)
+        step_s[f"ours, k={k}"] = float(np.median([record.times.step_s for record in records[1:]]))
+    if options.trl is not None:
+        _compare(execution, options.trl, options.num_steps, step_s)
     return 0
+
+
+def _compare(execution: Path, packages: Path, num_steps: int, ours: dict[str, float]) -> None:
+    """TRL in either dtype, after our own engines and learners have ended."""
+    path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
+    trl: dict[str, float] = {}
+    for dtype in ("float32", "bfloat16"):
+        command = [sys.executable, "-m", "benchmarks.trl_step", str(execution), "--num-steps", str(num_steps)]
+        done = subprocess.run(
+            [*command, "--dtype", dtype],
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        measured = json.loads(done.stdout.strip().splitlines()[-1])
+        trl[dtype] = float(np.median(measured["step_s"][1:]))
+        tokens = float(np.mean(measured["mean_response_tokens"][1:]))
+        print(f"TRL, {dtype}: step {trl[dtype]:.3f} s, {tokens:.0f} tokens a response in the mean")
+    best = min(trl.values())
+    for name, seconds in ours.items():
+        print(f"{name}: {seconds:.3f} s a step, {seconds / best:.2f} of TRL's faster one")
 
 
 def _steps(execution: Path, num_steps: int, k: int) -> tuple[list[StepRecord], list[float]]:

@@ -140,6 +140,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, policy: Path, data: P
     """Measure generation time over draft length and batch, choose by time; a directory with tuning.json."""
     from slipstream.drafts.checks import check_draft
     from slipstream.loop import workers
+    from slipstream.report.figures import sweep as sweep_figure
 
     directory = context.directory("tune_draft_length")
     check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
@@ -167,8 +168,10 @@ def tune_draft_length(context: RunContext, recipe: Recipe, policy: Path, data: P
         record = tuning.choose(
             points, config=recipe.tuning, batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size
         )
-        path = write_record(record, directory / "tuning.json")
-        tracker.log_artifact(path)
+        tracker.log_artifact(write_record(record, directory / "tuning.json"))
+        figure = directory / "sweep.svg"
+        figure.write_text(sweep_figure(record.points, record.chosen_k))
+        tracker.log_artifact(figure)
         tracker.set_tags({"k": str(record.chosen_k)})
         for point in points:
             tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)

@@ -1,0 +1,49 @@
+"""A verifier that hangs, dies or floods its output costs its own answer and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.rewards import RewardConfig, RewardResult, Verifier
+
+# What the worker imports instead of math-verify: it fails at the answer 66 and is right about all others.
+_MODULE = """
+import os, sys, time
+
+def parse(text, parsing_timeout=0):
+    return [text]
+
+def verify(gold, answer, timeout_seconds=None):
+    if "66" in answer[0]:
+        {fault}
+    return True
+"""
+FAULTS = {
+    "hangs": ("time.sleep(10**6)", RewardResult(rewards=(1.0, 0.0, 1.0), num_timeouts=1, num_crashes=0)),
+    "crashes": ("os.abort()", RewardResult(rewards=(1.0, 0.0, 1.0), num_timeouts=0, num_crashes=1)),
+    "raises": ("raise SystemError", RewardResult(rewards=(1.0, 0.0, 1.0), num_timeouts=0, num_crashes=1)),
+    "prints a gigabyte": (
+        "[(print('x' * 2**20), print('x' * 2**20, file=sys.stderr)) for _ in range(512)]",
+        RewardResult(rewards=(1.0, 1.0, 1.0), num_timeouts=0, num_crashes=0),
+    ),
+    "eats all memory": ("x = bytearray(2**40)", RewardResult(rewards=(1.0, 0.0, 1.0), num_timeouts=0, num_crashes=1)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_verifier_costs_its_own_answer_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, expected = FAULTS[fault]
+    (tmp_path / "math_verify.py").write_text(_MODULE.format(fault=code))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answers = [f"\\boxed{{\\frac{{{number}}}{{1}}}}" for number in ("5", "66", "7")]
+
+    with Verifier(RewardConfig(timeout_s=10.0)) as verifier:
+        result = verifier.score(answers, ["1/2"] * 3)
+
+    assert result == expected
+    captured = capfd.readouterr()
+    assert len(captured.out) + len(captured.err) < 10_000
