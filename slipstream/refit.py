@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from slipstream.config import require
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Snapshot:
     path: str
     version: int
     num_bytes: int
+    digest: str  # of the file's bytes: what every engine must have read
 
 
 def transfer_directory() -> Path:
@@ -92,7 +95,7 @@ class SnapshotWriter:
             raw = tensor.detach().contiguous().flatten().view(torch.uint8)
             buffer[start : start + len(raw)].copy_(raw)
             start += len(raw)
-        return Snapshot(path=str(path), version=version, num_bytes=len(buffer))
+        return Snapshot(path=str(path), version=version, num_bytes=len(buffer), digest=bytes_digest([buffer]))
 
     def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
         import torch
@@ -104,6 +107,14 @@ class SnapshotWriter:
                 file.truncate(size)
             self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         return self._buffers[index]
+
+
+def bytes_digest(parts: Iterable[Tensor]) -> str:
+    """Digest of byte tensors, one behind the other."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.numpy())
+    return digest.hexdigest()
 
 
 def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +18,10 @@ _NAMED = 5  # of the tensors that differ
 class GatedEngine(Protocol):
     """Engines that take weights and show which they have."""
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
-        """See `VllmEngine.refit`."""
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        """See `VllmEngine.refit`; one state an engine."""
         ...
 
     def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
@@ -51,9 +52,9 @@ class Publisher(Protocol):
 class RefitGate:
     """Moves the learner's weights into the engines and checks that they arrived.
 
-    Every refit must raise the version and reset the prefix cache, which the engines count. Every
-    `check_every_steps`-th one, and the first after a start or resume, compares fingerprints of all tensors of policy
-    and draft that the engines compute with to the learner's own.
+    After every refit the engines must have read the bytes that the learner wrote, hold the new version, and have reset
+    their prefix caches, which they count. Every `check_every_steps`-th refit, and the first after a start or resume,
+    also compares fingerprints of all tensors of policy and draft that the engines compute with to the learner's own.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RefitGate:
         self._learner = learner
         self._transfer = transfer
         self._check_every = check_every_steps
+        self._states = engine.states()
         self._parts = engine.weight_parts(is_draft=False)
         self._draft_expected = None if draft is None else file_fingerprints(draft, engine.weight_parts(is_draft=True))
         self._num_refits = 0
@@ -85,10 +87,10 @@ class RefitGate:
         Raises:
             RefitError: an engine kept another version, did not reset its prefix cache, or holds other weights.
         """
-        before = self._engine.states()
         snapshot = self._learner.publish(self._transfer, version)
-        self._engine.refit(Path(snapshot.path), policy_version=version)
-        self._check_states(before, self._engine.states(), version)
+        states = self._engine.refit(Path(snapshot.path), policy_version=version)
+        self._check_states(self._states, states, snapshot)
+        self._states = states
         due = self._num_refits % self._check_every == 0
         self._num_refits += 1
         if not due:
@@ -97,10 +99,16 @@ class RefitGate:
         num_tensors = self._check_weights(version)
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start)
 
-    def _check_states(self, before: Sequence[EngineState], after: Sequence[EngineState], version: int) -> None:
+    def _check_states(self, before: Sequence[EngineState], after: Sequence[EngineState], snapshot: Snapshot) -> None:
+        version = snapshot.version
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             if new.policy_version != version:
                 raise RefitError(f"engine {index} must hold policy version {version}, got {new.policy_version}")
+            if new.policy_digest != snapshot.digest:
+                raise RefitError(
+                    f"engine {index} must read policy version {version} as the learner wrote it, got other bytes from "
+                    f"{snapshot.path}"
+                )
             if new.num_prefix_cache_resets != old.num_prefix_cache_resets + 1:
                 raise RefitError(
                     f"engine {index} must reset its prefix cache with every refit, got {old.num_prefix_cache_resets} "
@@ -114,11 +122,9 @@ class RefitGate:
                 )
 
     def _check_weights(self, version: int) -> int:
-        with ThreadPoolExecutor(1) as pool:  # learner and engines hash at the same time
-            wanted = pool.submit(self._learner.weight_fingerprints, self._parts)
-            found = self._engine.weight_fingerprints(is_draft=False)
-            expected = wanted.result()
-        for index, fingerprints in enumerate(found):
+        # One after the other: on few cores the two slow each other many times over.
+        expected = self._learner.weight_fingerprints(self._parts)
+        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False)):
             _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
         if self._draft_expected is None:
             return len(expected)

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 200 << 20
-_LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+# Ray would give way to every other process: timed work must not.
+_LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
 
 
@@ -94,9 +95,11 @@ class RemoteEngine:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
         return ray.get(self._actors[0].trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed))
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
-        """Refit every engine; returns when all hold the new weights."""
-        ray.get(
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        """Refit every engine; returns what each holds when all have the new weights."""
+        return ray.get(
             [
                 actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
                 for actor in self._actors

@@ -29,6 +29,7 @@ class EngineState:
     """What an engine says it holds, and how often it forgot its cached prefixes."""
 
     policy_version: int
+    policy_digest: str  # of the bytes that the last refit read; empty before the first
     draft_version: int | None
     num_prefix_cache_resets: int
 

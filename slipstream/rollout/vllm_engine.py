@@ -83,6 +83,7 @@ class VllmEngine:
         self._transfer_ready = False
         self._num_traced = 0
         self.policy_version = 0
+        self.policy_digest = ""
         self.draft_version = 0
         self.num_prefix_cache_resets = 0
 
@@ -146,17 +147,23 @@ class VllmEngine:
             for i in range(len(requests))
         ]
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
         """Replace the policy's weights, and the draft's if `draft` is given, and forget all cached prefixes.
 
         Args:
             policy: safetensors file under the names of the Hugging Face checkpoint, or a directory of such files.
             draft: the same for the draft.
         Raises:
-            RuntimeError: vLLM could not reset the prefix cache; the engine must not be used further.
+            RuntimeError: vLLM could not reset the prefix cache, or its ranks read different weights; the engine must
+                not be used further.
         """
         self._transfer(policy, self._llm.start_weight_update)
-        self.policy_version = policy_version
+        digests = set(self._llm.collective_rpc("received_digest"))
+        if len(digests) > 1:
+            raise RuntimeError(f"the engine's ranks read different weights for policy version {policy_version}")
+        self.policy_version, self.policy_digest = policy_version, digests.pop()
         if draft is not None:
             require(self._speculates, "refit.draft", "needs an engine that speculates", str(draft))
             self._transfer(draft, self._llm.start_draft_weight_update)
@@ -164,6 +171,7 @@ class VllmEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
         self.num_prefix_cache_resets += 1
+        return self.state()
 
     def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
         """What the engine's ranks hold of the policy, or of the draft, in the checkpoint's names.
@@ -192,6 +200,7 @@ class VllmEngine:
         """Versions and counters that every refit must move."""
         return EngineState(
             policy_version=self.policy_version,
+            policy_digest=self.policy_digest,
             draft_version=self.draft_version if self._speculates else None,
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )

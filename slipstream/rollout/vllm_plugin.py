@@ -57,6 +57,10 @@ class EngineProbe:
         got = rejection_sampler.expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1).tolist()
         return "" if got == [7.0, 7.0, 1.0, 1.0, 1.0, 9.0] else f"expand_batch_to_tokens gave {got}"
 
+    def received_digest(self) -> str:
+        """Digest of the bytes that the last weight update of this rank read."""
+        return self.weight_transfer_engine.received_digest  # type: ignore[attr-defined]  # of the worker
+
     def weight_parts(self, is_draft: bool) -> list[WeightPart]:
         """What this rank holds of the policy, or of the draft."""
         return [part for part, _ in self._weights(is_draft)]

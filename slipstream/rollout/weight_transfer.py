@@ -6,7 +6,6 @@ reload re-runs each layer's own loading and post-processing. Source and engine m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from slipstream.refit import bytes_digest
 
 BACKEND = "slipstream_safetensors"
 
@@ -36,6 +37,7 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
 
     init_info_cls = SafetensorsInit
     update_info_cls = SafetensorsUpdate
+    received_digest = ""  # of the bytes last read
 
     def init_transfer_engine(self, init_info: SafetensorsInit) -> None:
         """Nothing to set up."""
@@ -50,7 +52,15 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
         Raises:
             FileNotFoundError: there is none.
         """
-        self.model.load_weights(_tensors(Path(update_info.path)))  # type: ignore[operator]  # every vLLM model has it
+        files = _files(Path(update_info.path))
+        sizes = [file.stat().st_size for file in files]
+        maps = [
+            torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+            for file, size in zip(files, sizes, strict=True)
+        ]
+        self.received_digest = bytes_digest(maps)
+        tensors = (item for file in files for item in load_file(file).items())
+        self.model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it
 
     def finish_weight_update(self) -> None:
         """Rebuild what the layers derive from their weights."""
@@ -60,12 +70,11 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
         """Nothing to release."""
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(f"no weights to refit with: {path} holds no safetensors file")
-    for file in files:
-        yield from load_file(file).items()
+    return files
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slipstream.rollout.engine import EngineState
 from slipstream.rollout.vllm_engine import VllmEngine
 
 
@@ -33,23 +34,24 @@ class FaultyEngine(VllmEngine):
         """No faults."""
         self.inject()
 
-    def refit(self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0) -> None:
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
         """As the real one, but for the faults."""
         if "draft not refitted" in self._faults:
             super().refit(policy, policy_version=policy_version)
             self.draft_version = draft_version
-            return
+            return self.state()
+        reset = self._llm.reset_prefix_cache
         if "prefix cache kept" in self._faults:
-            reset = self._llm.reset_prefix_cache
             self._llm.reset_prefix_cache = lambda *args, **kwargs: True  # says so, and does nothing
-            try:
-                super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
-            finally:
-                self._llm.reset_prefix_cache = reset
-            return
-        super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+        try:
+            super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+        finally:
+            self._llm.reset_prefix_cache = reset
         if "prefix cache reset skipped" in self._faults:
             self.num_prefix_cache_resets -= 1
+        return self.state()
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first value of a weight that the engine computes with."""

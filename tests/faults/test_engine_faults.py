@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
 from slipstream.drafts.config import DraftMethod, speculative_config
@@ -15,7 +16,7 @@ from slipstream.fingerprint import WeightPart
 from slipstream.loop.refit_gate import RefitGate
 from slipstream.losslessness import LosslessnessConfig
 from slipstream.records import CertificateRecord
-from slipstream.refit import RefitError, Snapshot
+from slipstream.refit import RefitError, Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt
@@ -195,14 +196,15 @@ def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -
 
 
 class Publisher:
-    """A learner that holds one of the models."""
+    """A learner that holds one of the models, and sends it or another."""
 
-    def __init__(self, bench: Bench, policy: str, *, sends: str | None = None) -> None:
-        self.bench, self.policy, self.sends = bench, policy, sends or policy
+    def __init__(self, bench: Bench, policy: str, *, sends: str | None = None, altered: bool = False) -> None:
+        self.bench, self.policy, self.sends, self.altered = bench, policy, sends or policy, altered
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         path = self.bench.models[self.sends] / "model.safetensors"
-        return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size)
+        digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
+        return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size, digest=digest)
 
     def weight_fingerprints(self, parts: list[WeightPart]) -> dict[str, str]:
         return self.bench.exact[self.policy].weight_fingerprints(parts)
@@ -218,7 +220,12 @@ def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject
     assert check.num_tensors == 4 * 11 + 3 + 14  # 4 layers, embedding, norm, head; the draft's layer, fc, norms, head
 
 
-def test_weights_that_were_altered_on_their_way_are_named(bench: Bench, inject: Callable[..., None]) -> None:
+def test_bytes_that_were_altered_on_their_way_are_an_error(bench: Bench, inject: Callable[..., None]) -> None:
+    with pytest.raises(RefitError, match="engine 0 must read policy version 1 as the learner wrote it"):
+        gate(bench, Publisher(bench, "new", altered=True)).refit(1)
+
+
+def test_weights_of_another_policy_are_named(bench: Bench, inject: Callable[..., None]) -> None:
     with pytest.raises(RefitError, match=r"engine 0 must hold policy version 1 to the last bit: \d+ of 47 tensors"):
         gate(bench, Publisher(bench, "new", sends="old")).refit(1)
 
@@ -235,9 +242,10 @@ def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[.
         def __getattr__(self, name: str) -> Any:
             return getattr(bench.engine, name)
 
-        def refit(self, *args: Any, **kwargs: Any) -> None:
-            refit(*args, **kwargs)
+        def refit(self, *args: Any, **kwargs: Any) -> Any:
+            states = refit(*args, **kwargs)
             ray.get(bench.actor.flip.remote("model.norm.weight"))
+            return states
 
     checked._engine = Flipping()  # type: ignore[assignment]
     with pytest.raises(RefitError, match=r"1 of 47 tensors differ: model\.norm\.weight"):
