@@ -125,17 +125,21 @@ class VllmEngine:
         self._llm.collective_rpc("reseed", args=(seed,))
         engine = self._llm.llm_engine
         self._num_traced += 1
-        for index, request in enumerate(requests):
-            engine.add_request(f"trace-{self._num_traced}-{index}", request, params.clone())
+        ids = {f"trace-{self._num_traced}-{index}": index for index in range(len(requests))}
         tokens: list[list[int]] = [[] for _ in requests]
         windows: list[list[int]] = [[] for _ in requests]
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                index = int(output.request_id.rsplit("-", 1)[1])
-                drawn = list(output.outputs[0].token_ids)
-                if drawn:
-                    tokens[index] += drawn
-                    windows[index].append(len(drawn))
+        try:
+            for name, index in ids.items():
+                engine.add_request(name, requests[index], params.clone())
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    drawn = list(output.outputs[0].token_ids)
+                    if drawn:
+                        tokens[ids[output.request_id]] += drawn
+                        windows[ids[output.request_id]].append(len(drawn))
+        except BaseException:
+            engine.abort_request(list(ids))  # or they would come out of the next call
+            raise
         return [
             Trace(
                 prompt_token_ids=prompts[i // group_size].token_ids,

@@ -18,6 +18,9 @@ from vllm.v1.sample import rejection_sampler
 from slipstream.fingerprint import WeightPart, fingerprint
 from slipstream.rollout import engine_weights, weight_transfer
 
+SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
+"""vLLM's own function: what the fault suite puts back to show that the certificate sees it."""
+
 
 def register() -> None:
     """Install the sampler's mend (CPU only) and the weight transfer. Safe to call again."""

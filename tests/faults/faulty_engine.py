@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ class FaultyEngine(VllmEngine):
         from slipstream.rollout import vllm_plugin
 
         rejection_sampler.expand_batch_to_tokens = (
-            _original_expand() if "no sampler fix" in faults else vllm_plugin.expand_batch_to_tokens
+            vllm_plugin.SHIPPED_EXPAND if "no sampler fix" in faults else vllm_plugin.expand_batch_to_tokens
         )
         genuine = _genuine(rejection_sampler)
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
@@ -40,7 +39,8 @@ class FaultyEngine(VllmEngine):
         """As the real one, but for the faults."""
         if "draft not refitted" in self._faults:
             super().refit(policy, policy_version=policy_version)
-            self.draft_version = draft_version
+            if draft is not None:
+                self.draft_version = draft_version
             return self.state()
         reset = self._llm.reset_prefix_cache
         if "prefix cache kept" in self._faults:
@@ -66,15 +66,6 @@ def _flip(model: torch.nn.Module, name: str) -> None:
     weight = dict(model.named_parameters())[name].data
     bits = weight.flatten()[:1].view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
     bits ^= 1
-
-
-def _original_expand() -> Any:
-    """vLLM's own function, from a fresh copy of its module: the plugin has replaced it in the one in use."""
-    spec = importlib.util.find_spec("vllm.v1.sample.rejection_sampler")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.expand_batch_to_tokens
 
 
 def _genuine(module: Any) -> Any:
