@@ -1,4 +1,4 @@
-"""How long responses are: a distribution by its quantiles, either a truncated log-normal or what was observed."""
+"""How long responses are: a truncated log-normal where only a mean is known, or what was observed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,75 +17,106 @@ Array = NDArray[np.float64]
 
 _TABLE_LIMIT = 6.0
 _TABLE_POINTS = 4001
-_MEAN_POINTS = 2000
 _BISECTIONS = 60
+_LEVELS = (np.arange(512) + 0.5) / 512
+
+
+class Lengths(Protocol):
+    """A distribution of response lengths, in tokens."""
+
+    def at(self, levels: Array) -> Array:
+        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lengths:
-    """Response tokens: `quantiles[i]` is the length that a share of (i + 0.5) / N of responses do not exceed."""
+class LongTailed:
+    """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
 
-    quantiles: tuple[float, ...]  # ascending
+    median: float
+    log_sd: float
+    max_tokens: float
 
     def __post_init__(self) -> None:
-        require(len(self.quantiles) > 0, "lengths", "must hold at least one response", 0)
-        require(self.quantiles[0] > 0, "lengths", "must be > 0 tokens", self.quantiles[0])
-        rising = all(low <= high for low, high in zip(self.quantiles, self.quantiles[1:], strict=False))
-        require(rising, "lengths.quantiles", "must ascend", "a fall")
+        require(self.median > 0, "lengths.median", "must be > 0 tokens", self.median)
+        require(self.log_sd >= 0, "lengths.log_sd", "must be >= 0", self.log_sd)
+        require(self.max_tokens >= 1, "lengths.max_tokens", "must be >= 1", self.max_tokens)
 
     def at(self, levels: Array) -> Array:
-        """Length at each level in (0, 1); beyond the outermost quantile it stays there."""
-        count = len(self.quantiles)
-        return np.interp(levels, (np.arange(count) + 0.5) / count, np.asarray(self.quantiles))
-
-    @property
-    def mean(self) -> float:
-        """Mean tokens of a response."""
-        return float(np.mean(self.quantiles))
-
-    @property
-    def longest(self) -> float:
-        """Tokens of the longest response."""
-        return self.quantiles[-1]
-
-    def scaled(self, factor: float) -> Lengths:
-        """Every response `factor` times as long."""
-        return Lengths(quantiles=tuple(factor * value for value in self.quantiles))
+        """See `Lengths`."""
+        return np.clip(self.median * np.exp(self.log_sd * normal_quantile(levels)), 1.0, self.max_tokens)
 
 
-def observed(lengths: Sequence[int]) -> Lengths:
-    """The distribution of responses that were seen."""
-    return Lengths(quantiles=tuple(float(length) for length in sorted(lengths)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Responses that were seen: `tokens` ascend."""
+
+    tokens: tuple[float, ...]
+
+    def at(self, levels: Array) -> Array:
+        """See `Lengths`; beyond the outermost response it stays there."""
+        count = len(self.tokens)
+        return np.interp(levels, (np.arange(count) + 0.5) / count, np.asarray(self.tokens))
 
 
-def long_tailed(*, median: float, log_sd: float, max_tokens: float) -> Lengths:
-    """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
-    require(median > 0, "lengths.median", "must be > 0 tokens", median)
-    levels = (np.arange(_MEAN_POINTS) + 0.5) / _MEAN_POINTS
-    values = np.minimum(median * np.exp(log_sd * normal_quantile(levels)), max_tokens)
-    return Lengths(quantiles=tuple(np.maximum(values, 1.0).tolist()))
+def observed(lengths: Sequence[int]) -> Observed:
+    """The distribution of responses that were seen.
+
+    Raises:
+        ConfigError: there is none, or one has no token.
+    """
+    require(len(lengths) > 0, "lengths", "must hold at least one response", 0)
+    require(min(lengths) > 0, "lengths", "must be > 0 tokens", min(lengths))
+    return Observed(tokens=tuple(float(length) for length in sorted(lengths)))
 
 
-def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
-    """The `long_tailed` distribution whose mean, truncated responses included, is `mean`.
+def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> LongTailed:
+    """The `LongTailed` distribution whose mean, truncated responses included, is `mean`.
 
     Raises:
         ConfigError: the mean is not below `max_tokens`.
     """
-    require(0 < mean < max_tokens, "lengths.mean", f"must lie in (0, max_tokens {max_tokens})", mean)
-    levels = (np.arange(_MEAN_POINTS) + 0.5) / _MEAN_POINTS
-    shape = np.exp(log_sd * normal_quantile(levels))
-    low, high = 1e-3, 1e3 * max_tokens
+    require(1 <= mean < max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g})", mean)
+    shape = np.exp(log_sd * normal_quantile(_LEVELS))
+    low, high = 1e-3, 1e6 * max_tokens
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if np.mean(np.minimum(middle * shape, max_tokens)) < mean else (low, middle)
-    return long_tailed(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
+        reached = float(np.mean(np.clip(middle * shape, 1.0, max_tokens)))
+        low, high = (middle, high) if reached < mean else (low, middle)
+    return LongTailed(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
+
+
+def mean_tokens(lengths: Lengths) -> float:
+    """Mean tokens of a response."""
+    return float(np.mean(lengths.at(_LEVELS)))
+
+
+def mean_square_tokens(lengths: Lengths) -> float:
+    """Mean of the square of a response's tokens."""
+    return float(np.mean(lengths.at(_LEVELS) ** 2))
+
+
+def longest_of(lengths: Lengths, count: int) -> float:
+    """Median of the longest of `count` responses."""
+    return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
+
+
+def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
+    """`count` typical responses, ascending; the last is the longest of `longest_of_count` >= `count` responses."""
+    levels = (np.arange(count) + 0.5) / count
+    levels[-1] = max(levels[-1], _median_level_of_longest(longest_of_count))
+    return lengths.at(levels)
 
 
 def normal_quantile(levels: Array) -> Array:
     """Inverse of the standard normal distribution function, by table: numpy has none."""
     table, values = _normal_table()
     return np.interp(levels, table, values)
+
+
+def _median_level_of_longest(count: int) -> float:
+    # All of `count` lie below level u with chance u^count, which is a half at the median.
+    return 0.5 ** (1.0 / count)
 
 
 @cache

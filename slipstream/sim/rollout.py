@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import require
-from slipstream.sim.lengths import Lengths
+from slipstream.sim.lengths import Lengths, mean_square_tokens, mean_tokens, stratified
 
 Array = NDArray[np.float64]
 
@@ -67,17 +67,9 @@ class RolloutShape:
 
 
 def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
-    """The rollout of the engine that ends last: a typical share of the responses, and the longest of all engines'.
-
-    The longest of N responses stands at its median level 1 - 0.7 / N of the distribution; the others at the middle
-    of B equal parts.
-    """
-    count = shape.per_engine
-    levels = (np.arange(count) + 0.5) / count
-    levels[-1] = 1.0 - 0.7 / (shape.num_rollouts + 0.4)
-    return batch_continuously(
-        np.maximum(np.round(lengths.at(levels)), 1.0), prompt_tokens=shape.prompt_tokens, max_running=shape.max_running
-    )
+    """The rollout of the engine that ends last: typical responses, and the longest of all engines'."""
+    lengths_B = stratified(lengths, shape.per_engine, longest_of_count=shape.num_rollouts)
+    return batch_continuously(lengths_B, prompt_tokens=shape.prompt_tokens, max_running=shape.max_running)
 
 
 def batch_continuously(lengths_B: Array, *, prompt_tokens: float, max_running: int) -> Trace:
@@ -108,13 +100,13 @@ def steady_state(lengths: Lengths, *, running: float, prompt_tokens: float) -> T
     A sequence is met in proportion to its length and half-way through on average, so the mean context is
     prompt + E[L^2] / (2 E[L]).
     """
-    values = np.asarray(lengths.quantiles)
-    context = prompt_tokens + float(np.mean(values**2)) / (2.0 * lengths.mean)
+    mean = mean_tokens(lengths)
+    context = prompt_tokens + mean_square_tokens(lengths) / (2.0 * mean)
     return Trace(
-        tokens_S=np.array([lengths.mean]),
+        tokens_S=np.array([mean]),
         batch_S=np.array([running]),
         context_S=np.array([running * context]),
-        longest_tokens=lengths.longest,
+        longest_tokens=float(lengths.at(np.array([1.0]))[0]),
     )
 
 
