@@ -1,9 +1,14 @@
 """Generation that runs beside training, on GPUs of its own, with a policy at most `lag` versions old.
 
-Engines are never drained, so what bounds them is not the tail of a batch but two things. Throughput: N responses a
-step. Latency: a response may start at most `lag` steps before the one that trains on it begins, so its longest must
-end within 1 + lag steps. More running sequences help the first and hurt the second; at the best number both hold with
-equality, r = (N / engines) (1 + lag) E[L] / L_max, and the period is (1 + lag)-th of the longest response's time.
+Engines are then never drained, so what bounds them is not the tail of a batch but two things, both in terms of the
+number r of running sequences of an engine and the time t(r) of a token:
+
+    throughput: the step takes at least (N / engines) E[L] t(r) / r, for N responses a step;
+    latency: a response may start at most `lag` steps before the one that trains on it begins, so its longest must end
+    within 1 + lag steps: the step takes at least L_max t(r) / (1 + lag).
+
+More running sequences help the first and hurt the second. The two are equal at r = (N / engines) (1 + lag) E[L] / L_max;
+more than that never helps, and less may, where t(r) jumps.
 """
 
 from __future__ import annotations
@@ -11,10 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.config import require
 from slipstream.sim.lengths import Lengths, longest_of, mean_tokens
 from slipstream.sim.rollout import RolloutShape, Trace, slowest_engine, steady_state
 from slipstream.sim.step import Step, exposed_generation_s
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,22 +33,22 @@ class Overlap:
 
     lag: int
     period_s: float
-    latency_bound_s: float  # longest response / (1 + lag)
-    running: float  # sequences of an engine at that period
+    latency_bound_s: float  # longest response / (1 + lag), at that period's running batch
+    running: float  # sequences of an engine
     step: Step  # its generation_s is the exposed part
 
 
 def overlap(
-    trainer: Step, *, lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], float]
+    trainer: Step, *, lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array]
 ) -> Overlap:
     """Join a trainer's stages (`trainer.generation_s` is ignored) with engines that run `lag` steps ahead at most.
 
     Args:
-        seconds: time of a trace on one engine, with or without speculation.
+        seconds: time of each span of a trace on one engine, with or without speculation.
         lag: 0 waits for every batch, as a synchronous step does.
     """
     require(lag >= 0, "lag", "must be >= 0", lag)
-    drained_s = seconds(slowest_engine(lengths, shape))
+    drained_s = float(seconds(slowest_engine(lengths, shape)).sum())
     if lag == 0:
         return Overlap(
             lag=0,
@@ -49,17 +59,18 @@ def overlap(
         )
     per_engine = shape.num_rollouts / shape.num_engines
     mean, longest = mean_tokens(lengths), longest_of(lengths, shape.num_rollouts)
-    running = max(1.0, min(per_engine * (1 + lag) * mean / longest, float(shape.max_running)))
-    token_s = seconds(steady_state(lengths, running=running, prompt_tokens=shape.prompt_tokens)) / mean
-    latency_s = longest * token_s / (1 + lag)
-    throughput_s = per_engine * mean * token_s / running
+    most = max(1.0, min(per_engine * (1 + lag) * mean / longest, float(shape.max_running)))
+    running_R = np.append(np.arange(1.0, most), most)
+    token_s_R = seconds(steady_state(lengths, running_S=running_R, prompt_tokens=shape.prompt_tokens)) / mean
+    latency_s_R = longest * token_s_R / (1 + lag)
+    period_s_R = np.maximum(latency_s_R, per_engine * mean * token_s_R / running_R)
+    best = int(np.argmin(period_s_R))
     # A batch ahead, drained as a synchronous one, is always allowed: lag 1 or more can use it.
-    period_s = min(max(latency_s, throughput_s), drained_s)
-    exposed_s = exposed_generation_s(period_s, trainer.other_s)
+    period_s = min(float(period_s_R[best]), drained_s)
     return Overlap(
         lag=lag,
         period_s=period_s,
-        latency_bound_s=latency_s,
-        running=running,
-        step=trainer.with_generation(exposed_s),
+        latency_bound_s=float(latency_s_R[best]),
+        running=float(running_R[best]),
+        step=trainer.with_generation(exposed_generation_s(period_s, trainer.other_s)),
     )

@@ -96,6 +96,10 @@ class Calibration:
         count = sum(name in NAMES for name in self.names)
         return cost_parameters(self.names[:count], values[:count], regime=self.regime, priors=self.priors)
 
+    def sample(self, random: np.random.Generator) -> Array:
+        """Logarithms of one draw of the free parameters."""
+        return self.log_values + np.linalg.cholesky(self.covariance) @ random.standard_normal(len(self.names))
+
     def means(self, log_values: Array | None = None) -> dict[str, float]:
         """Mean response tokens of each group."""
         values = self.log_values if log_values is None else log_values
@@ -131,13 +135,6 @@ def calibrate(
         require(cell.group in by_name, f"cell {cell.label}.group", "must be a known group", cell.group)
     fitted = [_fit(engine, tuple(cells), by_name, priors, regime) for regime in regimes]
     return tuple(sorted(fitted, key=lambda calibration: -calibration.log_evidence))
-
-
-def weights(calibrations: Sequence[Calibration]) -> Array:
-    """Probability of each variant given the data, all alike before: a softmax of the log evidence."""
-    evidence = np.array([calibration.log_evidence for calibration in calibrations])
-    odds = np.exp(evidence - evidence.max())
-    return odds / odds.sum()
 
 
 def _fit(

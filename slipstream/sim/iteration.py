@@ -111,6 +111,29 @@ def iteration_cost(
     )
 
 
+def span_seconds(
+    trace: Trace,
+    engine: Engine,
+    parameters: CostParameters,
+    *,
+    k: int,
+    tokens_per_iteration: float,
+    regime: Regime,
+    drafting: Drafting = Drafting.EAGLE3,
+) -> Array:
+    """Seconds of each span [S] of `trace` when an iteration gives each sequence `tokens_per_iteration` tokens."""
+    cost = iteration_cost(
+        engine,
+        parameters,
+        batch_S=trace.batch_S,
+        context_S=trace.context_S,
+        k=k,
+        regime=regime,
+        drafting=drafting if k else Drafting.NONE,
+    )
+    return trace.tokens_S * cost.total_s / tokens_per_iteration
+
+
 def generation_s(
     trace: Trace,
     engine: Engine,
@@ -121,17 +144,17 @@ def generation_s(
     regime: Regime,
     drafting: Drafting = Drafting.EAGLE3,
 ) -> float:
-    """Seconds of the rollout `trace` when each iteration gives each sequence `tokens_per_iteration` tokens."""
-    cost = iteration_cost(
+    """Seconds of the whole rollout `trace`; see `span_seconds`."""
+    spans = span_seconds(
+        trace,
         engine,
         parameters,
-        batch_S=trace.batch_S,
-        context_S=trace.context_S,
         k=k,
+        tokens_per_iteration=tokens_per_iteration,
         regime=regime,
-        drafting=drafting if k else Drafting.NONE,
+        drafting=drafting,
     )
-    return float(trace.tokens_S @ cost.total_s) / tokens_per_iteration
+    return float(spans.sum())
 
 
 def _draft(

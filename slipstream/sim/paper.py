@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from slipstream.config import from_mapping
-from slipstream.sim.calibration import Calibration, calibrate
+from slipstream.sim.calibration import calibrate
 from slipstream.sim.cells import Cell, Group
+from slipstream.sim.ensemble import Ensemble
 from slipstream.sim.hardware import CONFIGS
 from slipstream.sim.iteration import Drafting
 from slipstream.sim.parameters import Regime, load_priors
@@ -124,16 +125,17 @@ def calibrate_paper(
     *,
     setting: Setting | None = None,
     regimes: Sequence[Regime] = tuple(Regime),
-) -> tuple[Calibration, ...]:
+) -> Ensemble:
     """Fit to the paper's cells (default: all 16), one calibration a structural variant, the most probable first."""
     layout = load_setting("paper-8b") if setting is None else setting
-    return calibrate(
+    members = calibrate(
         layout.engine(),
         paper_cells() if cells is None else cells,
         paper_groups(layout),
         load_priors("gpu"),
         regimes,
     )
+    return Ensemble(members=members)
 
 
 def mean_other_stages(steps: Sequence[Step]) -> Step:

@@ -27,7 +27,6 @@ class Trace:
     tokens_S: Array
     batch_S: Array
     context_S: Array  # tokens in the key-value cache, all running sequences together, mean over the span
-    longest_tokens: float  # of one response
 
     @property
     def generated_tokens(self) -> float:
@@ -91,22 +90,21 @@ def batch_continuously(lengths_B: Array, *, prompt_tokens: float, max_running: i
     done = np.concatenate([[0.0], np.cumsum(starts_B[by_end])])[ended_S]
     middle_S = 0.5 * (borders[1:] + borders[:-1])
     context_S = batch_S * (prompt_tokens + middle_S) - (begun - done)
-    return Trace(tokens_S=tokens_S, batch_S=batch_S, context_S=context_S, longest_tokens=float(lengths_B.max()))
+    return Trace(tokens_S=tokens_S, batch_S=batch_S, context_S=context_S)
 
 
-def steady_state(lengths: Lengths, *, running: float, prompt_tokens: float) -> Trace:
-    """An engine that is never drained: `running` sequences at all times, one mean response long.
+def steady_state(lengths: Lengths, *, running_S: Array, prompt_tokens: float) -> Trace:
+    """Engines that are never drained: `running_S` sequences at all times, each span one mean response long.
 
-    A sequence is met in proportion to its length and half-way through on average, so the mean context is
-    prompt + E[L^2] / (2 E[L]).
+    The spans are alternatives, one an entry of `running_S`. A sequence is met in proportion to its length and half-way
+    through on average, so the mean context is prompt + E[L^2] / (2 E[L]).
     """
     mean = mean_tokens(lengths)
     context = prompt_tokens + mean_square_tokens(lengths) / (2.0 * mean)
     return Trace(
-        tokens_S=np.array([mean]),
-        batch_S=np.array([running]),
-        context_S=np.array([running * context]),
-        longest_tokens=float(lengths.at(np.array([1.0]))[0]),
+        tokens_S=np.full_like(running_S, mean),
+        batch_S=running_S,
+        context_S=running_S * context,
     )
 
 
