@@ -89,7 +89,7 @@ def iteration_cost(
 
     Weights: the larger of reading what n tokens need (experts: those that n tokens hit) and of multiplying it.
     Attention: the larger of reading keys and values once and of its flops, times 1 + k x attention_per_draft_token.
-    Draft: k passes over the batch. Host: an iteration, a token, a collective.
+    Draft: a fixed cost, and k passes over the batch. Host: an iteration, a token, a collective.
     """
     tokens_S = batch_S * (k + 1)
     read_s = BYTES[engine.precision] / (_memory(engine) * parameters.bandwidth_efficiency)
@@ -171,11 +171,11 @@ def _draft(
     if k == 0 or drafting is Drafting.NONE:
         return np.zeros_like(batch_S)
     if drafting is Drafting.NGRAM:
-        return parameters.ngram_s_per_token * context_S
+        return parameters.speculation_s + parameters.ngram_s_per_token * context_S
     size = engine.model.draft_parameters
     one_pass = np.maximum(size * read_s, 2.0 * size * batch_S * flop_s)
     keys = context_S * engine.model.key_value_elements() / engine.model.num_layers * read_s
-    return k * (one_pass + keys + parameters.draft_pass_s)
+    return parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s)
 
 
 def _regime(

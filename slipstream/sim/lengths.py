@@ -86,6 +86,23 @@ def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> L
     return LongTailed(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
 
 
+def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
+    """The spread that truncates `truncated_fraction` of responses of that mean at `max_tokens`.
+
+    Raises:
+        ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
+    """
+    require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
+    z = float(normal_quantile(np.array([1.0 - truncated_fraction]))[0])
+    low, high = 0.01, 3.0
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (low + high)
+        # A wider distribution of the same mean has more of its mass beyond the limit.
+        median = long_tailed_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
+        low, high = (middle, high) if median * math.exp(middle * z) < max_tokens else (low, middle)
+    return 0.5 * (low + high)
+
+
 def mean_tokens(lengths: Lengths) -> float:
     """Mean tokens of a response."""
     return float(np.mean(lengths.at(_LEVELS)))

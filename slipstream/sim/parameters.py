@@ -33,6 +33,7 @@ class CostParameters:
     compute_efficiency: float  # of the dense peak
     host_s: float  # an iteration: scheduling, launches, sampling
     host_per_token_s: float  # each token of the batch, drafts included
+    speculation_s: float  # a speculative iteration, whatever k: rejection sampler, the proposer's inputs
     draft_pass_s: float  # each of the k draft passes, beyond its roofline
     attention_per_draft_token: float  # cost of attention that each draft token adds, as a fraction of one query's
     ngram_s_per_token: float  # an n-gram look-up, each token of context that it scans
@@ -48,6 +49,7 @@ IDEAL = CostParameters(
     compute_efficiency=1.0,
     host_s=0.0,
     host_per_token_s=0.0,
+    speculation_s=0.0,
     draft_pass_s=0.0,
     attention_per_draft_token=0.0,
     ngram_s_per_token=0.0,

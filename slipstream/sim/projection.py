@@ -138,6 +138,14 @@ def speedup_map(
     return np.stack(rows)
 
 
+def best_of_map(scenario: Scenario, calibration: Calibration, *, max_k: int = 7) -> Scenario:
+    """The point of the k x acceptance map, k = 1 to `max_k`, where the rollout is fastest."""
+    ks, lengths = tuple(range(1, max_k + 1)), tuple(float(length) for length in range(1, max_k + 2))
+    found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
+    row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
+    return replace(scenario, k=ks[row], acceptance_length=lengths[column])
+
+
 def assumed_layouts(scenario: Scenario) -> tuple[Scenario, ...]:
     """Other readings of a layout that no one published: GPUs an engine and mean length, each up and down."""
     setting, found = scenario.setting, []
