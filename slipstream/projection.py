@@ -10,18 +10,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.records import RunRecord, read_record, write_record
+from slipstream.config import require
+from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim import paper
 from slipstream.sim.calibration import Calibration
 from slipstream.sim.ensemble import Band, Ensemble
+from slipstream.sim.hardware import BYTES
+from slipstream.sim.models import load_model
 from slipstream.sim.observed import RunCalibration, calibrate_run
 from slipstream.sim.projection import Projection, Scenario, assumed_layouts, best_of_map, project, project_ideal
 from slipstream.sim.settings import Setting, load_setting
 from slipstream.sim.step import LearnerEfficiency, learner_efficiency
 
-TINY_SETTING = "cpu-2core"
-LARGE_SETTING = "paper-235b"
-_LARGE_WORKLOAD = "rl_think"
+_OWN_SETTING = "cpu-2core"
+_DENSE_SETTING = "paper-8b"
+_LARGE_SETTING = "paper-235b"
+_MAX_RESPONSE_TOKENS = {"rl_zero": 160, "rl_think": 384}  # configs/tiny.yaml
+_WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionRequest:
+    """What a user asks for. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
+
+    model: str
+    hardware: str = "gb200"
+    num_gpus: int
+    k: int
+    acceptance_length: float
+    lag: int = 0  # 0: synchronous and colocated
+    generation_fraction: float = 0.75  # of the GPUs, with a lag
+    gpus_per_engine: int = 0
+    num_rollouts: int = 0
+    mean_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_engine", "num_rollouts"):
+            value: int = getattr(self, name)
+            least = 1 if name == "num_gpus" else 0
+            require(value >= least, name, f"must be >= {least}", value)
+        require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
+
+    def scenario(self) -> Scenario:
+        """The request on the layout that comes nearest to its model.
+
+        Raises:
+            ConfigError: model or hardware is unknown, or the model does not fit on the GPUs.
+        """
+        sparse = load_model(self.model).num_experts > 0
+        base = load_setting(_LARGE_SETTING if sparse else _DENSE_SETTING)
+        setting = replace(base, model=self.model, hardware=self.hardware)
+        known = (self.model, self.hardware) == (base.model, base.hardware)
+        setting = replace(
+            setting,
+            num_gpus=self.num_gpus,
+            gpus_per_engine=self.gpus_per_engine or (base.gpus_per_engine if known else _fitting_gpus(setting)),
+            num_rollouts=self.num_rollouts or base.num_rollouts,
+        )
+        return Scenario(
+            setting=setting,
+            mean_tokens=self.mean_tokens or max(base.mean_response_tokens.values()),
+            k=self.k,
+            acceptance_length=self.acceptance_length,
+            lag=self.lag,
+            generation_fraction=self.generation_fraction,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +98,8 @@ class ProjectedPoint:
     acceptance_length: float  # assumed
     rollout_speedup: ProjectedBand
     step_speedup: ProjectedBand
+    autoregressive_step_s: ProjectedBand
+    speculative_step_s: ProjectedBand
     warnings: tuple[str, ...]
 
 
@@ -56,6 +111,15 @@ class PublishedPoint:
     published_step_speedup: float
     ideal: ProjectedPoint
     calibrated: ProjectedPoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedProjection:
+    """What a request gives, and what of its layout is assumed."""
+
+    ideal: ProjectedPoint
+    calibrated: ProjectedPoint
+    assumptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,26 +175,57 @@ class ProjectionRecord:
     from_paper: tuple[PublishedPoint, ...]
 
 
-def project_speedup(run: RunRecord) -> ProjectionRecord:
-    """Calibrate on `run`, check against its speculative arm, and project; separately, the same from the paper's figures.
+def project_speedup(
+    arms: Sequence[ArmRecord], tuning: TuningRecord, *, workload: str, execution: str
+) -> ProjectionRecord:
+    """Calibrate on a run, check against its speculative arm, and project; separately, the same from the paper's figures.
 
     Raises:
         ConfigError: the run has no autoregressive arm or no sweep.
     """
-    calibrated = calibrate_run(run, _own_setting(run))
+    calibrated = calibrate_run(arms, tuning, own_setting(workload))
     from_paper = paper.calibrate_paper()
     return ProjectionRecord(
-        run_calibration=calibration_record(run.execution, calibrated.ensemble),
+        run_calibration=calibration_record(execution, calibrated.ensemble),
         run_check=_check(calibrated),
-        from_run=tuple(project_run(calibrated, sorted({point.k for point in run.tuning.points if point.k > 0}))),
+        from_run=tuple(project_run(calibrated, sorted({point.k for point in tuning.points if point.k > 0}))),
         paper_calibration=calibration_record("arXiv 2604.26779, measured", from_paper),
         from_paper=tuple(project_published(from_paper)),
     )
 
 
-def write_projection(run_json: Path, directory: Path) -> Path:
-    """Read run.json, write projection.json into `directory`; its path."""
-    return write_record(project_speedup(read_record(RunRecord, run_json)), directory / "projection.json")
+def write_projection(
+    directory: Path, *, arms: Sequence[Path], tuning: Path, workload: str, execution: str
+) -> Path:
+    """Read the arms' and the tuning's records, write projection.json into `directory`; its path."""
+    record = project_speedup(
+        [read_record(ArmRecord, arm / "arm.json") for arm in arms],
+        read_record(TuningRecord, tuning / "tuning.json"),
+        workload=workload,
+        execution=execution,
+    )
+    return write_record(record, directory / "projection.json")
+
+
+def write_request(request: ProjectionRequest, directory: Path) -> Path:
+    """Project `request` from the paper's measurements, write projection.json into `directory`; its path."""
+    return write_record(project_request(request), directory / "projection.json")
+
+
+def project_request(request: ProjectionRequest) -> RequestedProjection:
+    """What an ideal stack would give, and what the paper's measurements let expect."""
+    scenario, learner = request.scenario(), paper_learner()
+    layouts = assumed_layouts(scenario)
+    calibrated = project(scenario, paper.calibrate_paper(), learner, layouts=layouts)
+    return RequestedProjection(
+        ideal=point(scenario, project_ideal(scenario, learner, layouts=layouts)),
+        calibrated=point(scenario, calibrated),
+        assumptions=tuple(
+            f"{name}: {source}"
+            for name, source in scenario.setting.sources.items()
+            if source.startswith("assumed")
+        ),
+    )
 
 
 def project_run(calibrated: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
@@ -151,12 +246,12 @@ def project_run(calibrated: RunCalibration, ks: Sequence[int]) -> list[Projected
 def project_published(ensemble: Ensemble) -> list[PublishedPoint]:
     """The points that the paper's closed simulator projects, from a calibration on the paper's measurements."""
     learner = paper_learner()
-    setting = load_setting(LARGE_SETTING)
+    setting = load_setting(_LARGE_SETTING)
     points = []
     for reference in paper.read_simulator_reference().projected:
         scenario = Scenario(
             setting=setting.on(reference.num_gpus),
-            mean_tokens=setting.mean_response_tokens[_LARGE_WORKLOAD],
+            mean_tokens=max(setting.mean_response_tokens.values()),
             k=reference.k or 0,
             acceptance_length=reference.acceptance_length or 1.0,
             lag=reference.lag,
@@ -177,7 +272,7 @@ def project_published(ensemble: Ensemble) -> list[PublishedPoint]:
 
 def paper_learner() -> LearnerEfficiency:
     """How efficiently the paper's learner ran: mean of its four measured steps."""
-    setting = load_setting("paper-8b")
+    setting = load_setting(_DENSE_SETTING)
     return learner_efficiency(
         paper.mean_other_stages(list(paper.paper_steps().values())),
         model=setting.model_shape,
@@ -213,16 +308,26 @@ def point(scenario: Scenario, projection: Projection) -> ProjectedPoint:
         acceptance_length=scenario.acceptance_length,
         rollout_speedup=_band(projection.rollout_speedup),
         step_speedup=_band(projection.step_speedup),
+        autoregressive_step_s=_band(projection.autoregressive_step_s),
+        speculative_step_s=_band(projection.speculative_step_s),
         warnings=projection.warnings,
     )
 
 
-def _own_setting(run: RunRecord) -> Setting:
-    setting = load_setting(TINY_SETTING)
-    means = setting.mean_response_tokens
-    # RL-Think responses may be longer: configs/tiny.yaml has a limit of its own for them.
-    longest = {"rl_think": 384}.get(run.workload, setting.max_response_tokens)
-    return replace(setting, max_response_tokens=longest, mean_response_tokens=means)
+def own_setting(workload: str) -> Setting:
+    """The layout of a run on the CPU profile."""
+    setting = load_setting(_OWN_SETTING)
+    longest = _MAX_RESPONSE_TOKENS.get(workload, setting.max_response_tokens)
+    return replace(setting, max_response_tokens=longest)
+
+
+def _fitting_gpus(setting: Setting) -> int:
+    """The smallest power of two of GPUs whose memory holds the weights and as much again."""
+    needed = setting.model_shape.total_parameters * BYTES[setting.precision]
+    gpus = 1
+    while needed > _WEIGHT_SHARE * gpus * setting.accelerator.memory_bytes:
+        gpus *= 2
+    return gpus
 
 
 def _learner(calibrated: RunCalibration) -> LearnerEfficiency:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from slipstream.config import require
-from slipstream.records import ArmRecord, RunRecord, StepRecord, SweepPoint
+from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
 from slipstream.sim.acceptance import AcceptanceProfile, fit_profile
 from slipstream.sim.calibration import calibrate
 from slipstream.sim.cells import Cell, Group
@@ -56,18 +56,20 @@ class RunCalibration:
     check: SelfCheck | None  # None: there is no speculative arm with k > 0
 
 
-def calibrate_run(record: RunRecord, setting: Setting, *, target: str = "cpu") -> RunCalibration:
-    """Fit the cost model to the autoregressive arm and the sweep of `record`, and check it on the speculative arm.
+def calibrate_run(
+    arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, *, target: str = "cpu"
+) -> RunCalibration:
+    """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
-        setting: layout of the run; rollouts a step and the mean response length are taken from the record instead.
+        setting: layout of the run; rollouts a step, mean and spread of the responses are counted in the arm instead.
         target: whose priors to start from, `cpu` or `gpu`.
     Raises:
-        ConfigError: the record lacks the autoregressive arm, or a sweep.
+        ConfigError: there is no autoregressive arm, or no sweep.
     """
-    base = _arm(record, Arm.AUTOREGRESSIVE)
-    require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in record.arms])
-    require(bool(record.tuning.points), "run.tuning", "must hold a sweep over k", 0)
+    base = _arm(arms, Arm.AUTOREGRESSIVE)
+    require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
+    require(bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
     assert base is not None
     steps = _timed(base)
     rollouts = sum(step.num_rollouts for step in steps)
@@ -77,11 +79,11 @@ def calibrate_run(record: RunRecord, setting: Setting, *, target: str = "cpu") -
         num_rollouts=round(median(step.num_rollouts for step in steps)),
         length_log_sd=_length_log_sd(setting, mean, sum(step.num_truncated for step in steps) / rollouts),
     )
-    groups = _groups(counted, mean, record.tuning.points)
-    cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(record.tuning.points))
+    groups = _groups(counted, mean, tuning.points)
+    cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(tuning.points))
     ensemble = Ensemble(members=calibrate(counted.engine(), cells, groups, load_priors(target), REGIMES[target]))
-    largest = max(point.batch for point in record.tuning.points)
-    lengths = {p.k: p.mean_acceptance_length for p in record.tuning.points if p.k > 0 and p.batch == largest}
+    largest = max(point.batch for point in tuning.points)
+    lengths = {p.k: p.mean_acceptance_length for p in tuning.points if p.k > 0 and p.batch == largest}
     require(bool(lengths), "run.tuning.points", "must hold a draft length k >= 1", sorted(lengths))
     return RunCalibration(
         setting=counted,
@@ -89,7 +91,7 @@ def calibrate_run(record: RunRecord, setting: Setting, *, target: str = "cpu") -
         ensemble=ensemble,
         profile=fit_profile(lengths),
         step=_median_step(steps),
-        check=_check(record, counted, ensemble),
+        check=_check(arms, tuning, counted, ensemble),
     )
 
 
@@ -102,12 +104,14 @@ def _length_log_sd(setting: Setting, mean: float, truncated_fraction: float) -> 
     )
 
 
-def _check(record: RunRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck | None:
-    arm = _arm(record, Arm.SPECULATIVE)
+def _check(
+    arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble
+) -> SelfCheck | None:
+    arm = _arm(arms, Arm.SPECULATIVE)
     if arm is None or arm.num_speculative_tokens == 0:
         return None
     k = arm.num_speculative_tokens
-    at_k = [point for point in record.tuning.points if point.k == k]
+    at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
     nearest = min(at_k, key=lambda point: abs(point.batch - setting.num_rollouts))
     cell = _arm_cell("speculative arm", k, nearest.mean_acceptance_length, _timed(arm))
@@ -120,8 +124,8 @@ def _check(record: RunRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck
     )
 
 
-def _arm(record: RunRecord, wanted: Arm) -> ArmRecord | None:
-    return next((arm for arm in record.arms if arm.arm is wanted and arm.steps), None)
+def _arm(arms: Sequence[ArmRecord], wanted: Arm) -> ArmRecord | None:
+    return next((arm for arm in arms if arm.arm is wanted and arm.steps), None)
 
 
 def _timed(arm: ArmRecord) -> tuple[StepRecord, ...]:
