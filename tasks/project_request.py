@@ -8,10 +8,10 @@ from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs, projection
-from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
+from tasks.resources import IMAGE, RETRIES, SMALL
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
 def project_request(
     model: str,
     hardware: str,
