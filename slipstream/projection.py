@@ -194,9 +194,7 @@ def project_speedup(
     )
 
 
-def write_projection(
-    directory: Path, *, arms: Sequence[Path], tuning: Path, workload: str, execution: str
-) -> Path:
+def write_projection(directory: Path, *, arms: Sequence[Path], tuning: Path, workload: str, execution: str) -> Path:
     """Read the arms' and the tuning's records, write projection.json into `directory`; its path."""
     record = project_speedup(
         [read_record(ArmRecord, arm / "arm.json") for arm in arms],
@@ -221,9 +219,7 @@ def project_request(request: ProjectionRequest) -> RequestedProjection:
         ideal=point(scenario, project_ideal(scenario, learner, layouts=layouts)),
         calibrated=point(scenario, calibrated),
         assumptions=tuple(
-            f"{name}: {source}"
-            for name, source in scenario.setting.sources.items()
-            if source.startswith("assumed")
+            f"{name}: {source}" for name, source in scenario.setting.sources.items() if source.startswith("assumed")
         ),
     )
 

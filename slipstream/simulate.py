@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     projected.set_defaults(run=_project)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
     source = calibrated.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", help=f"directory of a report, or its {_RUN_FILE}")
+    source.add_argument("--run", dest="run_path", help=f"directory of a report, or its {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")
     source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
     calibrated.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
@@ -66,7 +66,9 @@ def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> 
     """The table of `simulate project`: a column a source, all of them projected."""
     scenario = request.scenario()
     setting = scenario.setting
-    split = f"lag {scenario.lag}, {scenario.generation_gpus} GPUs generate" if scenario.lag else "synchronous, colocated"
+    split = (
+        f"lag {scenario.lag}, {scenario.generation_gpus} GPUs generate" if scenario.lag else "synchronous, colocated"
+    )
     published = _published(request)
     lines = [
         f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}",
@@ -151,10 +153,10 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _read_run(options: argparse.Namespace) -> RunRecord:
-    if options.run is not None:
-        path = Path(options.run)
+    if options.run_path is not None:
+        path = Path(options.run_path)
         path = path / _RUN_FILE if path.is_dir() else path
-        require(path.is_file(), "--run", f"must be a report's directory or its {_RUN_FILE}", str(options.run))
+        require(path.is_file(), "--run", f"must be a report's directory or its {_RUN_FILE}", str(options.run_path))
         return read_record(RunRecord, path)
     from slipstream.tracking import TrackingError, fetch_artifact
 

@@ -49,7 +49,9 @@ def speedup_over_gpus(num_gpus: Sequence[int], speedups_by_lag: Mapping[int, Seq
         ax = axes[0]
         for index, (lag, speedups) in enumerate(speedups_by_lag.items()):
             label = f"lag {lag}" if lag else "synchronous"
-            ax.plot(num_gpus, speedups, "o-", markersize=3.5, color=_LAG_COLOURS[index % len(_LAG_COLOURS)], label=label)
+            ax.plot(
+                num_gpus, speedups, "o-", markersize=3.5, color=_LAG_COLOURS[index % len(_LAG_COLOURS)], label=label
+            )
         ax.axhline(1, color=_LOSS, linewidth=0.9, linestyle="--")
         ax.set_xscale("log", base=2)
         ax.set_xticks(num_gpus, [str(gpus) for gpus in num_gpus])
@@ -70,7 +72,9 @@ def stage_waterfall(autoregressive: Step, speculative: Step) -> str:
         for x, stage in enumerate(before, start=1):
             change = after[stage] - before[stage]
             ax.bar(x, change, bottom=level, width=0.6, color=_STAGE_COLOURS[stage])
-            ax.annotate(f"{change:+.1f}", (x, max(level, level + change)), (0, 3), textcoords="offset points", ha="center")
+            ax.annotate(
+                f"{change:+.1f}", (x, max(level, level + change)), (0, 3), textcoords="offset points", ha="center"
+            )
             level += change
         ax.bar(len(before) + 1, speculative.step_s, width=0.6, color=_ARM_COLOURS[Arm.SPECULATIVE])
         for x, value in ((0, autoregressive.step_s), (len(before) + 1, speculative.step_s)):

@@ -38,7 +38,9 @@ class Validity:
         found = []
         if k > 0 and not self.min_k <= k <= self.max_k:
             measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
-            found.append(f"k = {k} was not measured ({measured if self.max_k else 'no speculation'}): the band is wider")
+            found.append(
+                f"k = {k} was not measured ({measured if self.max_k else 'no speculation'}): the band is wider"
+            )
         if not self.min_batch <= batch <= self.max_batch:
             found.append(
                 f"a running batch of {batch:.0f} was not measured "
@@ -187,8 +189,10 @@ def _beliefs(
 
 def _means(names: Sequence[str], log_values: Array, groups: Mapping[str, Group]) -> dict[str, float]:
     free = dict(zip(names, np.exp(log_values).tolist(), strict=True))
-    return {name: free[_MEAN_PREFIX + name] if _MEAN_PREFIX + name in free else group.mean_tokens
-            for name, group in groups.items()}
+    return {
+        name: free[_MEAN_PREFIX + name] if _MEAN_PREFIX + name in free else group.mean_tokens
+        for name, group in groups.items()
+    }
 
 
 def _validity(cells: Sequence[Cell], groups: Mapping[str, Group]) -> Validity:

@@ -100,7 +100,8 @@ def iteration_cost(
     )
     read_S = context_S * model.key_value_elements() * read_s
     attention_S = np.maximum(
-        read_S * (1.0 + k * parameters.attention_per_draft_token), context_S * (k + 1) * model.attention_flops() * flop_s
+        read_S * (1.0 + k * parameters.attention_per_draft_token),
+        context_S * (k + 1) * model.attention_flops() * flop_s,
     )
     return IterationCost(
         weights_s=weights_S,

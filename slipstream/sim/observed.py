@@ -104,9 +104,7 @@ def _length_log_sd(setting: Setting, mean: float, truncated_fraction: float) -> 
     )
 
 
-def _check(
-    arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble
-) -> SelfCheck | None:
+def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck | None:
     arm = _arm(arms, Arm.SPECULATIVE)
     if arm is None or arm.num_speculative_tokens == 0:
         return None
@@ -167,9 +165,7 @@ def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list
     def group(name: str, rollouts: int, engines: int, log_sd: float) -> Group:
         return Group(
             name=name,
-            shape=RolloutShape(
-                num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)
-            ),
+            shape=RolloutShape(num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)),
             mean_tokens=mean,
             mean_log_sd=log_sd,
             length_log_sd=setting.length_log_sd,
@@ -177,9 +173,7 @@ def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list
         )
 
     # Tuning runs one engine on a batch of its own.
-    sweep = [
-        group(_sweep_group(batch), batch, 1, _SWEEP_MEAN_LOG_SD) for batch in sorted({p.batch for p in points})
-    ]
+    sweep = [group(_sweep_group(batch), batch, 1, _SWEEP_MEAN_LOG_SD) for batch in sorted({p.batch for p in points})]
     return [group(ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, 0.0), *sweep]
 
 

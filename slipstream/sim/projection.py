@@ -111,13 +111,9 @@ def project(
     return _summary(arms, ensemble.warnings(k=scenario.k, batch=batch))
 
 
-def project_ideal(
-    scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()
-) -> Projection:
+def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
     """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
-    draw = Draw(
-        parameters=IDEAL, regime=Regime.SMOOTH, mean_tokens={}, autoregressive_error=1.0, speculative_error=1.0
-    )
+    draw = Draw(parameters=IDEAL, regime=Regime.SMOOTH, mean_tokens={}, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_Prepared.of(each, learner).arms(draw) for each in (scenario, *layouts)]
     return _summary(arms, ("an ideal stack: no host, launch or draft overhead, all peaks reached",))
 

@@ -72,9 +72,7 @@ def minimise(problem: Problem, *, start: Array | None = None) -> Solution:
     sign, log_volume = np.linalg.slogdet(covariance)
     assert sign > 0
     log_evidence = 0.5 * (log_volume - 2.0 * float(np.sum(np.log(problem.prior_sd))) - cost)
-    return Solution(
-        solution=x, covariance=covariance, cost=cost, log_evidence=float(log_evidence), converged=converged
-    )
+    return Solution(solution=x, covariance=covariance, cost=cost, log_evidence=float(log_evidence), converged=converged)
 
 
 def _stacked(problem: Problem, x: Array) -> Array:

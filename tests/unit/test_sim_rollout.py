@@ -127,9 +127,7 @@ def test_an_impossible_acceptance_length_is_refused() -> None:
 
 def test_the_solver_finds_a_line_and_its_covariance() -> None:
     x, y = np.arange(5.0), np.array([1.0, 3.0, 5.0, 7.0, 9.0])
-    found = minimise(
-        Problem(residuals=lambda p: p[0] + p[1] * x - y, prior=np.zeros(2), prior_sd=np.array([1e6, 1e6]))
-    )
+    found = minimise(Problem(residuals=lambda p: p[0] + p[1] * x - y, prior=np.zeros(2), prior_sd=np.array([1e6, 1e6])))
     assert found.converged
     assert found.solution == pytest.approx([1.0, 2.0], abs=1e-6)
     # (X'X)^-1 of a line through x = 0..4: [[0.6, -0.2], [-0.2, 0.1]].

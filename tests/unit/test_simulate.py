@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.projection import ProjectionRecord, ProjectionRequest, project_request, write_projection
-from slipstream.records import read_record, write_record
+from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim.ensemble import Ensemble
 from slipstream.sim.iteration import span_seconds
 from slipstream.sim.paper import calibrate_paper
@@ -19,7 +20,7 @@ from slipstream.sim.projection import Scenario, project, speedup_map
 from slipstream.sim.rollout import slowest_engine
 from slipstream.sim.settings import load_setting
 from slipstream.sim.step import Step
-from tests.unit.test_sim_observed import demo_arms, demo_tuning
+
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
 
@@ -71,10 +72,12 @@ def test_a_missing_run_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]
     assert "--run must be a report's directory or its run.json" in capsys.readouterr().err
 
 
-def test_the_stage_writes_a_record_that_reads_back(tmp_path: Path) -> None:
-    for arm in demo_arms():
+def test_the_stage_writes_a_record_that_reads_back(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord, tmp_path: Path
+) -> None:
+    for arm in demo_arms(1.0):
         write_record(arm, tmp_path / arm.arm.value / "arm.json")
-    write_record(demo_tuning(), tmp_path / "tuning" / "tuning.json")
+    write_record(demo_tuning, tmp_path / "tuning" / "tuning.json")
     path = write_projection(
         tmp_path,
         arms=[tmp_path / "autoregressive", tmp_path / "speculative"],
@@ -97,7 +100,9 @@ def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
     found = json.loads(Path(str(path)).read_text())
     asked = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=512, k=3, acceptance_length=3.0)
     assert found["calibrated"]["step_speedup"]["median"] == project_request(asked).calibrated.step_speedup.median
-    assert all(type(each) in (str, int, float) for each in projection.python_interface.default_inputs_as_kwargs.values())
+    assert all(
+        type(each) in (str, int, float) for each in projection.python_interface.default_inputs_as_kwargs.values()
+    )
 
 
 def test_the_map_is_blank_where_no_draft_could_be_that_good(ensemble: Ensemble) -> None:
