@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from math import log, sqrt
+from statistics import fmean, median, pstdev
 
 from slipstream.config import require
 from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
@@ -24,6 +25,7 @@ ARM_GROUP = "grpo"
 # The CPU engine captures no graphs, so nothing can leave the captured sizes.
 REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 _NUM_WARMUP_STEPS = 1  # first allocations and cold caches
+_LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
 _CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
 _SWEEP_MEAN_LOG_SD = 0.3  # a sweep's prompts are others than the arm's, and its tokens are not recorded
 
@@ -34,7 +36,7 @@ class SelfCheck:
 
     k: int
     acceptance_length: float  # of the sweep, which the prediction uses
-    measured_s: float  # median generation of a step
+    measured_s: float  # mean generation of a step
     predicted_s: float
     band: Band
 
@@ -77,7 +79,7 @@ def calibrate_run(
     counted = replace(
         setting,
         num_rollouts=round(median(step.num_rollouts for step in steps)),
-        length_log_sd=_length_log_sd(setting, mean, sum(step.num_truncated for step in steps) / rollouts),
+        length_log_sd=_length_log_sd(setting, steps, mean),
     )
     groups = _groups(counted, mean, tuning.points)
     cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(tuning.points))
@@ -95,13 +97,19 @@ def calibrate_run(
     )
 
 
-def _length_log_sd(setting: Setting, mean: float, truncated_fraction: float) -> float:
-    """The spread that the truncated share implies; the setting's own where none or most were truncated."""
-    if not 0 < truncated_fraction < 0.5:
+def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
+    """Spread of the responses of one step: what the truncated share implies, less the spread between steps.
+
+    The setting's own where none or most responses were truncated.
+    """
+    truncated = sum(step.num_truncated for step in steps) / sum(step.num_rollouts for step in steps)
+    if not 0 < truncated < 0.5:
         return setting.length_log_sd
-    return log_sd_of_truncation(
-        mean=mean, max_tokens=float(setting.max_response_tokens), truncated_fraction=truncated_fraction
+    pooled = log_sd_of_truncation(
+        mean=mean, max_tokens=float(setting.max_response_tokens), truncated_fraction=truncated
     )
+    between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
+    return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
 
 
 def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck | None:
@@ -137,7 +145,7 @@ def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) ->
         k=k,
         drafting=Drafting.EAGLE3 if k else Drafting.NONE,
         acceptance_length=length,
-        generation_s=median(step.times.generation_s for step in steps),
+        generation_s=fmean(step.times.generation_s for step in steps),
         log_sd=_CELL_LOG_SD,
     )
 
