@@ -154,7 +154,7 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckRecord:
-    """The arm that the calibration never saw. Seconds of a step's generation, median over the arm."""
+    """The arm that the calibration never saw. Seconds of a step's generation, mean over the arm."""
 
     k: int
     acceptance_length: float  # of the sweep
@@ -178,7 +178,7 @@ class ProjectionRecord:
 def project_speedup(
     arms: Sequence[ArmRecord], tuning: TuningRecord, *, workload: str, execution: str
 ) -> ProjectionRecord:
-    """Calibrate on a run, check against its speculative arm, and project; separately, the same from the paper's figures.
+    """Calibrate on a run, check on its speculative arm, and project; separately, project from the paper's figures.
 
     Raises:
         ConfigError: the run has no autoregressive arm or no sweep.

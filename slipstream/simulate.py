@@ -109,7 +109,7 @@ def check_lines(check: CheckRecord | None) -> list[str]:
     return [
         f"speculative arm, k = {check.k}, acceptance length {check.acceptance_length:.2f} of the sweep; not fitted",
         f"{'generation time':44} {'measured s':>11} {'predicted s':>12} {'error':>8}",
-        _beside("median of a step", check.measured_s, check.predicted_s),
+        _beside("mean of a step", check.measured_s, check.predicted_s),
         f"predicted p10 to p90: {check.predicted_p10_s:.3f} to {check.predicted_p90_s:.3f} s",
     ]
 

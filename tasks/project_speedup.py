@@ -1,4 +1,4 @@
-"""Project the measured speedup: to other draft lengths on this machine, and from the paper's figures to its clusters."""
+"""Project the measured speedup: to other draft lengths here, and from the published figures to their clusters."""
 
 from __future__ import annotations
 

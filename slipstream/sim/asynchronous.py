@@ -7,7 +7,7 @@ number r of running sequences of an engine and the time t(r) of a token:
     latency: a response may start at most `lag` steps before the one that trains on it begins, so its longest must end
     within 1 + lag steps: the step takes at least L_max t(r) / (1 + lag).
 
-More running sequences help the first and hurt the second. The two are equal at r = (N / engines) (1 + lag) E[L] / L_max;
+More running sequences help the first and hurt the second. Both are equal at r = (N / engines) (1 + lag) E[L] / L_max:
 more than that never helps, and less may, where t(r) jumps.
 """
 

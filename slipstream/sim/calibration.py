@@ -16,11 +16,12 @@ from slipstream.config import require
 from slipstream.sim.cells import Cell, Group, predicted_s
 from slipstream.sim.iteration import Drafting, Engine
 from slipstream.sim.parameters import NAMES, CostParameters, Prior, Regime, cost_parameters, names_of
-from slipstream.sim.solver import Problem, minimise
+from slipstream.sim.solver import Problem, minimise, sample_posterior
 
 Array = NDArray[np.float64]
 
 _MEAN_PREFIX = "mean_tokens of "
+_NUM_SAMPLES = 200
 _WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds
 
 
@@ -62,6 +63,7 @@ class Calibration:
     names: tuple[str, ...]
     log_values: Array  # [P]
     covariance: Array  # [P, P]
+    samples: Array  # [draws, P]
     effective_parameters: float  # what the data decided, rather than the priors
     log_evidence: float
     cells: tuple[Cell, ...]
@@ -100,7 +102,7 @@ class Calibration:
 
     def sample(self, random: np.random.Generator) -> Array:
         """Logarithms of one draw of the free parameters."""
-        return self.log_values + np.linalg.cholesky(self.covariance) @ random.standard_normal(len(self.names))
+        return self.samples[random.integers(len(self.samples))]
 
     def means(self, log_values: Array | None = None) -> dict[str, float]:
         """Mean response tokens of each group."""
@@ -164,6 +166,7 @@ def _fit(
         names=names,
         log_values=found.solution,
         covariance=found.covariance,
+        samples=sample_posterior(problem, found, count=_NUM_SAMPLES),
         effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
         log_evidence=found.log_evidence,
         cells=cells,
@@ -189,10 +192,7 @@ def _beliefs(
 
 def _means(names: Sequence[str], log_values: Array, groups: Mapping[str, Group]) -> dict[str, float]:
     free = dict(zip(names, np.exp(log_values).tolist(), strict=True))
-    return {
-        name: free[_MEAN_PREFIX + name] if _MEAN_PREFIX + name in free else group.mean_tokens
-        for name, group in groups.items()
-    }
+    return {name: free.get(_MEAN_PREFIX + name, group.mean_tokens) for name, group in groups.items()}
 
 
 def _validity(cells: Sequence[Cell], groups: Mapping[str, Group]) -> Validity:

@@ -99,10 +99,8 @@ def iteration_cost(
         model.parameters_read(tokens_S) * read_s, 2.0 * model.parameters_per_token * tokens_S * flop_s
     )
     read_S = context_S * model.key_value_elements() * read_s
-    attention_S = np.maximum(
-        read_S * (1.0 + k * parameters.attention_per_draft_token),
-        context_S * (k + 1) * model.attention_flops() * flop_s,
-    )
+    multiplied_S = context_S * (k + 1) * model.attention_flops() * flop_s
+    attention_S = np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), multiplied_S)
     return IterationCost(
         weights_s=weights_S,
         attention_s=attention_S,

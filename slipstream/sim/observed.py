@@ -1,4 +1,4 @@
-"""A run of our own as cells of a calibration: its autoregressive arm and its sweep over k, nothing of the arm to predict."""
+"""A run of our own as cells of a calibration: its autoregressive arm and its sweep over k, never the arm to predict."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
 
 def batch_continuously(lengths_B: Array, *, prompt_tokens: float, max_running: int) -> Trace:
     """Run sequences of `lengths_B` tokens in `max_running` slots; one that waits starts when another ends."""
-    if len(lengths_B) <= max_running:
-        starts_B = np.zeros_like(lengths_B)
-    else:
-        starts_B = _queued_starts(lengths_B, max_running)
+    starts_B = np.zeros_like(lengths_B) if len(lengths_B) <= max_running else _queued_starts(lengths_B, max_running)
     ends_B = starts_B + lengths_B
     borders = np.unique(np.concatenate([starts_B, ends_B]))
     tokens_S = np.diff(borders)

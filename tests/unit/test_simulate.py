@@ -21,7 +21,6 @@ from slipstream.sim.rollout import slowest_engine
 from slipstream.sim.settings import load_setting
 from slipstream.sim.step import Step
 
-
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
 
 
@@ -48,7 +47,7 @@ def test_an_acceptance_length_above_k_plus_1_is_refused(capsys: pytest.CaptureFi
 
 
 def test_more_engines_than_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match="setting.num_gpus must be >= gpus_per_engine 8, got 4"):
+    with pytest.raises(ConfigError, match=r"setting.num_gpus must be >= gpus_per_engine 8, got 4"):
         ProjectionRequest(model="qwen3-235b-a22b", num_gpus=4, k=3, acceptance_length=3.0).scenario()
 
 
