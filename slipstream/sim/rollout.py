@@ -111,6 +111,7 @@ def _queued_starts(lengths_B: Array, max_running: int) -> Array:
     starts = np.zeros(len(lengths_B))
     free: list[float] = [0.0] * max_running
     for index in order:
-        starts[index] = heapq.heappop(free)
-        heapq.heappush(free, starts[index] + float(lengths_B[index]))
+        begin = heapq.heappop(free)
+        heapq.heappush(free, begin + float(lengths_B[index]))
+        starts[index] = begin
     return starts

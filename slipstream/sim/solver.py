@@ -92,7 +92,7 @@ def _jacobian(problem: Problem, x: Array, residuals: Array) -> Array:
 
 def _covariance(jacobian: Array) -> Array:
     # The priors' rows make the product positive definite.
-    return np.linalg.inv(jacobian.T @ jacobian)
+    return np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)
 
 
 def sample_posterior(problem: Problem, found: Solution, *, count: int, seed: int = 0) -> Array:
