@@ -1,4 +1,4 @@
-"""The command line: run the demo, check a recipe, replay a tracking spool. The only place that prints."""
+"""The command line: run the demo, check a recipe, replay a tracking spool. Prints, as `slipstream.simulate` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import logs
+from slipstream import logs, simulate
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records import RunRecord, read_record
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
     replay.set_defaults(run=_replay)
+    simulate.add_parser(commands)
     return parser
 
 

@@ -7,6 +7,7 @@
 Importing this package costs nothing: MLflow (4-8 s) is imported by the first `Tracker.open` or `replay`.
 """
 
+from slipstream.tracking.artifacts import fetch_artifact
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.replay import ReplayResult, TrackingError, replay
 from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
@@ -17,6 +18,7 @@ __all__ = [
     "Tracker",
     "TrackingConfig",
     "TrackingError",
+    "fetch_artifact",
     "replay",
     "spool_directory",
     "store_uri",

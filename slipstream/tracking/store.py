@@ -97,6 +97,22 @@ class MlflowStore:
         with _translated(self.uri):
             self._client.log_artifact(run_id, str(path))
 
+    def fetch_artifact(self, key: str, name: str, directory: Path) -> Path:
+        """Download the artifact `name` of the run with `key` into `directory`; its path there.
+
+        Raises:
+            TrackingError: no run of the server has that key, or the run has no such artifact.
+        """
+        with _translated(self.uri):
+            experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
+            runs = self._client.search_runs(experiments, filter_string=f"tags.`{KEY_TAG}` = '{key}'")
+            if not runs:
+                raise TrackingError(f"tracking server {self.uri}: no run has the key {key!r}")
+            run_id = runs[0].info.run_id
+            if name not in {artifact.path for artifact in self._client.list_artifacts(run_id)}:
+                raise TrackingError(f"tracking server {self.uri}: run {key!r} has no artifact {name!r}")
+            return Path(self._client.download_artifacts(run_id, name, str(directory)))
+
     def end(self, run_id: str, *, status: str, time_ms: int) -> None:
         """Mark the run as ended at `time_ms`."""
         with _translated(self.uri):

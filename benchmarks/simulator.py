@@ -1,0 +1,53 @@
+"""Time the simulator: `python -m benchmarks.simulator`. Needs no GPU, no engine and no run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from slipstream.projection import ProjectionRequest, paper_learner
+from slipstream.sim.paper import calibrate_paper
+from slipstream.sim.projection import project, speedup_map
+
+_NUM_REPEATS = 9
+_PROJECTION_LIMIT_MS = 50.0
+_MAP_LIMIT_MS = 1000.0
+
+
+def main() -> int:
+    """Print the median of each timing; the exit status is 1 when a limit is missed."""
+    ensemble, learner = calibrate_paper(), paper_learner()
+    scenario = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=2048, k=5, acceptance_length=4.0, lag=2).scenario()
+    lengths = np.linspace(1.0, 20.0, 20).tolist()
+    timings = (
+        ("calibration on 16 cells, 3 variants", lambda: calibrate_paper(), None),
+        ("one projection, both arms, with bands", lambda: project(scenario, ensemble, learner), _PROJECTION_LIMIT_MS),
+        (
+            "map of 20 x 20, k x acceptance length",
+            lambda: speedup_map(scenario, ensemble.best, ks=range(1, 21), acceptance_lengths=lengths),
+            _MAP_LIMIT_MS,
+        ),
+    )
+    missed = False
+    for label, run, limit_ms in timings:
+        found_ms = _median_ms(run)
+        limit = "" if limit_ms is None else f"  (limit {limit_ms:.0f} ms)"
+        print(f"{label:40} {found_ms:8.1f} ms{limit}")
+        missed |= limit_ms is not None and found_ms > limit_ms
+    return int(missed)
+
+
+def _median_ms(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_NUM_REPEATS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

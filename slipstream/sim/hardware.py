@@ -1,0 +1,71 @@
+"""What an accelerator can do at most: memory and link bandwidth, floating-point rate by precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+
+import yaml
+
+from slipstream.config import from_mapping, require
+
+# `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_FILE = CONFIGS / "sim" / "hardware.yaml"
+_NOT_CONSTANTS = ("name", "sources")
+
+
+class Precision(StrEnum):
+    """Type of weights and activations; `BYTES` has their width."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+
+
+BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One accelerator. Peaks, in bytes, bytes/s and flop/s; `sources` says of each where it is from."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # one direction, to accelerators of the same NVLink domain
+    network_bytes_per_s: float
+    flops_per_s: dict[str, float]  # dense, by `Precision`
+    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        constants = {field.name for field in fields(self)} - set(_NOT_CONSTANTS)
+        missing = sorted(constants - set(self.sources))
+        require(not missing, f"hardware {self.name}.sources", "must name a source of every constant", missing)
+        for name in constants - {"flops_per_s"}:
+            value: float = getattr(self, name)
+            require(value > 0, f"hardware {self.name}.{name}", "must be > 0", value)
+        known = {precision.value for precision in Precision}
+        require(
+            set(self.flops_per_s) == known,
+            f"hardware {self.name}.flops_per_s",
+            f"must have a rate for each of {', '.join(sorted(known))}",
+            sorted(self.flops_per_s),
+        )
+
+
+def load_hardware(name: str) -> Hardware:
+    """The section `name` of configs/sim/hardware.yaml.
+
+    Raises:
+        ConfigError: there is no such section, or it breaks a rule.
+    """
+    sections = yaml.safe_load(_FILE.read_text())
+    require(name in sections, "hardware", "must be a known target", name, f"known: {', '.join(sections)}")
+    return from_mapping(Hardware, sections[name], f"hardware.{name}")
+
+
+def known_hardware() -> tuple[str, ...]:
+    """Names that `load_hardware` takes."""
+    return tuple(yaml.safe_load(_FILE.read_text()))

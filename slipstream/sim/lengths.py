@@ -1,0 +1,142 @@
+"""How long responses are: a truncated log-normal where only a mean is known, or what was observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.config import require
+
+Array = NDArray[np.float64]
+
+_TABLE_LIMIT = 6.0
+_TABLE_POINTS = 4001
+_BISECTIONS = 60
+_LEVELS = (np.arange(512) + 0.5) / 512
+
+
+class Lengths(Protocol):
+    """A distribution of response lengths, in tokens."""
+
+    def at(self, levels: Array) -> Array:
+        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongTailed:
+    """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
+
+    median: float
+    log_sd: float
+    max_tokens: float
+
+    def __post_init__(self) -> None:
+        require(self.median > 0, "lengths.median", "must be > 0 tokens", self.median)
+        require(self.log_sd >= 0, "lengths.log_sd", "must be >= 0", self.log_sd)
+        require(self.max_tokens >= 1, "lengths.max_tokens", "must be >= 1", self.max_tokens)
+
+    def at(self, levels: Array) -> Array:
+        """See `Lengths`."""
+        return np.clip(self.median * np.exp(self.log_sd * normal_quantile(levels)), 1.0, self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """Responses that were seen: `tokens` ascend."""
+
+    tokens: tuple[float, ...]
+
+    def at(self, levels: Array) -> Array:
+        """See `Lengths`; beyond the outermost response it stays there."""
+        count = len(self.tokens)
+        return np.interp(levels, (np.arange(count) + 0.5) / count, np.asarray(self.tokens))
+
+
+def observed(lengths: Sequence[int]) -> Observed:
+    """The distribution of responses that were seen.
+
+    Raises:
+        ConfigError: there is none, or one has no token.
+    """
+    require(len(lengths) > 0, "lengths", "must hold at least one response", 0)
+    require(min(lengths) > 0, "lengths", "must be > 0 tokens", min(lengths))
+    return Observed(tokens=tuple(float(length) for length in sorted(lengths)))
+
+
+def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> LongTailed:
+    """The `LongTailed` distribution whose mean, truncated responses included, is `mean`.
+
+    Raises:
+        ConfigError: the mean is not below `max_tokens`.
+    """
+    require(1 <= mean < max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g})", mean)
+    shape = np.exp(log_sd * normal_quantile(_LEVELS))
+    low, high = 1e-3, 1e6 * max_tokens
+    for _ in range(_BISECTIONS):
+        middle = math.sqrt(low * high)
+        reached = float(np.mean(np.clip(middle * shape, 1.0, max_tokens)))
+        low, high = (middle, high) if reached < mean else (low, middle)
+    return LongTailed(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
+
+
+def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
+    """The spread that truncates `truncated_fraction` of responses of that mean at `max_tokens`.
+
+    Raises:
+        ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
+    """
+    require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
+    z = float(normal_quantile(np.array([1.0 - truncated_fraction]))[0])
+    low, high = 0.01, 3.0
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (low + high)
+        # A wider distribution of the same mean has more of its mass beyond the limit.
+        median = long_tailed_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
+        low, high = (middle, high) if median * math.exp(middle * z) < max_tokens else (low, middle)
+    return 0.5 * (low + high)
+
+
+def mean_tokens(lengths: Lengths) -> float:
+    """Mean tokens of a response."""
+    return float(np.mean(lengths.at(_LEVELS)))
+
+
+def mean_square_tokens(lengths: Lengths) -> float:
+    """Mean of the square of a response's tokens."""
+    return float(np.mean(lengths.at(_LEVELS) ** 2))
+
+
+def longest_of(lengths: Lengths, count: int) -> float:
+    """Median of the longest of `count` responses."""
+    return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
+
+
+def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
+    """`count` typical responses, ascending; the last is the longest of `longest_of_count` >= `count` responses."""
+    levels = (np.arange(count) + 0.5) / count
+    levels[-1] = max(levels[-1], _median_level_of_longest(longest_of_count))
+    return lengths.at(levels)
+
+
+def normal_quantile(levels: Array) -> Array:
+    """Inverse of the standard normal distribution function, by table: numpy has none."""
+    table, values = _normal_table()
+    return np.interp(levels, table, values)
+
+
+def _median_level_of_longest(count: int) -> float:
+    # All of `count` lie below level u with chance u^count, which is a half at the median.
+    return 0.5 ** (1.0 / count)
+
+
+@cache
+def _normal_table() -> tuple[Array, Array]:
+    values = np.linspace(-_TABLE_LIMIT, _TABLE_LIMIT, _TABLE_POINTS)
+    return np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for value in values]), values

@@ -1,0 +1,199 @@
+"""A run of our own as cells of a calibration: its autoregressive arm and its sweep over k, never the arm to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log, sqrt
+from statistics import fmean, median, pstdev
+
+from slipstream.config import require
+from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
+from slipstream.sim.acceptance import AcceptanceProfile, fit_profile
+from slipstream.sim.calibration import calibrate
+from slipstream.sim.cells import Cell, Group
+from slipstream.sim.ensemble import Band, Ensemble
+from slipstream.sim.iteration import Drafting
+from slipstream.sim.lengths import log_sd_of_truncation
+from slipstream.sim.parameters import Regime, load_priors
+from slipstream.sim.rollout import RolloutShape
+from slipstream.sim.settings import Setting
+from slipstream.sim.step import Step
+from slipstream.types import Arm
+
+ARM_GROUP = "grpo"
+# The CPU engine captures no graphs, so nothing can leave the captured sizes.
+REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
+_NUM_WARMUP_STEPS = 1  # first allocations and cold caches
+_LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
+_CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
+_SWEEP_MEAN_LOG_SD = 0.3  # a sweep's prompts are others than the arm's, and its tokens are not recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfCheck:
+    """Predicted beside measured for the arm that the calibration never saw."""
+
+    k: int
+    acceptance_length: float  # of the sweep, which the prediction uses
+    measured_s: float  # mean generation of a step
+    predicted_s: float
+    band: Band
+
+    @property
+    def relative_error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunCalibration:
+    """What a run says of its machine."""
+
+    setting: Setting  # with the run's own counts
+    mean_tokens: float
+    ensemble: Ensemble
+    profile: AcceptanceProfile
+    step: Step  # medians of the autoregressive arm
+    check: SelfCheck | None  # None: there is no speculative arm with k > 0
+
+
+def calibrate_run(
+    arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, *, target: str = "cpu"
+) -> RunCalibration:
+    """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
+
+    Args:
+        setting: layout of the run; rollouts a step, mean and spread of the responses are counted in the arm instead.
+        target: whose priors to start from, `cpu` or `gpu`.
+    Raises:
+        ConfigError: there is no autoregressive arm, or no sweep.
+    """
+    base = _arm(arms, Arm.AUTOREGRESSIVE)
+    require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
+    require(bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
+    assert base is not None
+    steps = _timed(base)
+    rollouts = sum(step.num_rollouts for step in steps)
+    mean = sum(step.num_response_tokens for step in steps) / rollouts
+    counted = replace(
+        setting,
+        num_rollouts=round(median(step.num_rollouts for step in steps)),
+        length_log_sd=_length_log_sd(setting, steps, mean),
+    )
+    groups = _groups(counted, mean, tuning.points)
+    cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(tuning.points))
+    ensemble = Ensemble(members=calibrate(counted.engine(), cells, groups, load_priors(target), REGIMES[target]))
+    largest = max(point.batch for point in tuning.points)
+    lengths = {p.k: p.mean_acceptance_length for p in tuning.points if p.k > 0 and p.batch == largest}
+    require(bool(lengths), "run.tuning.points", "must hold a draft length k >= 1", sorted(lengths))
+    return RunCalibration(
+        setting=counted,
+        mean_tokens=mean,
+        ensemble=ensemble,
+        profile=fit_profile(lengths),
+        step=_median_step(steps),
+        check=_check(arms, tuning, counted, ensemble),
+    )
+
+
+def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
+    """Spread of the responses of one step: what the truncated share implies, less the spread between steps.
+
+    The setting's own where none or most responses were truncated.
+    """
+    truncated = sum(step.num_truncated for step in steps) / sum(step.num_rollouts for step in steps)
+    if not 0 < truncated < 0.5:
+        return setting.length_log_sd
+    pooled = log_sd_of_truncation(
+        mean=mean, max_tokens=float(setting.max_response_tokens), truncated_fraction=truncated
+    )
+    between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
+    return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
+
+
+def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck | None:
+    arm = _arm(arms, Arm.SPECULATIVE)
+    if arm is None or arm.num_speculative_tokens == 0:
+        return None
+    k = arm.num_speculative_tokens
+    at_k = [point for point in tuning.points if point.k == k]
+    require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
+    nearest = min(at_k, key=lambda point: abs(point.batch - setting.num_rollouts))
+    cell = _arm_cell("speculative arm", k, nearest.mean_acceptance_length, _timed(arm))
+    return SelfCheck(
+        k=k,
+        acceptance_length=cell.acceptance_length,
+        measured_s=cell.generation_s,
+        predicted_s=float(ensemble.predict_s(setting.engine(), [cell])[0]),
+        band=ensemble.bands_s(setting.engine(), [cell])[0],
+    )
+
+
+def _arm(arms: Sequence[ArmRecord], wanted: Arm) -> ArmRecord | None:
+    return next((arm for arm in arms if arm.arm is wanted and arm.steps), None)
+
+
+def _timed(arm: ArmRecord) -> tuple[StepRecord, ...]:
+    return tuple(arm.steps[_NUM_WARMUP_STEPS:] or arm.steps)
+
+
+def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) -> Cell:
+    return Cell(
+        label=label,
+        group=ARM_GROUP,
+        k=k,
+        drafting=Drafting.EAGLE3 if k else Drafting.NONE,
+        acceptance_length=length,
+        generation_s=fmean(step.times.generation_s for step in steps),
+        log_sd=_CELL_LOG_SD,
+    )
+
+
+def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
+    """One cell a point; k = 0 takes the baselines of all points of its batch, which were interleaved with them."""
+    cells = []
+    for point in points:
+        own = [other.autoregressive_s for other in points if other.batch == point.batch]
+        cells.append(
+            Cell(
+                label=f"sweep, batch {point.batch}, k = {point.k}",
+                group=_sweep_group(point.batch),
+                k=point.k,
+                drafting=Drafting.EAGLE3 if point.k else Drafting.NONE,
+                acceptance_length=point.mean_acceptance_length,
+                generation_s=point.generation_s if point.k else median([point.generation_s, *own]),
+                log_sd=_CELL_LOG_SD,
+            )
+        )
+    return cells
+
+
+def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
+    def group(name: str, rollouts: int, engines: int, log_sd: float) -> Group:
+        return Group(
+            name=name,
+            shape=RolloutShape(num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)),
+            mean_tokens=mean,
+            mean_log_sd=log_sd,
+            length_log_sd=setting.length_log_sd,
+            max_tokens=float(setting.max_response_tokens),
+        )
+
+    # Tuning runs one engine on a batch of its own.
+    sweep = [group(_sweep_group(batch), batch, 1, _SWEEP_MEAN_LOG_SD) for batch in sorted({p.batch for p in points})]
+    return [group(ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, 0.0), *sweep]
+
+
+def _sweep_group(batch: int) -> str:
+    return f"sweep, batch {batch}"
+
+
+def _median_step(steps: Sequence[StepRecord]) -> Step:
+    return Step(
+        data_s=median(step.times.data_s for step in steps),
+        prepare_s=median(step.times.prepare_s for step in steps),
+        generation_s=median(step.times.generation_s for step in steps),
+        logprob_s=median(step.times.logprob_s for step in steps),
+        train_s=median(step.times.train_s for step in steps),
+    )

@@ -1,0 +1,98 @@
+"""The free parameters of the cost model: what they are, what they are believed to be before any run is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from slipstream.config import from_mapping, require
+from slipstream.sim.hardware import CONFIGS
+
+Array = NDArray[np.float64]
+_FILE = CONFIGS / "sim" / "priors.yaml"
+
+
+class Regime(StrEnum):
+    """Explanations of the jump in cost between short and long drafts: the structural variants of the model."""
+
+    SMOOTH = "smooth"  # there is none
+    CAPTURED = "captured"  # more tokens than the largest captured CUDA graph run eagerly
+    TILE = "tile"  # more query rows a key-value head than one tile holds repeat the attention's work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostParameters:
+    """What the roofline does not know. All are >= 0; 0 where an ideal stack has no such cost."""
+
+    bandwidth_efficiency: float  # of the peak, reached by weights and key-value reads
+    compute_efficiency: float  # of the dense peak
+    host_s: float  # an iteration: scheduling, launches, sampling
+    host_per_token_s: float  # each token of the batch, drafts included
+    speculation_s: float  # a speculative iteration, whatever k: rejection sampler, the proposer's inputs
+    draft_pass_s: float  # each of the k draft passes, beyond its roofline
+    attention_per_draft_token: float  # cost of attention that each draft token adds, as a fraction of one query's
+    ngram_s_per_token: float  # an n-gram look-up, each token of context that it scans
+    eager_s_per_layer: float  # regime `captured`: an iteration outside the captured sizes
+    tile_factor: float  # regime `tile`: attention's cost for each tile beyond the first, as a fraction of the first's
+
+
+NAMES: tuple[str, ...] = tuple(field.name for field in fields(CostParameters))
+_OF_REGIME = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
+
+IDEAL = CostParameters(
+    bandwidth_efficiency=1.0,
+    compute_efficiency=1.0,
+    host_s=0.0,
+    host_per_token_s=0.0,
+    speculation_s=0.0,
+    draft_pass_s=0.0,
+    attention_per_draft_token=0.0,
+    ngram_s_per_token=0.0,
+    eager_s_per_layer=0.0,
+    tile_factor=0.0,
+)
+"""A stack without overhead: the roofline alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """A log-normal belief."""
+
+    median: float
+    log_sd: float
+    source: str
+
+    def __post_init__(self) -> None:
+        require(self.median > 0, "prior.median", "must be > 0", self.median)
+        require(self.log_sd > 0, "prior.log_sd", "must be > 0", self.log_sd)
+
+
+def names_of(regime: Regime, *, ngram: bool) -> tuple[str, ...]:
+    """Cost parameters that a structural variant fits; n-gram's own only where n-gram runs are among the data."""
+    used = [name for name in NAMES if _OF_REGIME.get(name, regime) is regime]
+    return tuple(name for name in used if ngram or name != "ngram_s_per_token")
+
+
+def load_priors(target: str) -> dict[str, Prior]:
+    """Beliefs for a kind of target, `gpu` or `cpu`, by parameter."""
+    sections = yaml.safe_load(_FILE.read_text())
+    require(target in sections, "priors", "must be of a known kind of target", target, f"known: {', '.join(sections)}")
+    priors = {name: from_mapping(Prior, values, f"priors.{name}") for name, values in sections[target].items()}
+    require(set(priors) == set(NAMES), f"priors.{target}", "must hold every cost parameter", sorted(priors))
+    return priors
+
+
+def cost_parameters(
+    names: Sequence[str], log_values: Array, *, regime: Regime, priors: Mapping[str, Prior]
+) -> CostParameters:
+    """Parameters from the logarithms of those that vary; another regime's are 0, the rest stand at their prior."""
+    found = dict(zip(names, np.exp(log_values).tolist(), strict=True))
+    for name in NAMES:
+        if name not in found:
+            found[name] = priors[name].median if _OF_REGIME.get(name, regime) is regime else 0.0
+    return CostParameters(**found)

@@ -1,0 +1,106 @@
+"""How a run is laid out: model, hardware, GPUs, rollouts and their lengths, read from configs/sim/settings.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import yaml
+
+from slipstream.config import from_mapping, require
+from slipstream.sim.hardware import CONFIGS, Hardware, Precision, load_hardware
+from slipstream.sim.iteration import Engine
+from slipstream.sim.lengths import LongTailed, long_tailed_with_mean
+from slipstream.sim.models import ModelShape, load_model
+from slipstream.sim.rollout import RolloutShape
+
+_FILE = CONFIGS / "sim" / "settings.yaml"
+_NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One layout. Tokens are counted without the prompt unless the name says so."""
+
+    model: str
+    hardware: str
+    precision: Precision
+    learner_precision: Precision
+    num_gpus: int
+    gpus_per_engine: int
+    num_rollouts: int
+    prompt_tokens: int
+    max_response_tokens: int
+    mean_response_tokens: dict[str, float]  # by workload
+    length_log_sd: float
+    captured_tokens: int
+    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
+        require(not missing, "setting.sources", "must name a source of every figure", missing)
+        require(
+            self.num_gpus >= self.gpus_per_engine,
+            "setting.num_gpus",
+            f"must be >= gpus_per_engine {self.gpus_per_engine}",
+            self.num_gpus,
+        )
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """The model's shape."""
+        return load_model(self.model)
+
+    @property
+    def accelerator(self) -> Hardware:
+        """The hardware's peaks."""
+        return load_hardware(self.hardware)
+
+    @property
+    def learner_tokens(self) -> float:
+        """Tokens of one step's batch as the learner sees it, padded to the longest allowed.
+
+        Source: the paper's logprob and train times do not differ between RL-Zero and RL-Think.
+        """
+        return float(self.num_rollouts * (self.prompt_tokens + self.max_response_tokens))
+
+    def engine(self) -> Engine:
+        """One replica of the policy."""
+        return Engine(
+            model=self.model_shape,
+            hardware=self.accelerator,
+            num_gpus=self.gpus_per_engine,
+            precision=self.precision,
+            captured_tokens=self.captured_tokens,
+        )
+
+    def shape(self, num_gpus: int | None = None) -> RolloutShape:
+        """The rollouts, over the engines that `num_gpus` GPUs hold (default: all of them)."""
+        gpus = self.num_gpus if num_gpus is None else num_gpus
+        engines = max(1, gpus // self.gpus_per_engine)
+        # An engine without a response idles; it does not make the others faster.
+        return RolloutShape(
+            num_rollouts=self.num_rollouts,
+            num_engines=min(engines, self.num_rollouts),
+            prompt_tokens=float(self.prompt_tokens),
+        )
+
+    def lengths(self, mean_tokens: float) -> LongTailed:
+        """Responses of `mean_tokens` tokens on average."""
+        return long_tailed_with_mean(
+            mean=mean_tokens, log_sd=self.length_log_sd, max_tokens=float(self.max_response_tokens)
+        )
+
+    def on(self, num_gpus: int) -> Setting:
+        """The same layout on another number of GPUs."""
+        return replace(self, num_gpus=num_gpus)
+
+
+def load_setting(name: str) -> Setting:
+    """The section `name` of configs/sim/settings.yaml.
+
+    Raises:
+        ConfigError: there is no such section, or it breaks a rule.
+    """
+    sections = yaml.safe_load(_FILE.read_text())
+    require(name in sections, "setting", "must be a known layout", name, f"known: {', '.join(sections)}")
+    return from_mapping(Setting, sections[name], f"setting.{name}")

@@ -1,0 +1,37 @@
+"""Project one setting that a user asks for, without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import current_context, task
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs, projection
+from tasks.resources import IMAGE, RETRIES, SMALL
+
+
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+def project_request(
+    model: str,
+    hardware: str,
+    num_gpus: int,
+    num_speculative_tokens: int,
+    mean_acceptance_length: float,
+    max_off_policy_steps: int,
+    generation_fraction: float,
+    mean_response_tokens: float,
+) -> FlyteFile:
+    """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
+    logs.configure()
+    request = projection.ProjectionRequest(
+        model=model,
+        hardware=hardware,
+        num_gpus=num_gpus,
+        k=num_speculative_tokens,
+        acceptance_length=mean_acceptance_length,
+        lag=max_off_policy_steps,
+        generation_fraction=generation_fraction,
+        mean_tokens=mean_response_tokens,
+    )
+    return FlyteFile(str(projection.write_request(request, Path(current_context().working_directory))))

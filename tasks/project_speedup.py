@@ -1,0 +1,27 @@
+"""Project the measured speedup: to other draft lengths here, and from the published figures to their clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+
+from slipstream import logs, projection
+from slipstream.context import RunContext
+from tasks.resources import IMAGE, RETRIES, SMALL
+
+
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+def project_speedup(context: RunContext, tuning: FlyteDirectory, arms: list[FlyteDirectory]) -> FlyteDirectory:
+    """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
+    logs.configure()
+    directory = context.directory("project_speedup")
+    projection.write_projection(
+        directory,
+        arms=[Path(arm) for arm in arms],
+        tuning=Path(tuning),
+        workload=context.workload,
+        execution=context.execution,
+    )
+    return FlyteDirectory(str(directory))

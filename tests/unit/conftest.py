@@ -1,0 +1,79 @@
+"""A recorded demo, for the tests that calibrate on one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
+from slipstream.types import Arm, StageTimes
+
+_DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
+
+DemoArms = Callable[[float], tuple[ArmRecord, ...]]
+
+
+@pytest.fixture(scope="session")
+def demo() -> dict[str, Any]:
+    """Times and counts of a demo's steps and of its sweep."""
+    return json.loads(_DEMO.read_text())
+
+
+@pytest.fixture(scope="session")
+def demo_arms(demo: dict[str, Any]) -> DemoArms:
+    """Both arms of the recorded demo, the speculative one's generation `factor` times as long."""
+
+    def build(factor: float) -> tuple[ArmRecord, ...]:
+        base = tuple(_step(index, values, demo, 1.0) for index, values in enumerate(demo["autoregressive"]))
+        spec = tuple(_step(index, values, demo, factor) for index, values in enumerate(demo["speculative"]))
+        return (
+            ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=base),
+            ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=demo["chosen_k"], steps=spec),
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def demo_tuning(demo: dict[str, Any]) -> TuningRecord:
+    """The recorded demo's sweep."""
+    points = tuple(
+        SweepPoint(
+            **point, num_repeats=3, speedup=point["autoregressive_s"] / point["generation_s"], rate_by_position=()
+        )
+        for point in demo["points"]
+    )
+    return TuningRecord(chosen_k=demo["chosen_k"], reason="recorded", points=points, schedule=())
+
+
+def _step(index: int, values: dict[str, Any], demo: dict[str, Any], factor: float) -> StepRecord:
+    generation_s = factor * values["generation_s"]
+    return StepRecord(
+        step=index,
+        times=StageTimes(
+            data_s=0.002,
+            prepare_s=0.1,
+            generation_s=generation_s,
+            logprob_s=0.38,
+            train_s=1.19,
+            step_s=generation_s + 1.672,
+        ),
+        reward_mean=0.0,
+        num_rollouts=demo["num_rollouts"],
+        num_response_tokens=values["num_response_tokens"],
+        num_truncated=values["num_truncated"],
+        num_reward_timeouts=0,
+        num_zero_signal_groups=0,
+        loss=0.0,
+        grad_norm=0.0,
+        kl=0.0,
+        clip_fraction=0.0,
+        mismatch_kl=0.0,
+        mismatch_max=0.0,
+        acceptance=None,
+        policy_version=index,
+    )

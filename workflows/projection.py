@@ -1,0 +1,46 @@
+"""Project speculation to a cluster that nobody has to own."""
+
+# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# pyright: reportReturnType=false
+
+from __future__ import annotations
+
+from flytekit import workflow
+from flytekit.types.file import FlyteFile
+
+from tasks.project_request import project_request
+
+
+@workflow
+def projection(
+    model: str = "qwen3-235b-a22b",
+    hardware: str = "gb200",
+    num_gpus: int = 2048,
+    num_speculative_tokens: int = 5,
+    mean_acceptance_length: float = 4.0,
+    max_off_policy_steps: int = 2,
+    generation_fraction: float = 0.75,
+    mean_response_tokens: float = 0.0,
+) -> FlyteFile:
+    """Speedup bands of speculation, from a calibration on published measurements.
+
+    Args:
+        model: section of configs/sim/models.yaml.
+        hardware: section of configs/sim/hardware.yaml.
+        num_gpus: all GPUs, generating and training.
+        num_speculative_tokens: draft tokens an iteration (k).
+        mean_acceptance_length: tokens an iteration gives, the bonus token counted; at most k + 1.
+        max_off_policy_steps: policy lag; 0 is synchronous and colocated.
+        generation_fraction: of the GPUs that generate, with a lag.
+        mean_response_tokens: 0 keeps the layout's.
+    """
+    return project_request(
+        model=model,
+        hardware=hardware,
+        num_gpus=num_gpus,
+        num_speculative_tokens=num_speculative_tokens,
+        mean_acceptance_length=mean_acceptance_length,
+        max_off_policy_steps=max_off_policy_steps,
+        generation_fraction=generation_fraction,
+        mean_response_tokens=mean_response_tokens,
+    )
