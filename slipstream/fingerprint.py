@@ -25,7 +25,7 @@ def fingerprint(tensor: Tensor) -> str:
         values = values + 0.0
     values = values.cpu().contiguous()
     digest = xxhash.xxh3_64(f"{values.dtype}{list(values.shape)}".encode())
-    digest.update(values.flatten().view(torch.uint8).numpy())
+    digest.update(values.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

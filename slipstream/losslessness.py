@@ -269,9 +269,9 @@ def _pool(values: Floats, expected: Floats) -> tuple[Floats, Floats]:
     """Merge the cells that expect too little, smallest first, into cells that expect enough."""
     order = np.argsort(expected)
     merged: list[list[float]] = []
-    value, mass = 0.0, 0.0
+    value = mass = 0.0
     for index in order:
-        value, mass = value + values[index], mass + expected[index]
+        value, mass = value + float(values[index]), mass + float(expected[index])
         if mass >= _MIN_EXPECTED:
             merged.append([value, mass])
             value, mass = 0.0, 0.0

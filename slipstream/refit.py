@@ -113,7 +113,7 @@ def bytes_digest(parts: Iterable[Tensor]) -> str:
     """Digest of byte tensors, one behind the other."""
     digest = xxhash.xxh3_64()
     for part in parts:
-        digest.update(part.numpy())
+        digest.update(part.numpy().data)
     return digest.hexdigest()
 
 

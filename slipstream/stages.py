@@ -17,6 +17,7 @@ from slipstream.context import RunContext
 from slipstream.data.prompts import load_prompt_sets, read_prompt_sets, render, write_prompt_sets
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.drafts.config import DraftInit
+from slipstream.projection import ProjectionRecord
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import (
     ArmRecord,
@@ -254,6 +255,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     arms: list[Path],
     evaluations: list[Path],
     certificate: Path,
+    projection: Path,
 ) -> Path:
     """Bring all records together; a directory with report.html, report.json and run.json, linked as runs/latest."""
     from slipstream.report import summarise, write_report
@@ -276,10 +278,11 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     )
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")
-        write_report(record, directory)
+        projected = read_record(ProjectionRecord, projection / "projection.json")
+        write_report(record, directory, projection=projected)
         speedup = summarise(record)["speedup"]
         tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
-        for name in ("report.html", "report.json"):
+        for name in ("report.html", "report.json", "run.json"):
             tracker.log_artifact(directory / name)
     _link_latest(Path(context.root), directory)
     return directory

@@ -25,6 +25,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     arms: list[FlyteDirectory],
     evaluations: list[FlyteDirectory],
     certificate: FlyteDirectory,
+    projection: FlyteDirectory,
 ) -> FlyteDirectory:
     """report.html, which is also the task's deck, report.json and run.json."""
     logs.configure()
@@ -38,6 +39,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         arms=[Path(arm) for arm in arms],
         evaluations=[Path(evaluation) for evaluation in evaluations],
         certificate=Path(certificate),
+        projection=Path(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
     return FlyteDirectory(str(directory))

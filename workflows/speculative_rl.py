@@ -14,6 +14,7 @@ from tasks.evaluate_aime import evaluate_aime
 from tasks.prepare_data import prepare_data
 from tasks.prepare_policy import prepare_policy
 from tasks.pretrain_draft import pretrain_draft
+from tasks.project_speedup import project_speedup
 from tasks.report_speedup import report_speedup
 from tasks.start_run import start_run
 from tasks.train_grpo import train_grpo
@@ -77,6 +78,7 @@ def speculative_rl(
         draft=draft,
         tuning=tuning,
     )
+    projection = project_speedup(context=run.context, tuning=tuning, arms=[baseline, speculative])
     report = report_speedup(
         context=run.context,
         recipe=run.recipe,
@@ -87,5 +89,6 @@ def speculative_rl(
         arms=[baseline, speculative],
         evaluations=evaluations,
         certificate=certificate,
+        projection=projection,
     )
     return require_lossless(certificate=certificate, report=report)

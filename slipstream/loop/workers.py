@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from slipstream.fingerprint import WeightPart
 from slipstream.loop.idle import IdleEngines
@@ -122,7 +123,7 @@ class RemoteEngine:
         """Whether every engine's process still answers."""
         try:
             _wait_until_ready(self._actors)
-        except ray.exceptions.RayActorError:
+        except RayActorError:
             return False
         return True
 

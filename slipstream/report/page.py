@@ -10,8 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from slipstream.projection import ProjectionRecord
 from slipstream.records import RunRecord, write_atomic
-from slipstream.report import figures, formats, tables
+from slipstream.report import figures, formats, projection_tables, tables
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import NUM_WARMUP_STEPS, RunSummary, summarise, summarise_run
 
@@ -24,7 +25,7 @@ class ReportPaths:
     json: Path
 
 
-def render(record: RunRecord, reference: Reference) -> str:
+def render(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> str:
     """The page. A run with one arm, one step or no draft in it gets a page that says so."""
     run = summarise_run(record)
     workload = reference.workloads.get(record.workload)
@@ -41,7 +42,8 @@ def render(record: RunRecord, reference: Reference) -> str:
         verdict=verdict(record, run),
         headline=_headline(record, run),
         figures={name: Markup(svg) for name, svg in _figures(record, run, reference).items()},
-        tables=_tables(record, run, reference),
+        tables=_tables(record, run, reference) | _projection_tables(projection),
+        projection=projection,
         workload_label=formats.WORKLOAD_LABELS.get(record.workload, record.workload),
         num_warmup_steps=NUM_WARMUP_STEPS,
         style=Markup((here / "style.css").read_text()),
@@ -78,10 +80,16 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
     return f"{method} made no difference beyond the noise: generation {generation}, the whole GRPO step {step}."
 
 
-def write_report(record: RunRecord, directory: Path, *, reference: Reference | None = None) -> ReportPaths:
+def write_report(
+    record: RunRecord,
+    directory: Path,
+    *,
+    reference: Reference | None = None,
+    projection: ProjectionRecord | None = None,
+) -> ReportPaths:
     """Write `report.html` and `report.json` into `directory`, each atomically."""
     paths = ReportPaths(html=directory / "report.html", json=directory / "report.json")
-    write_atomic(paths.html, render(record, reference or read_reference()).encode())
+    write_atomic(paths.html, render(record, reference or read_reference(), projection).encode())
     write_atomic(paths.json, json.dumps(summarise(record), indent=1, allow_nan=False).encode())
     return paths
 
@@ -135,3 +143,13 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
         built["quoted_lengths"] = tables.quoted_lengths_table(workload, reference)
         built["quoted_drafts"] = tables.quoted_drafts_table(workload, reference)
     return built
+
+
+def _projection_tables(projection: ProjectionRecord | None) -> dict[str, Any]:
+    if projection is None:
+        return {}
+    return {
+        "projection_check": projection_tables.check_table(projection),
+        "projection_own": projection_tables.own_table(projection),
+        "projection_published": projection_tables.published_table(projection),
+    }

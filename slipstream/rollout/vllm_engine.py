@@ -132,7 +132,8 @@ class VllmEngine:
             for name, index in ids.items():
                 engine.add_request(name, requests[index], params.clone())
             while engine.has_unfinished_requests():
-                for output in engine.step():
+                outputs: list[Any] = list(engine.step())
+                for output in outputs:
                     drawn = list(output.outputs[0].token_ids)
                     if drawn:
                         tokens[ids[output.request_id]] += drawn

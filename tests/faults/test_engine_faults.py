@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,8 @@ def bench(
     environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
     speculative = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
-    actor = (
-        ray.remote(FaultyEngine).options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
-    )
+    remote: Any = ray.remote(FaultyEngine)
+    actor = remote.options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
     engine = workers.RemoteEngine([actor])
     ray.get(actor.__ray_ready__.remote())
     yield Bench(engine=engine, actor=actor, models=models, exact=exact, baseline=baseline)
@@ -217,7 +216,7 @@ class Publisher:
         digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
         return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size, digest=digest)
 
-    def weight_fingerprints(self, parts: list[WeightPart]) -> dict[str, str]:
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         return self.bench.exact[self.policy].weight_fingerprints(parts)
 
 

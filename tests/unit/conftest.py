@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
+from slipstream.records import ArmRecord, RefitCheck, StepRecord, SweepPoint, TuningRecord
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
@@ -67,13 +67,19 @@ def _step(index: int, values: dict[str, Any], demo: dict[str, Any], factor: floa
         num_response_tokens=values["num_response_tokens"],
         num_truncated=values["num_truncated"],
         num_reward_timeouts=0,
+        num_reward_crashes=0,
         num_zero_signal_groups=0,
         loss=0.0,
         grad_norm=0.0,
         kl=0.0,
         clip_fraction=0.0,
         mismatch_kl=0.0,
+        mismatch_k3=0.0,
+        mismatch_mean=0.0,
         mismatch_max=0.0,
+        mismatch_outside_fraction=0.0,
         acceptance=None,
         policy_version=index,
+        draft_version=None,
+        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
     )

@@ -142,3 +142,18 @@ def test_every_figure_is_an_svg_that_says_what_is_projected(ensemble: Ensemble) 
     for text, svg in drawn.items():
         assert svg.startswith("<svg")
         assert text in svg
+
+
+def test_the_page_keeps_measured_and_projected_apart(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    from slipstream.projection import project_speedup
+    from slipstream.report.projection_tables import check_table, own_table, published_table
+
+    record = project_speedup(demo_arms(1.0), demo_tuning, workload="rl_zero", execution="demo")
+    check = check_table(record)
+
+    assert check is not None
+    assert [group.heading for group in check.groups] == ["measured", "projected"]
+    assert len(own_table(record).rows) == len(record.from_run)
+    assert published_table(record).quoted == (False,) * 4 + (True,) * 2
