@@ -1,4 +1,4 @@
-"""Reading the weights that a vLLM model really computes with, whatever layout it keeps them in.
+"""The weights that a vLLM model really computes with, whatever layout it keeps them in: read, and on a CPU written.
 
 Fused layers are cut into the checkpoint's tensors, tensor-parallel shards are named by the slice they hold, and
 weights that a CPU backend has packed out of sight are recovered by multiplying with the identity, which is exact:
@@ -7,18 +7,22 @@ every sum has one term.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from slipstream.fingerprint import WeightPart
 
@@ -26,85 +30,166 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 
 
-def weights(
-    model: nn.Module, *, rename: tuple[str, str], without: nn.Module | None
-) -> Iterator[tuple[WeightPart, Tensor]]:
-    """Every weight of the model, in the parts that this rank holds.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One parameter of a vLLM model, and the checkpoint's parts that lie in it one below the other."""
+
+    module: nn.Module
+    parameter: str
+    parts: tuple[WeightPart, ...]
+    shape: tuple[int, int] | None = None  # [outputs, inputs] of a layer that multiplies; None of others
+
+    def read(self) -> Iterator[tuple[WeightPart, Tensor]]:
+        """The parts as the model computes with them.
+
+        Raises:
+            LookupError: the backend hides them.
+            RuntimeError: a layer multiplies with another weight than it holds.
+        """
+        held: Tensor = getattr(self.module, self.parameter)
+        if self.shape is not None and hasattr(self.module, "cpu_linear"):
+            packed = self._recovered(self.shape[1])
+            if held.numel() and not torch.equal(held, packed):
+                raise RuntimeError(f"{self.parts[0].name} must be what its layer multiplies with, got another weight")
+            held = packed
+        if not held.numel():
+            raise LookupError(f"{self.parts[0].name} is empty: its backend hides it")
+        if len(self.parts) == 1:
+            yield self.parts[0], held[: self.parts[0].length] if self.parts[0].dim == 0 else held
+            return
+        rows = held.split([part.length for part in self.parts])
+        yield from zip(self.parts, rows, strict=True)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the parameter by whole tensors of a checkpoint, and have a layer that packs it do so anew."""
+        cuts = [tensors[part.name].narrow(part.dim, part.start, part.length) for part in self.parts]
+        rows = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+        held: nn.Parameter = getattr(self.module, self.parameter)
+        if held.numel():
+            held.data[: len(rows)].copy_(rows)
+        else:
+            own_dtype = rows.to(held.dtype, copy=True, memory_format=torch.contiguous_format)
+            setattr(self.module, self.parameter, nn.Parameter(own_dtype, requires_grad=False))
+        if self.shape is not None:
+            self.module.quant_method.process_weights_after_loading(self.module)  # type: ignore[operator,union-attr]
+
+    def _recovered(self, num_inputs: int) -> Tensor:
+        """[outputs, inputs]: the layer's answer to the identity matrix."""
+        weight: Tensor = getattr(self.module, self.parameter)
+        identity = torch.eye(num_inputs, dtype=weight.dtype)
+        return self.module.cpu_linear(identity, weight, None).t()  # type: ignore[operator]
+
+
+def slots(model: nn.Module, *, rename: tuple[str, str] = ("", ""), without: nn.Module | None = None) -> list[Slot]:
+    """Every parameter of the model, in the parts that this rank holds.
 
     Args:
         rename: prefix of the model's names, and the one that the checkpoint has instead.
         without: a model whose modules do not count: a draft borrows the policy's embeddings.
     Raises:
-        LookupError: a module has parameters that this function does not know how to read.
+        LookupError: a module has parameters that this function does not know.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
+    old, new = rename
+    found: list[Slot] = []
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if not own or id(module) in borrowed:
-            continue
-        for part, tensor in _module_weights(path, module, own):
-            old, new = rename
-            name = new + part.name.removeprefix(old) if part.name.startswith(old) else part.name
-            yield WeightPart(name=name, dim=part.dim, start=part.start, length=part.length, dtype=part.dtype), tensor
+        if own and id(module) not in borrowed:
+            name = new + path.removeprefix(old) if path.startswith(old) else path
+            found += _module_slots(name, module, own)
+    return found
 
 
-def _module_weights(path: str, module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator[tuple[WeightPart, Tensor]]:
+def weights(slots: Iterable[Slot]) -> Iterator[tuple[WeightPart, Tensor]]:
+    """All parts of the slots and what they hold. See `Slot.read` for errors."""
+    for slot in slots:
+        yield from slot.read()
+
+
+def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether `Slot.write` does all that vLLM's own reload would: plain layers on a CPU, and tensors that fit them.
+
+    A GPU's kernels may have derived more from a weight than its layer tells; there vLLM's reload it is.
+    """
+    names = {part.name for slot in slots for part in slot.parts}
+    return (
+        current_platform.is_cpu()
+        and names == tensors.keys()
+        and all(_is_plain(slot.module) for slot in slots)
+        and all(
+            part.start + part.length <= tensors[part.name].shape[part.dim] for slot in slots for part in slot.parts
+        )
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if type(module) is RMSNorm:
+        return True
+    methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    skips = getattr(module, "_cpu_skip_gemm_dispatch", False)  # whose weight others have taken apart
+    return type(getattr(module, "quant_method", None)) in methods and not skips
+
+
+def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Slot]:
     if isinstance(module, LinearBase):
         if set(own) != {"weight"}:
             raise LookupError(f"{path} holds {sorted(own)}, not one weight")
-        yield from _linear(path, module)
-    elif isinstance(module, VocabParallelEmbedding):
+        shape = _linear_shape(module)
+        parts = _linear_parts(path, module, shape, _dtype(own["weight"]))
+        return [Slot(module=module, parameter="weight", parts=parts, shape=shape)]
+    if isinstance(module, VocabParallelEmbedding):
         held = module.shard_indices
         start, stop = held.org_vocab_start_index, held.org_vocab_end_index
-        weight = own["weight"] if own["weight"].numel() else _recover(module, module.embedding_dim)
-        yield _part(f"{path}.weight", 0, start, stop - start, weight[: stop - start])
-    else:
-        for name, tensor in own.items():
-            if tensor.numel() == 0:
-                raise LookupError(f"{path}.{name} is empty: its backend hides it")
-            yield _part(f"{path}.{name}", 0, 0, tensor.shape[0], tensor)
-
-
-def _linear(path: str, module: LinearBase) -> Iterator[tuple[WeightPart, Tensor]]:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    if weight.numel() == 0:
-        weight = _recover(
-            module, module.input_size // module.tp_size if isinstance(module, RowParallelLinear) else module.input_size
+        shape = (module.num_embeddings_per_partition, module.embedding_dim)
+        part = WeightPart(name=f"{path}.weight", dim=0, start=start, length=stop - start, dtype=_dtype(own["weight"]))
+        return [Slot(module=module, parameter="weight", parts=(part,), shape=shape)]
+    return [
+        Slot(
+            module=module,
+            parameter=name,
+            parts=(WeightPart(name=f"{path}.{name}", dim=0, start=0, length=len(tensor), dtype=_dtype(tensor)),),
         )
+        for name, tensor in own.items()
+    ]
+
+
+def _linear_shape(module: LinearBase) -> tuple[int, int]:
+    """[outputs, inputs] of this rank."""
+    if isinstance(module, RowParallelLinear):
+        return module.output_size, module.input_size_per_partition
+    if isinstance(module, ColumnParallelLinear):
+        return module.output_size_per_partition, module.input_size
+    return module.output_size, module.input_size
+
+
+def _linear_parts(path: str, module: LinearBase, shape: tuple[int, int], dtype: str) -> tuple[WeightPart, ...]:
     rank, parent = module.tp_rank, path.rpartition(".")[0]
     if isinstance(module, QKVParallelLinear):
         kv_rank = rank // module.num_kv_head_replicas
         sizes = [module.num_heads * module.head_size] + [module.num_kv_heads * module.head_size] * 2
         starts = [rank * sizes[0], kv_rank * sizes[1], kv_rank * sizes[2]]
-        yield from _split(weight, [f"{parent}.{name}.weight" for name in _QKV], sizes, starts)
-    elif isinstance(module, MergedColumnParallelLinear):
+        return _stacked(path, [f"{parent}.{name}.weight" for name in _QKV], sizes, starts, shape, dtype)
+    if isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]
-        yield from _split(weight, [f"{parent}.{n}.weight" for n in _GATE_UP], sizes, [rank * size for size in sizes])
-    elif isinstance(module, RowParallelLinear):
-        width = weight.shape[1]
-        yield _part(f"{path}.weight", 1, rank * width, width, weight)
-    else:
-        start = rank * weight.shape[0] if isinstance(module, ColumnParallelLinear) else 0
-        yield _part(f"{path}.weight", 0, start, weight.shape[0], weight)
+        starts = [rank * size for size in sizes]
+        return _stacked(path, [f"{parent}.{name}.weight" for name in _GATE_UP], sizes, starts, shape, dtype)
+    if isinstance(module, RowParallelLinear):
+        width = shape[1]
+        return (WeightPart(name=f"{path}.weight", dim=1, start=rank * width, length=width, dtype=dtype),)
+    start = rank * shape[0] if isinstance(module, ColumnParallelLinear) else 0
+    return (WeightPart(name=f"{path}.weight", dim=0, start=start, length=shape[0], dtype=dtype),)
 
 
-def _split(
-    weight: Tensor, names: list[str], sizes: list[int], starts: list[int]
-) -> Iterator[tuple[WeightPart, Tensor]]:
-    if len(names) != len(sizes) or sum(sizes) != weight.shape[0]:
-        raise LookupError(f"{names} do not make up {tuple(weight.shape)}: rows {sizes}")
-    for name, size, start, rows in zip(names, sizes, starts, weight.split(sizes), strict=True):
-        yield _part(name, 0, start, size, rows)
+def _stacked(
+    path: str, names: list[str], sizes: list[int], starts: list[int], shape: tuple[int, int], dtype: str
+) -> tuple[WeightPart, ...]:
+    if len(names) != len(sizes) or sum(sizes) != shape[0]:
+        raise LookupError(f"{path}: {names} do not make up {shape}: rows {sizes}")
+    return tuple(
+        WeightPart(name=name, dim=0, start=start, length=size, dtype=dtype)
+        for name, size, start in zip(names, sizes, starts, strict=True)
+    )
 
 
-def _recover(module: nn.Module, num_inputs: int) -> Tensor:
-    """[outputs, inputs] of a layer whose weight is packed: its answer to the identity matrix."""
-    if not hasattr(module, "cpu_linear"):
-        raise LookupError(f"{type(module).__name__} keeps its weight neither in sight nor behind cpu_linear")
-    identity = torch.eye(num_inputs, dtype=module.weight.dtype)  # type: ignore[arg-type]
-    return module.cpu_linear(identity, module.weight, None).t()  # type: ignore[operator]
-
-
-def _part(name: str, dim: int, start: int, length: int, tensor: Tensor) -> tuple[WeightPart, Tensor]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return WeightPart(name=name, dim=dim, start=start, length=length, dtype=dtype), tensor
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

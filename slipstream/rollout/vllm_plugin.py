@@ -8,7 +8,6 @@ that the replacement reached the process that samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,17 +65,17 @@ class EngineProbe:
 
     def weight_parts(self, is_draft: bool) -> list[WeightPart]:
         """What this rank holds of the policy, or of the draft."""
-        return [part for part, _ in self._weights(is_draft)]
+        return [part for slot in self._slots(is_draft) for part in slot.parts]
 
     def weight_fingerprints(self, is_draft: bool) -> dict[str, str]:
         """Fingerprints of what this rank computes with, by `WeightPart.key`."""
-        return {part.key: fingerprint(tensor) for part, tensor in self._weights(is_draft)}
+        return {part.key: fingerprint(tensor) for part, tensor in engine_weights.weights(self._slots(is_draft))}
 
-    def _weights(self, is_draft: bool) -> Iterator[tuple[WeightPart, torch.Tensor]]:
+    def _slots(self, is_draft: bool) -> list[engine_weights.Slot]:
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
         if not is_draft:
-            return engine_weights.weights(runner.model, rename=("", ""), without=None)
-        return engine_weights.weights(runner.drafter.model, rename=("model.", ""), without=runner.model)
+            return engine_weights.slots(runner.model)
+        return engine_weights.slots(runner.drafter.model, rename=("model.", ""), without=runner.model)
 
     def reseed(self, seed: int) -> None:
         """Seed every generator of this process: drafts are sampled from torch's global one, whatever requests say."""

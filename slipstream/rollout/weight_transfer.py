@@ -1,7 +1,9 @@
 """How new weights enter a running vLLM engine: a weight-transfer engine of vLLM's own API that reads safetensors.
 
-Works for the policy and for the draft, on CPU and GPU, with sharded and prepacked layouts, because vLLM's layerwise
-reload re-runs each layer's own loading and post-processing. Source and engine must see one file system.
+vLLM's layerwise reload re-runs each layer's own loading and post-processing, so it works for the policy and for the
+draft, on CPU and GPU, with sharded and prepacked layouts. Its bookkeeping is Python, a layer at a time: on a CPU, where
+a plain policy's layers can be written directly, that takes a third of the time. Source and engine must see one file
+system.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slipstream.refit import bytes_digest
+from slipstream.rollout import engine_weights
 
 BACKEND = "slipstream_safetensors"
 
@@ -43,11 +46,10 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Record the layers' layouts, so that prepacked ones are rebuilt at the end."""
-        initialize_layerwise_reload(self.model)
+        """Nothing: how to load is known when the tensors are."""
 
     def receive_weights(self, update_info: SafetensorsUpdate) -> None:
-        """Load all of them.
+        """Load all of them, and rebuild what the layers derive from their weights.
 
         Raises:
             FileNotFoundError: there is none.
@@ -59,12 +61,25 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
             for file, size in zip(files, sizes, strict=True)
         ]
         self.received_digest = bytes_digest(maps)
-        tensors = (item for file in files for item in load_file(file).items())
-        self.model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        slots = self._known_slots()
+        if engine_weights.can_write(slots, tensors):
+            for slot in slots:
+                slot.write(tensors)
+        else:
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(tensors.items())  # type: ignore[operator]  # every vLLM model has it
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Rebuild what the layers derive from their weights."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Nothing: one update brings all tensors."""
+
+    def _known_slots(self) -> list[engine_weights.Slot]:
+        """The model's parameters; none if it has some that only vLLM can write."""
+        try:
+            return engine_weights.slots(self.model)
+        except LookupError:
+            return []
 
     def shutdown(self) -> None:
         """Nothing to release."""
