@@ -147,7 +147,7 @@ class RemoteLearner:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run `LearnerWorker.<method>` on every rank."""
-        shared = [ray.put(arg) for arg in args]
+        shared = [ray.put(arg) for arg in args] if len(self._actors) > 1 else args
         return ray.get([getattr(actor, method).remote(*shared, **kwargs) for actor in self._actors])[0]
 
     def lm_step(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +77,14 @@ class Slot:
     def _recovered(self, num_inputs: int) -> Tensor:
         """[outputs, inputs]: the layer's answer to the identity matrix."""
         weight: Tensor = getattr(self.module, self.parameter)
-        identity = torch.eye(num_inputs, dtype=weight.dtype)
-        return self.module.cpu_linear(identity, weight, None).t()  # type: ignore[operator]
+        return self.module.cpu_linear(_identity(num_inputs, weight.dtype), weight, None).t()  # type: ignore[operator]
 
 
-def slots(model: nn.Module, *, rename: tuple[str, str] = ("", ""), without: nn.Module | None = None) -> list[Slot]:
-    """Every parameter of the model, in the parts that this rank holds.
+@cache
+def slots(
+    model: nn.Module, *, rename: tuple[str, str] = ("", ""), without: nn.Module | None = None
+) -> tuple[Slot, ...]:
+    """Every parameter of the model, in the parts that this rank holds; they stay, whatever is loaded into them.
 
     Args:
         rename: prefix of the model's names, and the one that the checkpoint has instead.
@@ -97,7 +100,7 @@ def slots(model: nn.Module, *, rename: tuple[str, str] = ("", ""), without: nn.M
         if own and id(module) not in borrowed:
             name = new + path.removeprefix(old) if path.startswith(old) else path
             found += _module_slots(name, module, own)
-    return found
+    return tuple(found)
 
 
 def weights(slots: Iterable[Slot]) -> Iterator[tuple[WeightPart, Tensor]]:
@@ -116,9 +119,7 @@ def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
         current_platform.is_cpu()
         and names == tensors.keys()
         and all(_is_plain(slot.module) for slot in slots)
-        and all(
-            part.start + part.length <= tensors[part.name].shape[part.dim] for slot in slots for part in slot.parts
-        )
+        and all(part.start + part.length <= tensors[part.name].shape[part.dim] for slot in slots for part in slot.parts)
     )
 
 
@@ -189,6 +190,11 @@ def _stacked(
         WeightPart(name=name, dim=0, start=start, length=size, dtype=dtype)
         for name, size, start in zip(names, sizes, starts, strict=True)
     )
+
+
+@cache
+def _identity(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.eye(size, dtype=dtype)
 
 
 def _dtype(tensor: Tensor) -> str:

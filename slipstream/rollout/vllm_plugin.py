@@ -71,7 +71,7 @@ class EngineProbe:
         """Fingerprints of what this rank computes with, by `WeightPart.key`."""
         return {part.key: fingerprint(tensor) for part, tensor in engine_weights.weights(self._slots(is_draft))}
 
-    def _slots(self, is_draft: bool) -> list[engine_weights.Slot]:
+    def _slots(self, is_draft: bool) -> tuple[engine_weights.Slot, ...]:
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
         if not is_draft:
             return engine_weights.slots(runner.model)

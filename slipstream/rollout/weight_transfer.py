@@ -74,12 +74,12 @@ class SafetensorsTransfer(WeightTransferEngine[SafetensorsInit, SafetensorsUpdat
     def finish_weight_update(self) -> None:
         """Nothing: one update brings all tensors."""
 
-    def _known_slots(self) -> list[engine_weights.Slot]:
+    def _known_slots(self) -> tuple[engine_weights.Slot, ...]:
         """The model's parameters; none if it has some that only vLLM can write."""
         try:
             return engine_weights.slots(self.model)
         except LookupError:
-            return []
+            return ()
 
     def shutdown(self) -> None:
         """Nothing to release."""
