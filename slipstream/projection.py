@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.config import require
+from slipstream.projected_figures import ProjectedFigures, projected_figures, running_batches
 from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim import paper
 from slipstream.sim.calibration import Calibration
@@ -26,6 +27,7 @@ _OWN_SETTING = "cpu-2core"
 _DENSE_SETTING = "paper-8b"
 _LARGE_SETTING = "paper-235b"
 _MAX_RESPONSE_TOKENS = {"rl_zero": 160, "rl_think": 384}  # configs/tiny.yaml
+_DRAWN_K, _DRAWN_LENGTH = 3, 3.0  # of the figures: the first point that the paper projects
 _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
 
 
@@ -173,6 +175,7 @@ class ProjectionRecord:
     from_run: tuple[ProjectedPoint, ...]  # the run's machine, every k of its sweep
     paper_calibration: CalibrationRecord
     from_paper: tuple[PublishedPoint, ...]
+    figures: ProjectedFigures
 
 
 def project_speedup(
@@ -191,6 +194,7 @@ def project_speedup(
         from_run=tuple(project_run(calibrated, sorted({point.k for point in tuning.points if point.k > 0}))),
         paper_calibration=calibration_record("arXiv 2604.26779, measured", from_paper),
         from_paper=tuple(project_published(from_paper)),
+        figures=_figures(calibrated, from_paper),
     )
 
 
@@ -315,6 +319,22 @@ def own_setting(workload: str) -> Setting:
     setting = load_setting(_OWN_SETTING)
     longest = _MAX_RESPONSE_TOKENS.get(workload, setting.max_response_tokens)
     return replace(setting, max_response_tokens=longest)
+
+
+def _figures(calibrated: RunCalibration, from_paper: Ensemble) -> ProjectedFigures:
+    check = calibrated.check
+    drafted = {} if check is None else {check.k: check.acceptance_length}
+    running = running_batches(
+        calibrated.setting, calibrated.ensemble, mean_tokens=calibrated.mean_tokens, acceptance_lengths=drafted
+    )
+    setting = load_setting(_LARGE_SETTING)
+    scenario = Scenario(
+        setting=setting,
+        mean_tokens=max(setting.mean_response_tokens.values()),
+        k=_DRAWN_K,
+        acceptance_length=_DRAWN_LENGTH,
+    )
+    return projected_figures(scenario, from_paper, paper_learner(), running=running)
 
 
 def _fitting_gpus(setting: Setting) -> int:

@@ -1,84 +1,36 @@
-"""The figures of the page, as inline SVG in one style. Colours are Okabe and Ito's, told apart by the colour-blind."""
+"""The figures of the page: what was measured."""
 
 from __future__ import annotations
 
-import io
-import re
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from slipstream.records import CertificateRecord, EvaluationRecord, RunRecord, StepRecord, SweepPoint
+from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import RunSummary, step_speedup_bound
 from slipstream.statistics import moving_average
 from slipstream.types import STAGES, Arm
 
-if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType
-
-_ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
-_STAGE_COLOURS = {
-    "data": "#999999",
-    "prepare": "#e69f00",
-    "generation": "#0072b2",
-    "logprob": "#56b4e9",
-    "train": "#009e73",
-}
-_LOSS = "#d55e00"
-_HIGHLIGHT = "#e69f00"
-_INK = "#30343b"
-_WIDTH_IN = 10.2
-_STYLE: dict[RcKeyType, Any] = {
-    # Text stays text: small, selectable, and set in the page's font (narrower than the one laid out with).
-    "svg.fonttype": "none",
-    "svg.hashsalt": "slipstream",
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": "#9aa1ab",
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e7e9ee",
-    "grid.linewidth": 0.7,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "path.simplify_threshold": 0.5,
-}
+_UNIFORMS_IN_A_ROW = 5
 
 
 def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
     """Median seconds of each stage, stacked, one bar an arm; the reference on an axis of its own."""
     measured = {arm.arm.value: {stage: arm.stages[stage].median for stage in STAGES} for arm in run.arms}
     if workload is None:
-        return _draw(1, 1.8, lambda axes: _stacked(axes[0], "this run, measured", measured))
+        return draw_svg(1, 1.8, lambda axes: _stacked(axes[0], "this run, measured", measured))
     quoted = {arm.value: workload.times(arm).by_stage() for arm in Arm}
 
     def draw(axes: Sequence[Axes]) -> None:
         _stacked(axes[0], "this run, measured", measured)
         _stacked(axes[1], reference.label, quoted)
 
-    return _draw(2, 1.8, draw)
+    return draw_svg(2, 1.8, draw)
 
 
 def step_times(record: RunRecord) -> str:
@@ -92,7 +44,7 @@ def step_times(record: RunRecord) -> str:
             _from_zero(ax)
         axes[0].legend(loc="lower right", ncols=2)
 
-    return _draw(2, 2.5, draw)
+    return draw_svg(2, 2.5, draw)
 
 
 def bound(run: RunSummary) -> str:
@@ -104,20 +56,18 @@ def bound(run: RunSummary) -> str:
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]
-        ax.plot(
-            lengths, [step_speedup_bound(share, x) for x in lengths], color=_INK, label="bound 1 / (g / AL + 1 - g)"
-        )
-        ax.axhline(1, color=_LOSS, linewidth=0.9, linestyle="--", label="no gain")
+        ax.plot(lengths, [step_speedup_bound(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
+        ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
         low, high = step.ci95 or (step.value, step.value)
         errors = [[max(0.0, step.value - low)], [max(0.0, high - step.value)]]
-        colour = _ARM_COLOURS[Arm.SPECULATIVE]
+        colour = ARM_COLOURS[Arm.SPECULATIVE]
         ax.errorbar(
             [length], [step.value], yerr=errors, fmt="o", color=colour, capsize=3, label="measured, 95 % interval"
         )
         ax.set(xlabel="mean acceptance length (AL)", title=f"Step speedup, g = {percent(share)} of the step")
         ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
 
-    return _draw(1, 2.5, draw, width=6.4)
+    return draw_svg(1, 2.5, draw, width=6.4)
 
 
 def acceptance(record: RunRecord, run: RunSummary) -> str:
@@ -130,7 +80,7 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
     def draw(axes: Sequence[Axes]) -> None:
         by_position = axes[0]
         if measured:
-            bars = by_position.bar(range(1, k + 1), measured, width=0.6, color=_ARM_COLOURS[Arm.SPECULATIVE])
+            bars = by_position.bar(range(1, k + 1), measured, width=0.6, color=ARM_COLOURS[Arm.SPECULATIVE])
             bars.set_label("during RL")
             by_position.bar_label(bars, [percent(rate) for rate in measured], label_type="center", color="white")
             over_steps = axes[1]
@@ -138,13 +88,13 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
             over_steps.set(title=f"Mean acceptance length (at most {k + 1})", ylim=(1, k + 1.05))
         shown = held_out[:k]
         positions = range(1, len(shown) + 1)
-        by_position.plot(positions, shown, "D", color=_HIGHLIGHT, markeredgecolor="white", label="held out, before RL")
+        by_position.plot(positions, shown, "D", color=HIGHLIGHT, markeredgecolor="white", label="held out, before RL")
         by_position.set(title="Accepted, by draft position", xlabel="draft position", ylim=(0, 1.08))
         by_position.set_xlim(0.4, k + 0.6)
         by_position.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         by_position.legend(loc="upper right")
 
-    return _draw(2, 2.5, draw) if measured else _draw(1, 2.5, draw, width=_WIDTH_IN / 2)
+    return draw_svg(2, 2.5, draw) if measured else draw_svg(1, 2.5, draw, width=WIDTH_IN / 2)
 
 
 def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
@@ -160,7 +110,7 @@ def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
         axes[0].set_ylabel("generation, s")
         axes[len(batches)].set_ylabel("mean acceptance length")
 
-    return _draw(len(batches), 3.9, draw, rows=2, width=max(3.4, min(_WIDTH_IN, 3.1 * len(batches))))
+    return draw_svg(len(batches), 3.9, draw, rows=2, width=max(3.4, min(WIDTH_IN, 3.1 * len(batches))))
 
 
 def learning(record: RunRecord) -> str:
@@ -173,7 +123,7 @@ def learning(record: RunRecord) -> str:
         axes[0].legend(loc="lower right", ncols=2)
         _accuracies(axes[1], record.evaluations)
 
-    return _draw(2, 2.7, draw)
+    return draw_svg(2, 2.7, draw)
 
 
 def mismatch(record: RunRecord) -> str:
@@ -187,7 +137,7 @@ def mismatch(record: RunRecord) -> str:
         _from_zero(axes[1])
         axes[0].legend(loc="best", ncols=2)
 
-    return _draw(2, 2.2, draw)
+    return draw_svg(2, 2.2, draw)
 
 
 def losses(record: RunRecord) -> str:
@@ -198,53 +148,33 @@ def losses(record: RunRecord) -> str:
     def draw(axes: Sequence[Axes]) -> None:
         for ax, (title, values) in zip(axes, curves.items(), strict=True):
             ax.plot(values, color="#b9bec7", linewidth=0.8)
-            ax.plot(moving_average(values, max(1, len(values) // 20)), color=_INK)
+            ax.plot(moving_average(values, max(1, len(values) // 20)), color=INK)
             ax.set(title=title, xlabel="optimizer step")
             _from_zero(ax)
 
-    return _draw(len(curves), 2.2, draw, width=_WIDTH_IN if len(curves) == 2 else 4.7) if curves else ""
+    return draw_svg(len(curves), 2.2, draw, width=WIDTH_IN if len(curves) == 2 else 4.7) if curves else ""
 
 
 def uniforms(certificate: CertificateRecord) -> str:
     """Probability integral transforms by position in the draft window: flat where the engine is exact."""
     histograms = certificate.pit_histograms
+    columns = min(len(histograms), _UNIFORMS_IN_A_ROW)
+    rows = -(-len(histograms) // columns)
 
     def draw(axes: Sequence[Axes]) -> None:
-        for ax, (name, counts) in zip(axes, histograms.items(), strict=True):
+        for ax in axes[len(histograms) :]:
+            ax.set_visible(False)
+        for ax, (name, counts) in zip(axes, histograms.items(), strict=False):
             total, bins = sum(counts), len(counts)
             expected = total / bins
             spread = 1.96 * (expected * (1 - 1 / bins)) ** 0.5
-            ax.bar((np.arange(bins) + 0.5) / bins, counts, width=0.9 / bins, color=_ARM_COLOURS[Arm.SPECULATIVE])
-            ax.axhspan(expected - spread, expected + spread, color=_HIGHLIGHT, alpha=0.25, linewidth=0)
-            ax.axhline(expected, color=_INK, linewidth=0.8)
+            ax.bar((np.arange(bins) + 0.5) / bins, counts, width=0.9 / bins, color=ARM_COLOURS[Arm.SPECULATIVE])
+            ax.axhspan(expected - spread, expected + spread, color=HIGHLIGHT, alpha=0.25, linewidth=0)
+            ax.axhline(expected, color=INK, linewidth=0.8)
             ax.set(title=f"{name}: {total:,}", xticks=(0, 1), xlabel="u")
             _from_zero(ax)
 
-    return _draw(len(histograms), 1.9, draw)
-
-
-def _draw(
-    columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = _WIDTH_IN
-) -> str:
-    """An SVG element of `rows` x `columns` axes filled by `draw`."""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
-        draw(figure.subplots(rows, columns, squeeze=False).ravel().tolist())
-        file = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
-    return _inline(file.getvalue())
-
-
-def _inline(svg: str) -> str:
-    """The bare element, with ids that no other figure of the page has."""
-    svg = svg[svg.index("<svg") :]
-    prefix = f"f{zlib.crc32(svg.encode()):08x}-"
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    # Hundredths of a point are enough for a coordinate; text, which lies between the tags, is left alone.
-    return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)
+    return draw_svg(columns, 1.9 * rows, draw, rows=rows)
 
 
 def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
@@ -253,7 +183,7 @@ def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
         left = 0.0
         for stage, value in stages.items():
             label = stage if row == 0 else None
-            ax.barh(row, value, left=left, height=0.62, color=_STAGE_COLOURS[stage], label=label, edgecolor="white")
+            ax.barh(row, value, left=left, height=0.62, color=STAGE_COLOURS[stage], label=label, edgecolor="white")
             if value > 0.12 * longest:
                 ax.text(left + value / 2, row, seconds(value), ha="center", va="center", color="white")
             left += value
@@ -275,7 +205,7 @@ def _over_steps(
         if not pairs:
             continue
         steps, values = zip(*pairs, strict=True)
-        colour, marker = _ARM_COLOURS[arm.arm], "o" if len(pairs) < 4 else None
+        colour, marker = ARM_COLOURS[arm.arm], "o" if len(pairs) < 4 else None
         if smooth:
             ax.plot(steps, values, color=colour, linewidth=0.7, alpha=0.5)
             values = moving_average(values, max(1, len(values) // 6))
@@ -295,13 +225,13 @@ def _from_zero(ax: Axes) -> None:
 
 def _sweep_times(ax: Axes, points: Sequence[SweepPoint], chosen_k: int) -> None:
     baseline = float(np.median([point.autoregressive_s for point in points]))
-    ax.axhline(baseline, color=_ARM_COLOURS[Arm.AUTOREGRESSIVE], linewidth=1, linestyle="--")
+    ax.axhline(baseline, color=ARM_COLOURS[Arm.AUTOREGRESSIVE], linewidth=1, linestyle="--")
     for x, point in enumerate(points):
         loses = point.k > 0 and point.speedup < 1
-        colour = _LOSS if loses else _ARM_COLOURS[Arm.SPECULATIVE if point.k else Arm.AUTOREGRESSIVE]
+        colour = LOSS if loses else ARM_COLOURS[Arm.SPECULATIVE if point.k else Arm.AUTOREGRESSIVE]
         ax.bar(x, point.generation_s, width=0.66, color=colour, hatch="//" if loses else None, edgecolor="white")
         low, high = point.generation_s - point.generation_p10_s, point.generation_p90_s - point.generation_s
-        ax.errorbar(x, point.generation_s, yerr=[[max(0, low)], [max(0, high)]], color=_INK, capsize=2, linewidth=0.9)
+        ax.errorbar(x, point.generation_s, yerr=[[max(0, low)], [max(0, high)]], color=INK, capsize=2, linewidth=0.9)
         text = speedup(point.speedup) if point.k else ""
         top = max(point.generation_p90_s, point.generation_s)
         weight = "bold" if point.k == chosen_k and point.k else "normal"
@@ -313,17 +243,17 @@ def _sweep_times(ax: Axes, points: Sequence[SweepPoint], chosen_k: int) -> None:
 
 def _sweep_lengths(ax: Axes, points: Sequence[SweepPoint]) -> None:
     lengths = [point.mean_acceptance_length for point in points]
-    ax.plot(range(len(points)), lengths, marker="o", markersize=4, color=_ARM_COLOURS[Arm.SPECULATIVE])
+    ax.plot(range(len(points)), lengths, marker="o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
     ax.set_xticks(range(len(points)), [str(point.k) for point in points])
     ax.set(xlabel="draft length k", ylim=(0.8, 1.12 * max(lengths)), xlim=(-0.5, len(points) - 0.5))
 
 
 def _accuracies(ax: Axes, evaluations: Sequence[EvaluationRecord]) -> None:
-    colours = {"start": "#c4c9d1", **{arm.value: colour for arm, colour in _ARM_COLOURS.items()}}
+    colours = {"start": "#c4c9d1", **{arm.value: colour for arm, colour in ARM_COLOURS.items()}}
     for x, evaluation in enumerate(evaluations):
         value, (low, high) = evaluation.avg_at_k, evaluation.ci95
         ax.bar(x, value, width=0.55, color=colours[evaluation.policy])
-        ax.errorbar(x, value, yerr=[[max(0, value - low)], [max(0, high - value)]], color=_INK, capsize=3, linewidth=1)
+        ax.errorbar(x, value, yerr=[[max(0, value - low)], [max(0, high - value)]], color=INK, capsize=3, linewidth=1)
         ax.annotate(f"{value:.3f}", (x, max(high, value)), (0, 3), textcoords="offset points", ha="center")
     ax.set_xticks(range(len(evaluations)), [POLICY_LABELS[evaluation.policy] for evaluation in evaluations])
     k = evaluations[0].k if evaluations else 0

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from slipstream.projection import ProjectionRecord
 from slipstream.records import RunRecord, write_atomic
-from slipstream.report import figures, formats, projection_tables, tables
+from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import NUM_WARMUP_STEPS, RunSummary, summarise, summarise_run
 
@@ -29,6 +29,7 @@ def render(record: RunRecord, reference: Reference, projection: ProjectionRecord
     """The page. A run with one arm, one step or no draft in it gets a page that says so."""
     run = summarise_run(record)
     workload = reference.workloads.get(record.workload)
+    drawn = _figures(record, run, reference) | _projection_figures(projection)
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -41,7 +42,7 @@ def render(record: RunRecord, reference: Reference, projection: ProjectionRecord
         workload=workload,
         verdict=verdict(record, run),
         headline=_headline(record, run),
-        figures={name: Markup(svg) for name, svg in _figures(record, run, reference).items()},
+        figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=_tables(record, run, reference) | _projection_tables(projection),
         projection=projection,
         workload_label=formats.WORKLOAD_LABELS.get(record.workload, record.workload),
@@ -152,4 +153,19 @@ def _projection_tables(projection: ProjectionRecord | None) -> dict[str, Any]:
         "projection_check": projection_tables.check_table(projection),
         "projection_own": projection_tables.own_table(projection),
         "projection_published": projection_tables.published_table(projection),
+    }
+
+
+def _projection_figures(projection: ProjectionRecord | None) -> dict[str, str]:
+    if projection is None:
+        return {}
+    drawn = projection.figures
+    return {
+        "projection_fits": simulator_figures.measured_against_simulated(
+            [projection.run_calibration, projection.paper_calibration]
+        ),
+        "projection_running": simulator_figures.running_batch(drawn.running),
+        "projection_map": simulator_figures.speedup_map(drawn.speedup_map),
+        "projection_gpus": simulator_figures.speedup_over_gpus(drawn.lag_lines),
+        "projection_steps": simulator_figures.stage_waterfall(drawn.autoregressive, drawn.speculative),
     }

@@ -22,6 +22,9 @@ Array = NDArray[np.float64]
 QUERY_TILE = 16
 """Query rows that one tile of a paged-attention kernel holds: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""
 
+TILE_FIXED_SHARE = 0.5
+"""Assumed share of a tile's cost that it has however few rows it holds (keys read again); the rest grows with them."""
+
 CAPTURED_TOKENS = 512
 """Largest CUDA graph that vLLM captures by default (vllm.config, `max_cudagraph_capture_size`; 1,024 on data-centre
 Blackwell from 0.32 on, which the measured runs are older than)."""
@@ -184,9 +187,11 @@ def _regime(
         eager_s = parameters.eager_s_per_layer * engine.model.num_layers
         return np.where(tokens_S > engine.captured_tokens, eager_s, 0.0)
     if regime is Regime.TILE:
-        tiles = -(-(k + 1) * engine.model.queries_per_group // QUERY_TILE)
+        rows = (k + 1) * engine.model.queries_per_group
         first = -(-engine.model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
-        return parameters.tile_factor * (tiles - first) * attention_S
+        begun, filled = -(-rows // QUERY_TILE) - first, max(0.0, rows / QUERY_TILE - first)
+        tiles = TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled
+        return parameters.tile_factor * tiles * attention_S
     return np.zeros_like(tokens_S)
 
 

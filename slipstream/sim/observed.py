@@ -151,10 +151,13 @@ def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) ->
 
 
 def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
-    """One cell a point; k = 0 takes the baselines of all points of its batch, which were interleaved with them."""
+    """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
+
+    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
+    """
     cells = []
     for point in points:
-        own = [other.autoregressive_s for other in points if other.batch == point.batch]
+        baseline_s = median(other.autoregressive_s for other in points if other.batch == point.batch)
         cells.append(
             Cell(
                 label=f"sweep, batch {point.batch}, k = {point.k}",
@@ -162,7 +165,7 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
                 k=point.k,
                 drafting=Drafting.EAGLE3 if point.k else Drafting.NONE,
                 acceptance_length=point.mean_acceptance_length,
-                generation_s=point.generation_s if point.k else median([point.generation_s, *own]),
+                generation_s=baseline_s / point.speedup if point.k else baseline_s,
                 log_sd=_CELL_LOG_SD,
             )
         )

@@ -38,7 +38,7 @@ class CostParameters:
     attention_per_draft_token: float  # cost of attention that each draft token adds, as a fraction of one query's
     ngram_s_per_token: float  # an n-gram look-up, each token of context that it scans
     eager_s_per_layer: float  # regime `captured`: an iteration outside the captured sizes
-    tile_factor: float  # regime `tile`: attention's cost for each tile beyond the first, as a fraction of the first's
+    tile_factor: float  # regime `tile`: cost of each full tile beyond the first, as a fraction of the first's
 
 
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(CostParameters))

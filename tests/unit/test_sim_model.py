@@ -147,9 +147,9 @@ def test_leaving_the_captured_sizes_costs_an_eager_iteration() -> None:
     assert outside.regime_s[0] == pytest.approx(36 * 2.5e-4)
 
 
-@pytest.mark.parametrize(("k", "extra_tiles"), [(0, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2)])
-def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: int) -> None:
-    # Qwen3-8B has 4 queries a key-value head: 4 (k + 1) rows.
+@pytest.mark.parametrize(("k", "extra_tiles"), [(0, 0), (3, 0), (4, 0.625), (5, 0.75), (7, 1), (8, 1.625)])
+def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: float) -> None:
+    # Qwen3-8B has 4 queries a key-value head: 4 (k + 1) rows. At k = 5 they are 24: a second tile, half full.
     found = cost("qwen3-8b", PARAMETERS, 16, 1000, k, Regime.TILE)
     plain = cost("qwen3-8b", PARAMETERS, 16, 1000, 0, Regime.TILE)
     assert found.regime_s[0] == pytest.approx(extra_tiles * plain.attention_s[0])

@@ -1,7 +1,7 @@
 """The simulator against the published measurements: fits, held-out predictions, and what is never fitted.
 
 Measured on 2026-11-21, and no test here may be loosened without saying so in docs/simulator.md: of the structural
-variants only `captured` fits every cell within 8 %; `tile` misses its largest error (11 %), `smooth` both.
+variants `captured` and `tile` fit every cell within 8 %, and `smooth` misses both limits.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def test_so_does_the_weighed_ensemble() -> None:
     assert found.max() <= 0.08
 
 
-def test_the_tile_variant_fits_on_average_and_misses_one_cell() -> None:
+def test_the_tile_variant_fits_too() -> None:
     tile = next(member for member in fitted().members if member.regime is Regime.TILE)
     assert tile.rms_error <= 0.05
-    assert tile.max_error > 0.08  # RL-Zero, k = 5: two tiles at k = 5 and at 7, but the measured cost goes on rising
+    assert tile.max_error <= 0.08
 
 
 def test_no_smooth_cost_fits() -> None:

@@ -14,10 +14,8 @@ from slipstream.config import ConfigError
 from slipstream.projection import ProjectionRecord, ProjectionRequest, project_request, write_projection
 from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim.ensemble import Ensemble
-from slipstream.sim.iteration import span_seconds
 from slipstream.sim.paper import calibrate_paper
 from slipstream.sim.projection import Scenario, project, speedup_map
-from slipstream.sim.rollout import slowest_engine
 from slipstream.sim.settings import load_setting
 from slipstream.sim.step import Step
 
@@ -122,22 +120,24 @@ def test_draws_are_the_same_for_the_same_seed(ensemble: Ensemble) -> None:
 
 
 def test_every_figure_is_an_svg_that_says_what_is_projected(ensemble: Ensemble) -> None:
+    from slipstream.projected_figures import LagLine, SpeedupMap, running_batches
     from slipstream.projection import calibration_record
     from slipstream.report import simulator_figures as figures
 
-    setting = load_setting("paper-8b")
-    trace = slowest_engine(setting.lengths(5000.0), setting.shape())
-    spans = span_seconds(
-        trace, setting.engine(), ensemble.best.parameters(), k=0, tokens_per_iteration=1.0, regime=ensemble.best.regime
-    )
+    running = running_batches(load_setting("paper-8b"), ensemble, mean_tokens=5000.0, acceptance_lengths={3: 2.77})
+    assert sum(running[1].span_s) < sum(running[0].span_s)
     base = Step(data_s=0.2, prepare_s=2.0, generation_s=100.0, logprob_s=18.0, train_s=31.0)
-    values = np.array([[0.9, np.nan], [0.8, 1.6]])
+    surface = SpeedupMap(ks=(1, 3), acceptance_lengths=(1.0, 3.0), rollout_speedups=((0.9, None), (0.8, 1.6)))
+    lines = [
+        LagLine(lag=lag, num_gpus=(512, 1024), step_speedups=speedups)
+        for lag, speedups in ((0, (1.7, 1.6)), (2, (1.4, 1.2)))
+    ]
     drawn = {
-        "Projected rollout speedup": figures.speedup_map((1, 3), (1.0, 3.0), values),
-        "Projected step speedup": figures.speedup_over_gpus((512, 1024), {0: (1.7, 1.6), 2: (1.4, 1.2)}),
+        "Projected rollout speedup": figures.speedup_map(surface),
+        "Projected step speedup": figures.speedup_over_gpus(lines),
         "Projected step, seconds": figures.stage_waterfall(base, base.with_generation(56.0)),
         "measured, s": figures.measured_against_simulated([calibration_record("paper", ensemble)]),
-        "projected seconds": figures.running_batch({"autoregressive": (trace, spans)}),
+        "projected seconds": figures.running_batch(running),
     }
     for text, svg in drawn.items():
         assert svg.startswith("<svg")

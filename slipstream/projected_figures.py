@@ -1,0 +1,104 @@
+"""What the projection's figures draw, as plain figures: all of it projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.sim.ensemble import Ensemble
+from slipstream.sim.iteration import span_seconds
+from slipstream.sim.projection import Scenario, project, speedup_map
+from slipstream.sim.rollout import slowest_engine
+from slipstream.sim.settings import Setting
+from slipstream.sim.step import LearnerEfficiency, Step
+
+_KS = (1, 2, 3, 4, 5, 6, 7)
+_LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
+_GPUS = (256, 512, 1024, 2048)
+_LAGS = (0, 1, 2, 4)
+_NUM_DRAWS = 24  # of a point of a line: its median alone is drawn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupMap:
+    """Rollout speedup by draft length and acceptance length; None where the length exceeds k + 1."""
+
+    ks: tuple[int, ...]
+    acceptance_lengths: tuple[float, ...]
+    rollout_speedups: tuple[tuple[float | None, ...], ...]  # [ks][acceptance_lengths]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LagLine:
+    """Median step speedup over the number of GPUs at one policy lag."""
+
+    lag: int
+    num_gpus: tuple[int, ...]
+    step_speedups: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningBatch:
+    """Sequences that run in each span of a rollout, and the seconds that it lasts."""
+
+    label: str
+    batch: tuple[float, ...]
+    span_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectedFigures:
+    """For one setting the map, the lines and the steps; for the run's own machine the running batch."""
+
+    setting: str
+    k: int  # of the lines and the steps
+    acceptance_length: float
+    speedup_map: SpeedupMap
+    lag_lines: tuple[LagLine, ...]
+    autoregressive: Step
+    speculative: Step
+    running: tuple[RunningBatch, ...]
+
+
+def projected_figures(
+    scenario: Scenario, ensemble: Ensemble, learner: LearnerEfficiency, *, running: Sequence[RunningBatch]
+) -> ProjectedFigures:
+    """Everything that is drawn for `scenario`."""
+    setting = scenario.setting
+    middle = project(scenario, ensemble, learner)
+    speedups = speedup_map(scenario, ensemble.best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
+    return ProjectedFigures(
+        setting=f"{setting.model_shape.name}, {setting.num_gpus} {setting.accelerator.name}",
+        k=scenario.k,
+        acceptance_length=scenario.acceptance_length,
+        speedup_map=SpeedupMap(
+            ks=_KS,
+            acceptance_lengths=_LENGTHS,
+            rollout_speedups=tuple(tuple(None if x != x else x for x in row) for row in speedups),  # NaN is not JSON
+        ),
+        lag_lines=tuple(_lag_line(scenario, ensemble, learner, lag) for lag in _LAGS),
+        autoregressive=middle.autoregressive,
+        speculative=middle.speculative,
+        running=tuple(running),
+    )
+
+
+def running_batches(
+    setting: Setting, ensemble: Ensemble, *, mean_tokens: float, acceptance_lengths: Mapping[int, float]
+) -> tuple[RunningBatch, ...]:
+    """The most probable schedule of the slowest engine, for autoregressive decoding and each k with its length."""
+    trace, best = slowest_engine(setting.lengths(mean_tokens), setting.shape()), ensemble.best
+    found = []
+    for k, length in {0: 1.0, **acceptance_lengths}.items():
+        seconds = span_seconds(
+            trace, setting.engine(), best.parameters(), k=k, tokens_per_iteration=length, regime=best.regime
+        )
+        label = f"k = {k}, acceptance length {length:.2f}" if k else "autoregressive"
+        found.append(RunningBatch(label=label, batch=tuple(trace.batch_S.tolist()), span_s=tuple(seconds.tolist())))
+    return tuple(found)
+
+
+def _lag_line(scenario: Scenario, ensemble: Ensemble, learner: LearnerEfficiency, lag: int) -> LagLine:
+    points = [replace(scenario, setting=scenario.setting.on(gpus), lag=lag) for gpus in _GPUS]
+    medians = [project(point, ensemble, learner, num_draws=_NUM_DRAWS).step_speedup.median for point in points]
+    return LagLine(lag=lag, num_gpus=_GPUS, step_speedups=tuple(medians))

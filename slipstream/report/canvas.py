@@ -1,0 +1,85 @@
+"""The one style of all figures, and how they become inline SVG. Colours are Okabe and Ito's, told apart by the
+colour-blind."""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from slipstream.types import Arm
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
+ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
+STAGE_COLOURS = {
+    "data": "#999999",
+    "prepare": "#e69f00",
+    "generation": "#0072b2",
+    "logprob": "#56b4e9",
+    "train": "#009e73",
+}
+LOSS = "#d55e00"
+HIGHLIGHT = "#e69f00"
+INK = "#30343b"
+WIDTH_IN = 10.2
+_STYLE: dict[RcKeyType, Any] = {
+    # Text stays text: small, selectable, and set in the page's font (narrower than the one laid out with).
+    "svg.fonttype": "none",
+    "svg.hashsalt": "slipstream",
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#9aa1ab",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e7e9ee",
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "path.simplify_threshold": 0.5,
+}
+
+
+def draw_svg(
+    columns: int, height: float, draw: Callable[[Sequence[Axes]], None], *, rows: int = 1, width: float = WIDTH_IN
+) -> str:
+    """An SVG element of `rows` x `columns` axes filled by `draw`."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.08, wspace=0.05)  # type: ignore[union-attr]
+        draw(figure.subplots(rows, columns, squeeze=False).ravel().tolist())
+        file = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None})
+    return _inline(file.getvalue())
+
+
+def _inline(svg: str) -> str:
+    """The bare element, with ids that no other figure of the page has."""
+    svg = svg[svg.index("<svg") :]
+    prefix = f"f{zlib.crc32(svg.encode()):08x}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = svg.replace('href="#', f'href="#{prefix}').replace("url(#", f"url(#{prefix}")
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Hundredths of a point are enough for a coordinate; text, which lies between the tags, is left alone.
+    return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)
