@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.projected_figures import ProjectedFigures, projected_figures, running_batches
-from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
+from slipstream.projected_figures import ProjectedFigures, RunningBatch, projected_figures, running_batches
+from slipstream.recipe import Recipe
+from slipstream.records import ArmRecord, LayoutRecord, TuningRecord, read_record, write_record
 from slipstream.sim import paper
 from slipstream.sim.calibration import Calibration
 from slipstream.sim.ensemble import Band, Ensemble
-from slipstream.sim.hardware import BYTES
+from slipstream.sim.hardware import BYTES, Precision
 from slipstream.sim.models import load_model
 from slipstream.sim.observed import RunCalibration, calibrate_run
 from slipstream.sim.projection import Projection, Scenario, assumed_layouts, best_of_map, project, project_ideal
 from slipstream.sim.settings import Setting, load_setting
 from slipstream.sim.step import LearnerEfficiency, learner_efficiency
 
-_OWN_SETTING = "cpu-2core"
+_CPU_SETTING = "cpu-2core"
 _DENSE_SETTING = "paper-8b"
 _LARGE_SETTING = "paper-235b"
-_MAX_RESPONSE_TOKENS = {"rl_zero": 160, "rl_think": 384}  # configs/tiny.yaml
 _DRAWN_K, _DRAWN_LENGTH = 3, 3.0  # of the figures: the first point that the paper projects
 _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
 
@@ -170,8 +170,8 @@ class CheckRecord:
 class ProjectionRecord:
     """What `project_speedup` hands to the report."""
 
-    run_calibration: CalibrationRecord
-    run_check: CheckRecord | None  # None: no speculative arm with k > 0
+    run_calibration: CalibrationRecord | None  # None: the recipe does not say on what it ran
+    run_check: CheckRecord | None  # None: no speculative arm with k > 0, or no calibration
     from_run: tuple[ProjectedPoint, ...]  # the run's machine, every k of its sweep
     paper_calibration: CalibrationRecord
     from_paper: tuple[PublishedPoint, ...]
@@ -179,31 +179,38 @@ class ProjectionRecord:
 
 
 def project_speedup(
-    arms: Sequence[ArmRecord], tuning: TuningRecord, *, workload: str, execution: str
+    arms: Sequence[ArmRecord], tuning: TuningRecord, *, layout: LayoutRecord | None, execution: str
 ) -> ProjectionRecord:
     """Calibrate on a run, check on its speculative arm, and project; separately, project from the paper's figures.
 
+    Args:
+        layout: on what the run ran; None leaves out everything that would be projected from it.
     Raises:
         ConfigError: the run has no autoregressive arm or no sweep.
     """
-    calibrated = calibrate_run(arms, tuning, own_setting(workload))
     from_paper = paper.calibrate_paper()
+    calibrated = None
+    if layout is not None:
+        calibrated = calibrate_run(arms, tuning, run_setting(layout), target=_target(layout.hardware))
+    ks = sorted({point.k for point in tuning.points if point.k > 0})
     return ProjectionRecord(
-        run_calibration=calibration_record(execution, calibrated.ensemble),
-        run_check=_check(calibrated),
-        from_run=tuple(project_run(calibrated, sorted({point.k for point in tuning.points if point.k > 0}))),
+        run_calibration=None if calibrated is None else calibration_record(execution, calibrated.ensemble),
+        run_check=None if calibrated is None else _check(calibrated),
+        from_run=() if calibrated is None else tuple(project_run(calibrated, ks)),
         paper_calibration=calibration_record("arXiv 2604.26779, measured", from_paper),
         from_paper=tuple(project_published(from_paper)),
         figures=_figures(calibrated, from_paper),
     )
 
 
-def write_projection(directory: Path, *, arms: Sequence[Path], tuning: Path, workload: str, execution: str) -> Path:
+def write_projection(
+    directory: Path, *, arms: Sequence[Path], tuning: Path, layout: LayoutRecord | None, execution: str
+) -> Path:
     """Read the arms' and the tuning's records, write projection.json into `directory`; its path."""
     record = project_speedup(
         [read_record(ArmRecord, arm / "arm.json") for arm in arms],
         read_record(TuningRecord, tuning / "tuning.json"),
-        workload=workload,
+        layout=layout,
         execution=execution,
     )
     return write_record(record, directory / "projection.json")
@@ -314,19 +321,50 @@ def point(scenario: Scenario, projection: Projection) -> ProjectedPoint:
     )
 
 
-def own_setting(workload: str) -> Setting:
-    """The layout of a run on the CPU profile."""
-    setting = load_setting(_OWN_SETTING)
-    longest = _MAX_RESPONSE_TOKENS.get(workload, setting.max_response_tokens)
-    return replace(setting, max_response_tokens=longest)
-
-
-def _figures(calibrated: RunCalibration, from_paper: Ensemble) -> ProjectedFigures:
-    check = calibrated.check
-    drafted = {} if check is None else {check.k: check.acceptance_length}
-    running = running_batches(
-        calibrated.setting, calibrated.ensemble, mean_tokens=calibrated.mean_tokens, acceptance_lengths=drafted
+def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
+    """On what a run of `recipe` runs, if it says so."""
+    if recipe.simulator is None:
+        return None
+    engine = recipe.engine
+    return LayoutRecord(
+        model=recipe.simulator.model,
+        hardware=recipe.simulator.hardware,
+        precision=engine.dtype,
+        learner_precision=recipe.learner.dtype,
+        num_gpus=engine.num_engines * engine.tensor_parallel_size,
+        gpus_per_engine=engine.tensor_parallel_size,
+        max_response_tokens=recipe.sampling.max_response_tokens,
     )
+
+
+def run_setting(layout: LayoutRecord) -> Setting:
+    """The layout of a run. What it does not hold (prompts, spread of lengths) is assumed as for its kind of machine."""
+    base = load_setting(_CPU_SETTING if _target(layout.hardware) == "cpu" else _DENSE_SETTING)
+    return replace(
+        base,
+        model=layout.model,
+        hardware=layout.hardware,
+        precision=Precision(layout.precision),
+        learner_precision=Precision(layout.learner_precision),
+        num_gpus=layout.num_gpus,
+        gpus_per_engine=layout.gpus_per_engine,
+        max_response_tokens=layout.max_response_tokens,
+    )
+
+
+def _target(hardware: str) -> str:
+    """Whose priors a calibration starts from."""
+    return "cpu" if hardware.startswith("cpu") else "gpu"
+
+
+def _figures(calibrated: RunCalibration | None, from_paper: Ensemble) -> ProjectedFigures:
+    running: tuple[RunningBatch, ...] = ()
+    if calibrated is not None:
+        check = calibrated.check
+        drafted = {} if check is None else {check.k: check.acceptance_length}
+        running = running_batches(
+            calibrated.setting, calibrated.ensemble, mean_tokens=calibrated.mean_tokens, acceptance_lengths=drafted
+        )
     setting = load_setting(_LARGE_SETTING)
     scenario = Scenario(
         setting=setting,

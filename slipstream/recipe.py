@@ -25,13 +25,14 @@ from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.refit import RefitConfig
 from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.sim.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
 from slipstream.tuning import TuningConfig
 from slipstream.types import Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
-_NO_INFLUENCE = ("name", "tracking", "tuning", "evaluation", "losslessness", "refit")
+_NO_INFLUENCE = ("name", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Recipe:
     refit: RefitConfig = field(default_factory=RefitConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
     def __post_init__(self) -> None:
         longest_k = max(self.tuning.candidate_ks)

@@ -242,6 +242,19 @@ class CertificateRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutRecord:
+    """On what a run ran, in the words of the simulator's data files (`configs/sim/`)."""
+
+    model: str
+    hardware: str
+    precision: str  # of the engine
+    learner_precision: str
+    num_gpus: int
+    gpus_per_engine: int
+    max_response_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """Everything that the report of one workflow execution reads."""
 
@@ -258,6 +271,7 @@ class RunRecord:
     arms: tuple[ArmRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
     certificate: CertificateRecord
+    layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself
 
 
 def write_record(record: Any, path: Path) -> Path:

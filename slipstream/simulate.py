@@ -146,7 +146,14 @@ def _calibrate(options: argparse.Namespace) -> int:
         _show(calibration_lines(calibration_record("arXiv 2604.26779, measured", paper.calibrate_paper())))
         return 0
     run = _read_run(options)
-    found = project_speedup(run.arms, run.tuning, workload=run.workload, execution=run.execution)
+    require(
+        run.layout is not None,
+        "--run",
+        "must be of a recipe that names its simulator.model and simulator.hardware",
+        run.recipe,
+    )
+    found = project_speedup(run.arms, run.tuning, layout=run.layout, execution=run.execution)
+    assert found.run_calibration is not None
     _show([*calibration_lines(found.run_calibration), "", *check_lines(found.run_check), ""])
     _show(point_lines(found.from_run))
     return 0

@@ -17,7 +17,7 @@ from slipstream.context import RunContext
 from slipstream.data.prompts import load_prompt_sets, read_prompt_sets, render, write_prompt_sets
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.drafts.config import DraftInit
-from slipstream.projection import ProjectionRecord
+from slipstream.projection import ProjectionRecord, recipe_layout
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import (
     ArmRecord,
@@ -275,6 +275,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         arms=tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms),
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
+        layout=recipe_layout(recipe),
     )
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")

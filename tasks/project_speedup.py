@@ -6,14 +6,18 @@ from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
 
 from slipstream import logs, projection
 from slipstream.context import RunContext
+from slipstream.recipe import load_recipe
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
-def project_speedup(context: RunContext, tuning: FlyteDirectory, arms: list[FlyteDirectory]) -> FlyteDirectory:
+def project_speedup(
+    context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
+) -> FlyteDirectory:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
     directory = context.directory("project_speedup")
@@ -21,7 +25,7 @@ def project_speedup(context: RunContext, tuning: FlyteDirectory, arms: list[Flyt
         directory,
         arms=[Path(arm) for arm in arms],
         tuning=Path(tuning),
-        workload=context.workload,
+        layout=projection.recipe_layout(load_recipe(str(recipe))),
         execution=context.execution,
     )
     return FlyteDirectory(str(directory))

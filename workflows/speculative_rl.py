@@ -78,7 +78,7 @@ def speculative_rl(
         draft=draft,
         tuning=tuning,
     )
-    projection = project_speedup(context=run.context, tuning=tuning, arms=[baseline, speculative])
+    projection = project_speedup(context=run.context, recipe=run.recipe, tuning=tuning, arms=[baseline, speculative])
     report = report_speedup(
         context=run.context,
         recipe=run.recipe,

@@ -160,11 +160,10 @@ def _projection_figures(projection: ProjectionRecord | None) -> dict[str, str]:
     if projection is None:
         return {}
     drawn = projection.figures
+    calibrations = [c for c in (projection.run_calibration, projection.paper_calibration) if c is not None]
     return {
-        "projection_fits": simulator_figures.measured_against_simulated(
-            [projection.run_calibration, projection.paper_calibration]
-        ),
-        "projection_running": simulator_figures.running_batch(drawn.running),
+        "projection_fits": simulator_figures.measured_against_simulated(calibrations),
+        "projection_running": simulator_figures.running_batch(drawn.running) if drawn.running else "",
         "projection_map": simulator_figures.speedup_map(drawn.speedup_map),
         "projection_gpus": simulator_figures.speedup_over_gpus(drawn.lag_lines),
         "projection_steps": simulator_figures.stage_waterfall(drawn.autoregressive, drawn.speculative),

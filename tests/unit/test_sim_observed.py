@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.projection import own_setting, project_run
+from slipstream.projection import project_run, recipe_layout, run_setting
+from slipstream.recipe import load_recipe
 from slipstream.records import ArmRecord, TuningRecord
 from slipstream.sim.observed import calibrate_run
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
-SETTING = own_setting("rl_zero")
+LAYOUT = recipe_layout(load_recipe("tiny"))
+assert LAYOUT is not None
+SETTING = run_setting(LAYOUT)
 
 
 def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(

@@ -11,7 +11,8 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.projection import ProjectionRecord, ProjectionRequest, project_request, write_projection
+from slipstream.projection import ProjectionRecord, ProjectionRequest, project_request, recipe_layout, write_projection
+from slipstream.recipe import load_recipe
 from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim.ensemble import Ensemble
 from slipstream.sim.paper import calibrate_paper
@@ -19,6 +20,7 @@ from slipstream.sim.projection import Scenario, project, speedup_map
 from slipstream.sim.settings import load_setting
 from slipstream.sim.step import Step
 
+DEMO_LAYOUT = recipe_layout(load_recipe("tiny"))
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
 
 
@@ -79,12 +81,13 @@ def test_the_stage_writes_a_record_that_reads_back(
         tmp_path,
         arms=[tmp_path / "autoregressive", tmp_path / "speculative"],
         tuning=tmp_path / "tuning",
-        workload="rl_zero",
+        layout=DEMO_LAYOUT,
         execution="demo",
     )
     record = read_record(ProjectionRecord, path)
     assert [point.k for point in record.from_run] == [1, 2, 3, 5, 7]
     assert record.run_check is not None and record.run_check.k == 5
+    assert record.run_calibration is not None
     assert {variant.regime for variant in record.run_calibration.variants} == {"smooth", "tile"}
     assert len(record.paper_calibration.cells) == 16
     assert len(record.from_paper) == 3
@@ -150,10 +153,39 @@ def test_the_page_keeps_measured_and_projected_apart(
     from slipstream.projection import project_speedup
     from slipstream.report.projection_tables import check_table, own_table, published_table
 
-    record = project_speedup(demo_arms(1.0), demo_tuning, workload="rl_zero", execution="demo")
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
     check = check_table(record)
 
     assert check is not None
     assert [group.heading for group in check.groups] == ["measured", "projected"]
     assert len(own_table(record).rows) == len(record.from_run)
     assert published_table(record).quoted == (False,) * 4 + (True,) * 2
+
+
+def test_a_run_on_unknown_hardware_is_projected_from_the_published_figures_alone(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    from slipstream.projection import project_speedup
+
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=None, execution="demo")
+    assert (record.run_calibration, record.run_check, record.from_run) == (None, None, ())
+    assert len(record.from_paper) == 3
+
+
+def test_a_run_on_a_cluster_is_calibrated_as_one(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    from slipstream.projection import project_speedup
+
+    layout = recipe_layout(load_recipe("qwen3_8b"))
+    assert layout is not None
+    assert (layout.model, layout.hardware, layout.num_gpus) == ("qwen3-8b", "gb200", 4)
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=layout, execution="demo")
+    assert record.run_calibration is not None
+    assert {variant.regime for variant in record.run_calibration.variants} == {"captured", "smooth", "tile"}
+    assert {point.hardware for point in record.from_run} == {"GB200"}
+
+
+def test_an_unknown_simulator_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"simulator.model must be known, got 'gpt-9'.*known: qwen3-8b"):
+        load_recipe("tiny", overrides={"simulator": {"model": "gpt-9"}})
