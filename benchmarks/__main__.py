@@ -129,7 +129,7 @@ def _steps(execution: Path, num_steps: int, k: int) -> tuple[list[StepRecord], l
                 learner,
                 transfer=Path(transfer),
                 draft=execution / "pretrain_draft" / "draft" if k else None,
-                check_every_steps=recipe.refit.check_every_steps,
+                config=recipe.refit,
             ),
             draft_version=0 if k else None,
             on_step=records.append,

@@ -27,7 +27,7 @@ from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.sim.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
-from slipstream.tuning import TuningConfig
+from slipstream.tuning import TuningConfig, require_groups
 from slipstream.types import Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
@@ -57,6 +57,7 @@ class Recipe:
     simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
     def __post_init__(self) -> None:
+        require_groups(self.tuning, self.grpo.group_size)
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),

@@ -42,6 +42,7 @@ class RefitCheck:
 
     num_tensors: int
     elapsed_s: float
+    probe_difference: float | None = None  # nats a token; only of an engine that hides the policy's tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,8 @@ class SweepPoint:
     speedup: float  # autoregressive_s / generation_s
     mean_acceptance_length: float  # 1.0 for k=0
     rate_by_position: tuple[float, ...]
+    mean_response_tokens: float = 0.0  # of this k's runs; 0: not recorded
+    autoregressive_response_tokens: float = 0.0  # of the k=0 runs interleaved with them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

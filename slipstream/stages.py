@@ -145,7 +145,6 @@ def tune_draft_length(context: RunContext, recipe: Recipe, policy: Path, data: P
 
     directory = context.directory("tune_draft_length")
     check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
-    prompts = read_prompt_sets(data).train[: recipe.tuning.batch_sizes[-1]]
 
     def on_point(point: Any) -> None:
         logger.info(
@@ -160,10 +159,11 @@ def tune_draft_length(context: RunContext, recipe: Recipe, policy: Path, data: P
     with tracked(context, recipe, "tune_draft_length") as tracker, workers.session():
         points = tuning.sweep(
             partial(recipe_engine, recipe, policy, draft),
-            prompts,
+            read_prompt_sets(data).train,
             config=recipe.tuning,
             sampling=recipe.sampling,
             seed=recipe.grpo.seed,
+            group_size=recipe.grpo.group_size,
             on_point=on_point,
         )
         record = tuning.choose(

@@ -1,7 +1,8 @@
 """Draft length by measured time: time decides, acceptance only explains.
 
 For every draft length k and running batch B an engine with k and one without a draft generate the same prompts in
-turn (AR, k, AR, k, ...), so that a machine's changing mood falls on both.
+turn (AR, k, AR, k, ...), so that a machine's changing mood falls on both. As in training a batch is a few prompts with
+a group of rollouts each; every repeat takes the next prompts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from slipstream.config import require
-from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint, TuningRecord
+from slipstream.records import ScheduleEntry, SweepPoint, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import RolloutEngine
+from slipstream.rollout.engine import GenerationResult, RolloutEngine
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
@@ -54,29 +55,32 @@ def sweep(
     config: TuningConfig,
     sampling: SamplingConfig,
     seed: int,
+    group_size: int = 1,
     on_point: Callable[[SweepPoint], None] = lambda point: None,
 ) -> tuple[SweepPoint, ...]:
     """Measure every k at every batch size; two engines live at a time, and only one of them works.
 
     Args:
-        prompts: as many as the largest batch; one rollout each.
+        prompts: enough for the largest batch at least.
+        group_size: rollouts a prompt; every batch size is a multiple of it.
     Raises:
-        ConfigError: there are fewer prompts.
+        ConfigError: there are fewer prompts, or a batch size is no multiple of the group size.
     """
     largest = config.batch_sizes[-1]
-    require(
-        len(prompts) >= largest, "tuning.batch_sizes", f"must be at most the {len(prompts)} prompts at hand", largest
-    )
+    at_hand = len(prompts) * group_size
+    require(largest <= at_hand, "tuning.batch_sizes", f"must be at most the {at_hand} rollouts of the prompts", largest)
+    require_groups(config, group_size)
     points: list[SweepPoint] = []
     with start_engine(0) as baseline:
-        _warm_up(baseline, prompts, config, sampling)
+        _warm_up(baseline, prompts[: largest // group_size], sampling, group_size)
         for k in config.candidate_ks:
             with ExitStack() as stack:
                 engine = baseline if k == 0 else stack.enter_context(start_engine(k))
                 if k:
-                    _warm_up(engine, prompts, config, sampling)
+                    _warm_up(engine, prompts[: largest // group_size], sampling, group_size)
                 for batch in config.batch_sizes:
-                    point = _measure(k, engine, baseline, prompts[:batch], config.num_repeats, sampling, seed)
+                    batches = _batches(prompts, batch // group_size, config.num_repeats)
+                    point = _measure(k, engine, baseline, batches, sampling, group_size, seed)
                     points.append(point)
                     on_point(point)
     return tuple(points)
@@ -113,41 +117,56 @@ def _schedule(points: Sequence[SweepPoint], config: TuningConfig) -> Iterator[Sc
         start = end + 1
 
 
-def _warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], config: TuningConfig, sampling: SamplingConfig) -> None:
+def require_groups(config: TuningConfig, group_size: int) -> None:
+    """Refuse batches that no whole number of groups fills."""
+    uneven = [size for size in config.batch_sizes if size % group_size]
+    require(not uneven, "tuning.batch_sizes", f"must be multiples of grpo.group_size {group_size}", uneven)
+
+
+def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prompt]]:
+    """`count` times the next `size` prompts, from the start again when they run out."""
+    return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
+
+
+def _warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig, group_size: int) -> None:
     """The first call of an engine pays for what is compiled or allocated on first use."""
-    engine.generate(prompts[: config.batch_sizes[-1]], sampling=sampling, group_size=1, seed=0)
+    engine.generate(prompts, sampling=sampling, group_size=group_size, seed=0)
 
 
 def _measure(
     k: int,
     engine: RolloutEngine,
     baseline: RolloutEngine,
-    prompts: Sequence[Prompt],
-    num_repeats: int,
+    batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
+    group_size: int,
     seed: int,
 ) -> SweepPoint:
-    seconds: list[float] = []
-    baseline_seconds: list[float] = []
-    acceptance: list[AcceptanceStats] = []
-    for repeat in range(num_repeats):
-        first = baseline.generate(prompts, sampling=sampling, group_size=1, seed=seed + repeat)
-        second = engine.generate(prompts, sampling=sampling, group_size=1, seed=seed + repeat)
-        baseline_seconds.append(first.generation_s)
-        seconds.append(second.generation_s)
-        if second.acceptance is not None:
-            acceptance.append(second.acceptance)
-    own, other = spread(seconds), spread(baseline_seconds)
+    results: list[GenerationResult] = []
+    baseline_results: list[GenerationResult] = []
+    for repeat, prompts in enumerate(batches):
+        for running, kept in ((baseline, baseline_results), (engine, results)):
+            kept.append(running.generate(prompts, sampling=sampling, group_size=group_size, seed=seed + repeat))
+    own = spread([result.generation_s for result in results])
+    other = spread([result.generation_s for result in baseline_results])
+    acceptance = [result.acceptance for result in results if result.acceptance is not None]
     merged = combine(acceptance) if acceptance else None
     return SweepPoint(
         k=k,
-        batch=len(prompts),
+        batch=len(batches[0]) * group_size,
         generation_s=own.median,
         generation_p10_s=own.p10,
         generation_p90_s=own.p90,
-        num_repeats=num_repeats,
+        num_repeats=len(batches),
         autoregressive_s=other.median,
         speedup=other.median / own.median,
         mean_acceptance_length=1.0 if merged is None else merged.mean_acceptance_length,
         rate_by_position=() if merged is None else merged.rate_by_position,
+        mean_response_tokens=_mean_response_tokens(results),
+        autoregressive_response_tokens=_mean_response_tokens(baseline_results),
     )
+
+
+def _mean_response_tokens(results: Sequence[GenerationResult]) -> float:
+    lengths = [len(rollout.token_ids) for result in results for group in result.groups for rollout in group.rollouts]
+    return sum(lengths) / len(lengths)

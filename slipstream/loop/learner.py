@@ -71,6 +71,10 @@ class LearnerWorker:
         """Trainer logprobs of the response tokens."""
         return self._loaded.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
 
+    def token_logprobs(self, sequences: Sequences) -> list[np.ndarray]:
+        """Logprob of each token but the first, given those before it, at temperature 1."""
+        return self._loaded.logprobs(sequences, [1] * len(sequences), 1.0)
+
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[np.ndarray] | None:
         """Logprobs under the reference policy, None without one."""
         if self._reference is None:

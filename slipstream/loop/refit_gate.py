@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.fingerprint import WeightPart, differences, file_fingerprints
 from slipstream.records import RefitCheck
-from slipstream.refit import RefitError, Snapshot
+from slipstream.refit import RefitConfig, RefitError, Snapshot
 from slipstream.rollout.engine import EngineState
+
+logger = logging.getLogger(__name__)
 
 _NAMED = 5  # of the tensors that differ
 
@@ -32,6 +38,10 @@ class GatedEngine(Protocol):
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         ...
 
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[Sequence[float]]]:
+        """See `VllmEngine.token_logprobs`; one answer an engine."""
+        ...
+
     def states(self) -> list[EngineState]:
         """See `VllmEngine.state`; one an engine."""
         ...
@@ -48,6 +58,10 @@ class Publisher(Protocol):
         """What the engine's parts must look like."""
         ...
 
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
+        """What the engine's logprobs must be near to."""
+        ...
+
 
 class RefitGate:
     """Moves the learner's weights into the engines and checks that they arrived.
@@ -55,6 +69,10 @@ class RefitGate:
     After every refit the engines must have read the bytes that the learner wrote, hold the new version, and have reset
     their prefix caches, which they count. Every `check_every_steps`-th refit, and the first after a start or resume,
     also compares fingerprints of all tensors of policy and draft that the engines compute with to the learner's own.
+
+    An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
+    blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
+    acceptance guard. Either is logged once, and a probe's result is in the step's record.
     """
 
     def __init__(
@@ -64,21 +82,26 @@ class RefitGate:
         *,
         transfer: Path,
         draft: Path | None,
-        check_every_steps: int = 1,
+        config: RefitConfig,
+        probes: Sequence[Sequence[int]] = (),
     ) -> None:
         """Ask the engines what they hold.
 
         Args:
             transfer: directory that learner and engines see.
             draft: directory of the draft that the engines must hold; None without one.
+            probes: token sequences for engines that hide their tensors.
+        Raises:
+            LookupError: an engine hides its tensors, and there are no probes.
         """
         self._engine = engine
         self._learner = learner
         self._transfer = transfer
-        self._check_every = check_every_steps
+        self._config = config
+        self._probes = probes
         self._states = engine.states()
-        self._parts = engine.weight_parts(is_draft=False)
-        self._draft_expected = None if draft is None else file_fingerprints(draft, engine.weight_parts(is_draft=True))
+        self._parts = self._readable_parts()
+        self._draft_expected = None if draft is None else self._draft_fingerprints(draft)
         self._num_refits = 0
 
     def refit(self, version: int) -> RefitCheck:
@@ -91,13 +114,14 @@ class RefitGate:
         states = self._engine.refit(Path(snapshot.path), policy_version=version)
         self._check_states(self._states, states, snapshot)
         self._states = states
-        due = self._num_refits % self._check_every == 0
+        due = self._num_refits % self._config.check_every_steps == 0
         self._num_refits += 1
         if not due:
             return RefitCheck(num_tensors=0, elapsed_s=0.0)
         start = time.perf_counter()
-        num_tensors = self._check_weights(version)
-        return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start)
+        num_tensors = self._check_policy(version) + self._check_draft()
+        difference = self._check_probes(version) if self._parts is None else None
+        return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
     def _check_states(self, before: Sequence[EngineState], after: Sequence[EngineState], snapshot: Snapshot) -> None:
         version = snapshot.version
@@ -121,16 +145,64 @@ class RefitGate:
                     f"while the policy alone was refitted to version {version}"
                 )
 
-    def _check_weights(self, version: int) -> int:
-        # One after the other: on few cores the two slow each other many times over.
+    def _readable_parts(self) -> list[WeightPart] | None:
+        try:
+            return self._engine.weight_parts(is_draft=False)
+        except LookupError as error:
+            if not self._probes:
+                raise
+            logger.warning(
+                "refit: the engine's tensors cannot be read (%s); logprobs on %d fixed prompts are compared instead",
+                _last_line(error),
+                len(self._probes),
+            )
+            return None
+
+    def _draft_fingerprints(self, draft: Path) -> dict[str, str] | None:
+        try:
+            return file_fingerprints(draft, self._engine.weight_parts(is_draft=True))
+        except LookupError as error:
+            logger.warning(
+                "refit: the draft's tensors cannot be read (%s); acceptance alone guards it", _last_line(error)
+            )
+            return None
+
+    def _check_policy(self, version: int) -> int:
+        if self._parts is None:
+            return 0
+        # Learner and engine one after the other: on few cores the two slow each other many times over.
         expected = self._learner.weight_fingerprints(self._parts)
         for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False)):
             _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
+        return len(expected)
+
+    def _check_draft(self) -> int:
         if self._draft_expected is None:
-            return len(expected)
+            return 0
         for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=True)):
             _compare(self._draft_expected, fingerprints, f"engine {index}", "the draft")
-        return len(expected) + len(self._draft_expected)
+        return len(self._draft_expected)
+
+    def _check_probes(self, version: int) -> float:
+        """Largest over the engines of the mean absolute difference to the learner, in nats a token."""
+        expected = np.concatenate(self._learner.token_logprobs(self._probes))
+        limit, worst = self._config.max_probe_difference, 0.0
+        for index, answers in enumerate(self._engine.token_logprobs(self._probes)):
+            found = np.concatenate([np.asarray(answer) for answer in answers])
+            difference = float(np.abs(found - expected).mean())
+            if not difference <= limit:  # NaN is no agreement
+                raise RefitError(
+                    f"engine {index} must hold policy version {version}: the logprobs of {len(expected)} probe tokens "
+                    f"must lie within {limit} of the learner's on average (refit.max_probe_difference), "
+                    f"got {difference:.3f}"
+                )
+            worst = max(worst, difference)
+        return worst
+
+
+def _last_line(error: Exception) -> str:
+    """An error of another process arrives with its whole traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _compare(expected: Mapping[str, str], found: Mapping[str, str], engine: str, what: str) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
 _CHECKPOINTS_KEPT = 2
+_NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,8 @@ def train(
                 learner,
                 transfer=transfer,
                 draft=plan.draft,
-                check_every_steps=recipe.refit.check_every_steps,
+                config=recipe.refit,
+                probes=[prompt.token_ids for prompt in prompts[:_NUM_PROBES]],
             )
 
             def on_step(record: StepRecord) -> None:
@@ -187,6 +189,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "refit/check_s": record.refit.elapsed_s,
         "train/policy_version": record.policy_version,
     }
+    if record.refit.probe_difference is not None:
+        metrics["refit/probe_difference"] = record.refit.probe_difference
     if record.acceptance is not None:
         metrics["spec/mean_acceptance_length"] = record.acceptance.mean_acceptance_length
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate

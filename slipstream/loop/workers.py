@@ -115,6 +115,10 @@ class RemoteEngine:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
 
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `VllmEngine.token_logprobs`; one answer an engine."""
+        return ray.get([actor.token_logprobs.remote(sequences) for actor in self._actors])
+
     def states(self) -> list[EngineState]:
         """See `VllmEngine.state`; one an engine."""
         return ray.get([actor.state.remote() for actor in self._actors])
@@ -190,6 +194,10 @@ class RemoteLearner:
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         """See `LearnerWorker.weight_fingerprints`."""
         return self.call("weight_fingerprints", parts)
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """See `LearnerWorker.token_logprobs`."""
+        return self.call("token_logprobs", sequences)
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """See `slipstream.loop.sync.Learner`."""

@@ -201,6 +201,19 @@ class VllmEngine:
             merged |= fingerprints
         return merged
 
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        found = []
+        for sequence, output in zip(sequences, outputs, strict=True):
+            entries: Any = output.prompt_logprobs
+            found.append([entry[token].logprob for token, entry in zip(sequence[1:], entries[1:], strict=True)])
+        return found
+
     def state(self) -> EngineState:
         """Versions and counters that every refit must move."""
         return EngineState(

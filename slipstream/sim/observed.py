@@ -27,7 +27,7 @@ REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 _NUM_WARMUP_STEPS = 1  # first allocations and cold caches
 _LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
 _CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
-_SWEEP_MEAN_LOG_SD = 0.3  # a sweep's prompts are others than the arm's, and its tokens are not recorded
+_SWEEP_MEAN_LOG_SD = 0.3  # of a sweep that did not record its tokens: its prompts are others than the arm's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,8 @@ def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) ->
 def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
     """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
 
-    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
+    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup, per token
+    where tokens were recorded: k=0 and k sample other responses to the same prompts.
     """
     cells = []
     for point in points:
@@ -165,7 +166,7 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
                 k=point.k,
                 drafting=Drafting.EAGLE3 if point.k else Drafting.NONE,
                 acceptance_length=point.mean_acceptance_length,
-                generation_s=baseline_s / point.speedup if point.k else baseline_s,
+                generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
                 log_sd=_CELL_LOG_SD,
             )
         )
@@ -173,19 +174,30 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
 
 
 def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
-    def group(name: str, rollouts: int, engines: int, log_sd: float) -> Group:
+    def group(name: str, rollouts: int, engines: int, mean_tokens: float, log_sd: float) -> Group:
         return Group(
             name=name,
             shape=RolloutShape(num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)),
-            mean_tokens=mean,
+            mean_tokens=mean_tokens,
             mean_log_sd=log_sd,
             length_log_sd=setting.length_log_sd,
             max_tokens=float(setting.max_response_tokens),
         )
 
     # Tuning runs one engine on a batch of its own.
-    sweep = [group(_sweep_group(batch), batch, 1, _SWEEP_MEAN_LOG_SD) for batch in sorted({p.batch for p in points})]
-    return [group(ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, 0.0), *sweep]
+    sweep = []
+    for batch in sorted({point.batch for point in points}):
+        tokens = [point.autoregressive_response_tokens for point in points if point.batch == batch]
+        own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
+        sweep.append(group(_sweep_group(batch), batch, 1, own_mean, log_sd))
+    return [group(ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, mean, 0.0), *sweep]
+
+
+def _speedup(point: SweepPoint) -> float:
+    """Over the interleaved baseline, per generated token where both counted theirs."""
+    if not (point.mean_response_tokens and point.autoregressive_response_tokens):
+        return point.speedup
+    return point.speedup * point.mean_response_tokens / point.autoregressive_response_tokens
 
 
 def _sweep_group(batch: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from slipstream.fingerprint import WeightPart
 from slipstream.rollout.engine import EngineState
 from slipstream.rollout.vllm_engine import VllmEngine
 
@@ -52,6 +53,12 @@ class FaultyEngine(VllmEngine):
         if "prefix cache reset skipped" in self._faults:
             self.num_prefix_cache_resets -= 1
         return self.state()
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        """As the real one, unless its backend hides the tensors."""
+        if "tensors hidden" in self._faults:
+            raise LookupError("model.layers.0.mlp.experts.weight is empty: its backend hides it")
+        return super().weight_parts(is_draft=is_draft)
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first value of a weight that the engine computes with."""

@@ -18,7 +18,7 @@ from slipstream.fingerprint import WeightPart
 from slipstream.loop.refit_gate import RefitGate
 from slipstream.losslessness import LosslessnessConfig
 from slipstream.records import CertificateRecord
-from slipstream.refit import RefitError, Snapshot, bytes_digest
+from slipstream.refit import RefitConfig, RefitError, Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt
@@ -219,9 +219,19 @@ class Publisher:
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         return self.bench.exact[self.policy].weight_fingerprints(parts)
 
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return self.bench.exact[self.policy].token_logprobs(sequences)
 
-def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft") -> RefitGate:
-    return RefitGate(bench.engine, publisher, transfer=Path("unused"), draft=bench.models[draft])
+
+def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_probes: bool = True) -> RefitGate:
+    return RefitGate(
+        bench.engine,
+        publisher,
+        transfer=Path("unused"),
+        draft=bench.models[draft],
+        config=RefitConfig(),
+        probes=[prompt.token_ids for prompt in PROMPTS] if with_probes else (),
+    )
 
 
 def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Callable[..., None]) -> None:
@@ -261,6 +271,35 @@ def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[.
     checked._engine = Flipping()  # type: ignore[assignment]
     with pytest.raises(RefitError, match=r"1 of 47 tensors differ: model\.norm\.weight"):
         checked.refit(1)
+
+
+def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(
+    bench: Bench, inject: Callable[..., None]
+) -> None:
+    import ray
+
+    checked = gate(bench, Publisher(bench, "old"))
+    ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
+
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
+        checked._check_policy(1)
+
+
+def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
+    bench: Bench, inject: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    inject("tensors hidden")
+
+    check = gate(bench, Publisher(bench, "new")).refit(1)
+
+    assert check.num_tensors == 0
+    assert check.probe_difference is not None and 0 < check.probe_difference < 1e-3  # both compute in float32
+    assert "the engine's tensors cannot be read" in caplog.text
+    assert "the draft's tensors cannot be read" in caplog.text
+    with pytest.raises(RefitError, match=r"engine 0 must hold policy version 2: the logprobs of \d+ probe tokens"):
+        gate(bench, Publisher(bench, "new", sends="old")).refit(2)
+    with pytest.raises(LookupError, match="its backend hides it"):
+        gate(bench, Publisher(bench, "new"), with_probes=False)
 
 
 def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[..., None]) -> None:

@@ -142,6 +142,59 @@ def test_a_run_that_dies_between_optimizer_step_and_checkpoint_repeats_that_step
     assert_equal(resumed, whole[0])
 
 
+def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_repeats_that_step_alike(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+    from ray.exceptions import RayActorError
+
+    from slipstream.loop import workers
+
+    learners: list[workers.RemoteLearner] = []
+    genuine = workers.start_learner
+
+    @contextmanager
+    def noted(config: Any) -> Iterator[workers.RemoteLearner]:
+        with genuine(config) as learner:
+            learners.append(learner)
+            yield learner
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        if step == 3:  # updated; the checkpoint would come next
+            ray.kill(learners[0].actors[0])
+
+    monkeypatch.setattr(workers, "start_learner", noted)
+    with pytest.raises(RayActorError):
+        train_arm(recipe, policy, tmp_path, log=log)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+    assert_equal(train_arm(recipe, policy, tmp_path), whole[0])
+
+
+def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_it_comes_back(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from slipstream.tracking import Tracker, TrackingConfig, replay, spool_directory
+
+    down = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1)
+    with Tracker.open(down, root=tmp_path, experiment="tiny", key="e/train", name="train") as tracker:
+        record = train_arm(recipe, policy, tmp_path / "arm", log=tracker.log)
+    assert_equal(record, whole[0])
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    replay(spool_directory(tmp_path), uri)
+
+    client = MlflowClient(uri)
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert len(runs) == 1
+    points = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
+        (step.step, step.loss) for step in whole[0].steps
+    ]
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
     caplog: pytest.LogCaptureFixture, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
 ) -> None:

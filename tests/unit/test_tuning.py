@@ -10,7 +10,7 @@ from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.tuning import TuningConfig, choose, sweep
-from slipstream.types import Prompt
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SAMPLING = SamplingConfig(max_response_tokens=8)
 PROMPTS = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(8)]
@@ -21,11 +21,23 @@ class TimedEngine:
 
     def __init__(self, k: int, seconds: dict[tuple[int, int], float], calls: list[tuple[int, int]]) -> None:
         self.k, self.seconds, self.calls = k, seconds, calls
+        self.asked: list[list[str]] = []
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        self.calls.append((self.k, len(prompts)))
+        batch = len(prompts) * group_size
+        self.calls.append((self.k, batch))
+        self.asked.append([prompt.id for prompt in prompts])
+        rollout = Rollout(
+            prompt_id="0",
+            token_ids=(7,) * (4 + self.k),
+            rollout_logprobs=(-1.0,) * (4 + self.k),
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+            draft_version=None,
+        )
+        groups = tuple(RolloutGroup(prompt=prompt, rollouts=(rollout,) * group_size) for prompt in prompts)
         acceptance = None
         if self.k:
             acceptance = AcceptanceStats(
@@ -37,7 +49,7 @@ class TimedEngine:
                 acceptance_rate=1 / self.k,
                 rate_by_position=(1.0,) + (0.0,) * (self.k - 1),
             )
-        return GenerationResult(groups=(), acceptance=acceptance, generation_s=self.seconds[self.k, len(prompts)])
+        return GenerationResult(groups=groups, acceptance=acceptance, generation_s=self.seconds[self.k, batch])
 
     def close(self) -> None:
         pass
@@ -60,6 +72,35 @@ def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
     points = _sweep(calls)
     assert [(p.k, p.batch) for p in points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
     assert calls[-4:] == [(0, 8), (3, 8), (0, 8), (3, 8)]
+
+
+def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
+    engines: list[TimedEngine] = []
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        engines.append(TimedEngine(k, SECONDS, []))
+        yield engines[-1]
+
+    points = sweep(start, PROMPTS[:6], config=CONFIG, sampling=SAMPLING, seed=0, group_size=2)
+    assert [p.batch for p in points[:2]] == [2, 8]
+    warm_up, *measured = engines[1].asked  # k = 1
+    assert warm_up == ["0", "1", "2", "3"]
+    assert measured == [["0"], ["1"], ["0", "1", "2", "3"], ["4", "5", "0", "1"]]
+    assert points[2].mean_response_tokens == 5.0
+    assert points[2].autoregressive_response_tokens == 4.0
+
+
+def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be multiples of grpo.group_size 4, got \[2\]"):
+        sweep(
+            lambda k: pytest.fail("no engine may start"),
+            PROMPTS,
+            config=CONFIG,
+            sampling=SAMPLING,
+            seed=0,
+            group_size=4,
+        )
 
 
 def test_the_fastest_k_of_the_nearest_batch_wins() -> None:
@@ -88,7 +129,7 @@ def test_a_sweep_without_a_baseline_is_refused() -> None:
 
 
 def test_too_few_prompts_for_the_largest_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be at most the 8 prompts at hand, got 16"):
+    with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be at most the 8 rollouts of the prompts, got 16"):
         sweep(
             lambda k: pytest.fail("no engine may start"),
             PROMPTS,
