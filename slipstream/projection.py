@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.config import require
+from slipstream.kernel_tables import read_gemms
 from slipstream.projected_figures import ProjectedFigures, RunningBatch, projected_figures, running_batches
 from slipstream.recipe import Recipe
 from slipstream.records import ArmRecord, LayoutRecord, TuningRecord, read_record, write_record
@@ -221,11 +222,22 @@ def write_request(request: ProjectionRequest, directory: Path) -> Path:
     return write_record(project_request(request), directory / "projection.json")
 
 
-def project_request(request: ProjectionRequest) -> RequestedProjection:
-    """What an ideal stack would give, and what the paper's measurements let expect."""
+def project_request(request: ProjectionRequest, *, kernel_tables: bool = False) -> RequestedProjection:
+    """What an ideal stack would give, and what the paper's measurements let expect.
+
+    Args:
+        kernel_tables: take matrix multiplications from NVIDIA's tables, in the calibration and in the projection.
+    Raises:
+        ConfigError: the tables are not installed, or one of the two that are needed fails its audit.
+    """
     scenario, learner = request.scenario(), paper_learner()
+    measured_on = load_setting(_DENSE_SETTING)
+    if kernel_tables:
+        setting = scenario.setting
+        scenario = replace(scenario, setting=replace(setting, gemms=read_gemms(setting.hardware, setting.precision)))
+        measured_on = replace(measured_on, gemms=read_gemms(measured_on.hardware, measured_on.precision))
     layouts = assumed_layouts(scenario)
-    calibrated = project(scenario, paper.calibrate_paper(), learner, layouts=layouts)
+    calibrated = project(scenario, paper.calibrate_paper(setting=measured_on), learner, layouts=layouts)
     return RequestedProjection(
         ideal=point(scenario, project_ideal(scenario, learner, layouts=layouts)),
         calibrated=point(scenario, calibrated),

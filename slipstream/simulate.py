@@ -1,4 +1,4 @@
-"""The commands `slipstream simulate project` and `slipstream simulate calibrate`, and what they print.
+"""The commands `slipstream simulate project`, `calibrate` and `audit`, and what they print.
 
 Beside `slipstream.cli` the only file that prints. Measured and projected figures never share a column.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.config import ConfigError, require
+from slipstream.kernel_tables import audit_gemms
 from slipstream.projection import (
     CalibrationRecord,
     CheckRecord,
@@ -38,7 +39,7 @@ _BANDS = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `simulate` with its two commands."""
+    """Add `simulate` with its commands."""
     simulate = commands.add_parser("simulate", help="project speculation to other models, GPUs, k and lags")
     inner = simulate.add_subparsers(required=True, metavar="command")
     projected = inner.add_parser("project", help="project from the paper's measurements, with bands")
@@ -52,7 +53,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or what holds the weights")
     projected.add_argument("--rollouts", type=int, default=0, help="responses a step; 0 keeps the layout's")
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="of a response; 0 keeps the layout's")
+    projected.add_argument(
+        "--kernel-tables", action="store_true", help="multiplications as NVIDIA measured them (extra kernel-tables)"
+    )
     projected.set_defaults(run=_project)
+    audited = inner.add_parser("audit", help="check NVIDIA's kernel tables of a system: larger must not be faster")
+    audited.add_argument("--hardware", choices=known_hardware(), required=True)
+    audited.set_defaults(run=_audit)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
     source = calibrated.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="run_path", help=f"directory of a report, or its {_RUN_FILE}")
@@ -137,8 +144,14 @@ def _project(options: argparse.Namespace) -> int:
         num_rollouts=options.rollouts,
         mean_tokens=options.mean_tokens,
     )
-    _show(projection_lines(request, project_request(request)))
+    _show(projection_lines(request, project_request(request, kernel_tables=options.kernel_tables)))
     return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    audits = audit_gemms(options.hardware)
+    _show([str(audit) for audit in audits])
+    return 0 if all(audit.accepted for audit in audits) else 1
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from slipstream.config import require
 from slipstream.sim.hardware import BYTES, Hardware, Precision
+from slipstream.sim.kernels import GemmTable
 from slipstream.sim.models import ModelShape
 from slipstream.sim.parameters import CostParameters, Regime
 from slipstream.sim.rollout import Trace
@@ -50,6 +51,7 @@ class Engine:
     num_gpus: int = 1  # share weights, heads and experts
     precision: Precision = Precision.BFLOAT16
     captured_tokens: int = CAPTURED_TOKENS
+    gemms: GemmTable | None = None  # None: roofline
 
     def __post_init__(self) -> None:
         require(self.num_gpus >= 1, "engine.num_gpus", "must be >= 1", self.num_gpus)
@@ -90,7 +92,8 @@ def iteration_cost(
 ) -> IterationCost:
     """Cost of verifying `k` draft tokens for each of `batch_S` sequences with `context_S` cached tokens together.
 
-    Weights: the larger of reading what n tokens need (experts: those that n tokens hit) and of multiplying it.
+    Weights: the larger of reading what n tokens need (experts: those that n tokens hit) and of multiplying it; with
+    `engine.gemms` as measured, but for experts.
     Attention: the larger of reading keys and values once and of its flops, times 1 + k x attention_per_draft_token.
     Draft: a fixed cost, and k passes over the batch. Host: an iteration, a token, a collective.
     """
@@ -98,9 +101,7 @@ def iteration_cost(
     read_s = BYTES[engine.precision] / (_memory(engine) * parameters.bandwidth_efficiency)
     flop_s = 1.0 / (_flops(engine) * parameters.compute_efficiency)
     model = engine.model
-    weights_S = np.maximum(
-        model.parameters_read(tokens_S) * read_s, 2.0 * model.parameters_per_token * tokens_S * flop_s
-    )
+    weights_S = _weights(engine, tokens_S, read_s=read_s, flop_s=flop_s)
     read_S = context_S * model.key_value_elements() * read_s
     multiplied_S = context_S * (k + 1) * model.attention_flops() * flop_s
     attention_S = np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), multiplied_S)
@@ -157,6 +158,22 @@ def generation_s(
         drafting=drafting,
     )
     return float(spans.sum())
+
+
+def _weights(engine: Engine, tokens_S: Array, *, read_s: float, flop_s: float) -> Array:
+    model = engine.model
+    if engine.gemms is None:
+        return np.maximum(
+            model.parameters_read(tokens_S) * read_s, 2.0 * model.parameters_per_token * tokens_S * flop_s
+        )
+    shared_S = np.zeros_like(tokens_S)
+    for count, outputs, inputs in model.matrices(engine.num_gpus):
+        shared_S = shared_S + count * engine.gemms.seconds_of(tokens_S, outputs=outputs, inputs=inputs)
+    experts_per_token = model.num_experts_per_token * model.expert_parameters
+    experts_S = np.maximum(
+        model.active_experts(tokens_S) * model.expert_parameters * read_s, 2.0 * experts_per_token * tokens_S * flop_s
+    )
+    return shared_S + experts_S
 
 
 def _draft(

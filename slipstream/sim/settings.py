@@ -9,12 +9,13 @@ import yaml
 from slipstream.config import from_mapping, require
 from slipstream.sim.hardware import CONFIGS, Hardware, Precision, load_hardware
 from slipstream.sim.iteration import Engine
+from slipstream.sim.kernels import GemmTable
 from slipstream.sim.lengths import LongTailed, long_tailed_with_mean
 from slipstream.sim.models import ModelShape, load_model
 from slipstream.sim.rollout import RolloutShape
 
 _FILE = CONFIGS / "sim" / "settings.yaml"
-_NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
+_NAMED = ("model", "hardware", "precision", "learner_precision", "sources", "gemms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class Setting:
     length_log_sd: float
     captured_tokens: int
     sources: dict[str, str]
+    gemms: GemmTable | None = None  # measured multiplications instead of the roofline
 
     def __post_init__(self) -> None:
         missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
@@ -71,6 +73,7 @@ class Setting:
             num_gpus=self.gpus_per_engine,
             precision=self.precision,
             captured_tokens=self.captured_tokens,
+            gemms=self.gemms,
         )
 
     def shape(self, num_gpus: int | None = None) -> RolloutShape:

@@ -230,3 +230,48 @@ def test_a_checkpoint_of_another_recipe_is_refused(
 
     with pytest.raises(CheckpointError, match="must be of this run's recipe, got another one's"):
         train_arm(other, policy, tmp_path)
+
+
+def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
+    tmp_path: Path, policy: Path, ray_session: None
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from slipstream.drafts.pretrain import pretrain_draft
+
+    draft = {
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_prompts": 12,
+        "num_heldout_prompts": 4,
+        "num_steps": 6,
+        "checkpoint_every_steps": 2,
+        "tokens_per_step": 128,
+    }
+    recipe = load_recipe("tiny", overrides={**SMALL, "draft": draft})
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    prompts = [
+        Prompt(id=str(i), text=f"{i}+2=?", token_ids=render(f"{i}+2=?", tokenizer=tokenizer), answer="1")
+        for i in range(16)
+    ]
+
+    def dies_at(last: int) -> Callable[[int, float], None]:
+        def on_step(step: int, loss: float) -> None:
+            if step == last:
+                raise Killed
+
+        return on_step
+
+    whole = pretrain_draft(recipe, policy, prompts, tmp_path / "whole", on_step=dies_at(-1))
+    with pytest.raises(Killed):
+        pretrain_draft(recipe, policy, prompts, tmp_path / "torn", on_step=dies_at(4))
+    again: list[int] = []
+    resumed = pretrain_draft(recipe, policy, prompts, tmp_path / "torn", on_step=lambda step, loss: again.append(step))
+
+    assert again == [4, 5]
+    assert resumed.losses == whole.losses
+    assert resumed.heldout_rate_by_position == whole.heldout_rate_by_position
+    files = [next((tmp_path / name / "draft").glob("*.safetensors")) for name in ("torn", "whole")]
+    torn, untorn = (load_file(file) for file in files)
+    assert torn.keys() == untorn.keys()
+    assert all(bool((torn[name] == untorn[name]).all()) for name in torn)
