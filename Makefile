@@ -43,7 +43,8 @@ demo: setup ## run the whole chain on this machine and report the speedup
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
-bench: bench-setup ## time engine, learner, refit and the step beside TRL's
+bench: bench-setup ## time simulator, engine, learner, refit and the step beside TRL's
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)

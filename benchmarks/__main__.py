@@ -85,7 +85,7 @@ def _compare(execution: Path, packages: Path, num_steps: int, ours: dict[str, fl
         command = [sys.executable, "-m", "benchmarks.trl_step", str(execution), "--num-steps", str(num_steps)]
         done = subprocess.run(
             [*command, "--dtype", dtype],
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},
             stdout=subprocess.PIPE,
             text=True,
             check=True,
