@@ -73,10 +73,12 @@ def observed(lengths: Sequence[int]) -> Observed:
 def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> LongTailed:
     """The `LongTailed` distribution whose mean, truncated responses included, is `mean`.
 
+    A mean of `max_tokens` says that all of them are truncated.
+
     Raises:
-        ConfigError: the mean is not below `max_tokens`.
+        ConfigError: the mean is above `max_tokens`.
     """
-    require(1 <= mean < max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g})", mean)
+    require(1 <= mean <= max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g}]", mean)
     shape = np.exp(log_sd * normal_quantile(_LEVELS))
     low, high = 1e-3, 1e6 * max_tokens
     for _ in range(_BISECTIONS):
