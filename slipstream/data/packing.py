@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 PADDING_DOCUMENT = -1
 """Document id of the padding at a row's end."""
 
+MICROBATCH_COST = 300
+"""What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/measurements.md."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRows:
@@ -24,22 +27,33 @@ class PackedRows:
 def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
     """Split sequences into micro-batches whose padded size (count x longest) stays within `max_tokens`.
 
-    Neighbours in length share a micro-batch, which keeps padding small; the longest come first, so that a bound too
-    large for the memory fails at once. Deterministic; every index occurs exactly once.
+    Neighbours in length share a micro-batch, and of all such splits the one with the least padding is taken, every
+    micro-batch counting `MICROBATCH_COST` tokens itself. The longest come first, so that a bound too large for the
+    memory fails at once. Deterministic; every index occurs exactly once.
 
     Raises:
         ValueError: a sequence is empty or longer than `max_tokens`.
     """
     _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    microbatches: list[list[int]] = []
-    for index in order:
-        longest = lengths[microbatches[-1][0]] if microbatches else 0
-        if microbatches and (len(microbatches[-1]) + 1) * longest <= max_tokens:
-            microbatches[-1].append(index)
-        else:
-            microbatches.append([index])
-    return [tuple(microbatch) for microbatch in microbatches]
+    # least[end]: tokens of the best split of the first `end` sequences; starts[end]: where its last micro-batch begins
+    least, starts = [0], [0]
+    for end in range(1, len(order) + 1):
+        costs = []
+        for start in range(end - 1, -1, -1):
+            padded = (end - start) * lengths[order[start]]
+            if padded > max_tokens:
+                break
+            costs.append((least[start] + padded + MICROBATCH_COST, start))
+        cost, start = min(costs)
+        least.append(cost)
+        starts.append(start)
+    microbatches: list[tuple[int, ...]] = []
+    end = len(order)
+    while end:
+        microbatches.append(tuple(order[starts[end] : end]))
+        end = starts[end]
+    return microbatches[::-1]
 
 
 def plan_rows(lengths: Sequence[int], *, row_length: int) -> list[tuple[int, ...]]:

@@ -37,9 +37,12 @@ from slipstream.policy.weights import Layout, Shard, mappings
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
-def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, initialize: bool) -> GPTModel:
-    """Build this rank's part of the model on the CPU; `initialize` False leaves the weights undefined, to be loaded."""
-    config = _transformer_config(arch, learner, initialize=initialize)
+def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, init_std: float | None) -> GPTModel:
+    """Build this rank's part of the model on the CPU, with normal weights or, without `init_std`, undefined ones.
+
+    As Megatron does, what writes into the residual stream starts smaller by sqrt(2 x layers).
+    """
+    config = _transformer_config(arch, learner, init_std=init_std)
     model = GPTModel(
         config=config,
         transformer_layer_spec=cast(ModuleSpec, _block_spec(config)),  # declared too narrowly: a block spec is allowed
@@ -51,7 +54,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
-    if not initialize:
+    if init_std is None:
         _mark_tensor_parallel(model, arch, shard)
     return model
 
@@ -175,7 +178,7 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
 
 
-def _transformer_config(arch: Architecture, learner: LearnerConfig, *, initialize: bool) -> TransformerConfig:
+def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std: float | None) -> TransformerConfig:
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -201,7 +204,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig, *, initializ
         variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
         moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks this beside variable lengths
         use_cpu_initialization=True,  # the same weights whatever the number of tensor-parallel ranks
-        perform_initialization=initialize,
+        perform_initialization=init_std is not None,
+        init_method_std=init_std or 0.0,
         # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -96,7 +96,7 @@ class MegatronPolicy:
         shard = parallel.current_shard()
         require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
         with cpu.cuda_as_cpu():
-            model = build_model(architecture, learner, shard, initialize=False)
+            model = build_model(architecture, learner, shard, init_std=None)
         with hf.open_weights(hf_path) as read:
             load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
         return cls(model, architecture, learner, optimizer)
@@ -117,7 +117,7 @@ class MegatronPolicy:
         require_divisible(architecture, tensor=learner.parallel.tensor, pipeline=learner.parallel.pipeline)
         with cpu.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(scratch.seed)
-            model = build_model(architecture, learner, parallel.current_shard(), initialize=True)
+            model = build_model(architecture, learner, parallel.current_shard(), init_std=scratch.init_std)
         return cls(model, architecture, learner, optimizer)
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:

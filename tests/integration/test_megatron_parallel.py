@@ -20,7 +20,10 @@ from slipstream.policy.megatron import MegatronPolicy
 from slipstream.types import TrainBatch
 
 VOCAB = 32
-SCRATCH = ScratchConfig(hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
+# Small weights keep every gradient well above rounding, which Adam would divide by itself.
+SCRATCH = ScratchConfig(
+    hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
+)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
 LAYOUTS = {
     "tensor": ParallelConfig(tensor=2),

@@ -13,8 +13,16 @@ LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
 
 
 def test_neighbours_in_length_share_a_microbatch() -> None:
-    # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4); bound 16: 9 | 8 | 4 4 1 -> 2 x 9 > 16, 2 x 8 = 16 fits
-    assert plan_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1,), (3, 0), (2, 4)]
+    # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4). Three at least fit 16: 9 | 8 | 4 4 1 pads to 9 + 8 + 12 tokens,
+    # 9 | 8 4 | 4 1 to 9 + 16 + 8.
+    assert plan_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1,), (3,), (0, 2, 4)]
+
+
+def test_another_microbatch_is_worth_it_when_it_saves_more_padding_than_it_costs() -> None:
+    # Together 4 x 400 = 1,600; apart 400 + 3 and the cost of one more, 300.
+    assert plan_microbatches([1, 400, 1, 1], max_tokens=2000) == [(1,), (0, 2, 3)]
+    # Together 4 x 100 = 400; apart 100 + 3 + 300.
+    assert plan_microbatches([1, 100, 1, 1], max_tokens=2000) == [(1, 0, 2, 3)]
 
 
 def test_documents_go_into_the_first_row_with_room() -> None:
