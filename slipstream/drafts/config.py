@@ -39,6 +39,7 @@ class DraftConfig:
     num_heldout_prompts: int = 64
     num_steps: int = 300
     tokens_per_step: int = 2048
+    states_cache_gib: float = 4.0  # the policy's hidden states are captured once if they fit, else at each step
     tokens_per_row: int = 512  # chats are packed into rows; attention over a row is dense, so its cost is quadratic
     ttt_steps: int = 4
     ttt_step_loss_decay: float = 1.0
@@ -69,6 +70,7 @@ class DraftConfig:
         ):
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
+        require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
         require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)
 
 

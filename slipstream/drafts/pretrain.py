@@ -36,8 +36,8 @@ class Responses:
     token_ids: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
 
-    def batch(self, step: int, *, num_tokens: int, seed: int) -> Responses:
-        """About `num_tokens` tokens of distinct chats, drawn by seed and step alone."""
+    def batch(self, step: int, *, num_tokens: int, seed: int) -> list[int]:
+        """Indices of distinct chats of about `num_tokens` tokens, drawn by seed and step alone."""
         order = list(range(len(self.token_ids)))
         random.Random(f"{seed}/draft/{step}").shuffle(order)
         taken, chosen = 0, []
@@ -46,7 +46,7 @@ class Responses:
                 break
             chosen.append(index)
             taken += len(self.token_ids[index])
-        return self.select(chosen)
+        return chosen
 
     def select(self, indices: Sequence[int]) -> Responses:
         """These chats."""
@@ -145,9 +145,12 @@ def _train(
         losses = json.loads(progress.read_text())
         learner.call("load_draft_checkpoint", checkpoint / f"step-{len(losses)}")
         logger.info("pretrain_draft: going on from step %d", len(losses))
+    if not learner.call("hold_draft_chats", train.token_ids, train.prompt_lengths, config):
+        mend = "raise it, where there is memory, to compute them once"
+        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", mend)
     for step in range(len(losses), config.num_steps):
-        batch = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
-        losses.append(learner.call("draft_step", batch.token_ids, batch.prompt_lengths, config))
+        chosen = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
+        losses.append(learner.call("draft_step", chosen, config))
         on_step(step, losses[-1])
         if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
             learner.call("save_draft_checkpoint", checkpoint / f"step-{len(losses)}")

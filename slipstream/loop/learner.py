@@ -35,6 +35,15 @@ class DraftProgress:
     mean_acceptance_length: float
 
 
+@dataclass(frozen=True, slots=True)
+class _DraftChats:
+    """What the draft trains on; without `states` they are computed at each step."""
+
+    sequences: Sequences
+    prompt_lengths: Sequence[int]
+    states: list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
 class LearnerWorker:
     """One rank of the learner. Every method is called on all ranks with the same arguments."""
 
@@ -46,6 +55,7 @@ class LearnerWorker:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
+        self._draft_chats: _DraftChats | None = None
         self._snapshots: dict[Path, SnapshotWriter] = {}
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
@@ -181,10 +191,28 @@ class LearnerWorker:
         self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
         return self._draft.num_parameters
 
-    def draft_step(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> float:
-        """One update of the draft on the frozen policy's hidden states; returns the loss."""
-        states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
-        return self._drafting.step(sequences, prompt_lengths, states)
+    def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
+        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache.
+
+        Those that fit are captured here, in one order: a resumed training computes the same bits again.
+        """
+        layer_ids = config.aux_hidden_state_layer_ids
+        num_bytes = sum(map(len, sequences)) * self._loaded.hidden_states_bytes_per_token(layer_ids)
+        fits = num_bytes <= config.states_cache_gib * 2**30
+        states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
+        self._draft_chats = _DraftChats(sequences, prompt_lengths, states)
+        return fits
+
+    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss."""
+        chats = self._draft_chats
+        assert chats is not None, "hold_draft_chats comes first"
+        sequences = [chats.sequences[index] for index in indices]
+        if chats.states is None:
+            states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+        else:
+            states = [chats.states[index] for index in indices]
+        return self._drafting.step(sequences, [chats.prompt_lengths[index] for index in indices], states)
 
     def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
         """Held-out acceptance of the draft."""

@@ -34,7 +34,7 @@ from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, positions
 from slipstream.policy.capture import Capture, CapturedStates
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
-from slipstream.policy.layers import build_model
+from slipstream.policy.layers import TORCH_DTYPES, build_model
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.stats import TrainStats
 from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
@@ -261,6 +261,10 @@ class MegatronPolicy:
                 aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
                 states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
         return [pair for pair in states if pair is not None]
+
+    def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
+        """Size of what `hidden_states` returns for one token."""
+        return (len(layer_ids) + 1) * self.architecture.hidden_size * TORCH_DTYPES[self._learner.dtype].itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -55,6 +56,7 @@ class Hardware:
         )
 
 
+@cache
 def load_hardware(name: str) -> Hardware:
     """The section `name` of configs/sim/hardware.yaml.
 

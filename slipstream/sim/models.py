@@ -6,6 +6,7 @@ Legend: `n` tokens of one forward pass. Embedding look-ups cost nothing; the out
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,7 @@ class ModelShape:
         return float(self.vocab_size * self.hidden_size)
 
 
+@cache
 def load_model(name: str) -> ModelShape:
     """The section `name` of configs/sim/models.yaml.
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,21 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
         assert torch.equal(one, other), name
     after = beside._drafting._model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before), "the draft must have learned"
+
+
+def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:
+    from slipstream.loop.learner import LearnerWorker
+    from slipstream.policy.config import LearnerConfig
+
+    losses = []
+    for gib in (1.0, 0.0):
+        config = replace(CONFIG, states_cache_gib=gib)
+        learner = LearnerWorker(LearnerConfig(max_tokens_per_microbatch=16))
+        learner.load(policy, None)
+        learner.start_draft(policy, config)
+        assert learner.hold_draft_chats(CHATS, PROMPTS, config) is (gib > 0.0)
+        losses.append([learner.draft_step(indices, config) for indices in ([0, 1], [1], [0])])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def _with_maps(draft: Path, ids: list[int], marked: list[int]) -> None:
