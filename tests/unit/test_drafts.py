@@ -229,6 +229,11 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     assert any(not torch.equal(before[name], after[name]) for name in before), "the draft must have learned"
 
 
+def test_a_negative_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"draft.states_cache_gib must be >= 0, got -1.0"):
+        replace(CONFIG, states_cache_gib=-1.0)
+
+
 def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:
     from slipstream.loop.learner import LearnerWorker
     from slipstream.policy.config import LearnerConfig
