@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,12 @@ PADDING_DOCUMENT = -1
 MICROBATCH_COST = 300
 """What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/measurements.md."""
 
+UNPADDED_MICROBATCH_COST = 3000
+"""The same where the layers skip padding, which then costs next to nothing."""
+
+_RECTANGLE_COST = 40_000
+"""What one more attention rectangle costs beside its scores, in scores of a head: measured likewise."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRows:
@@ -24,11 +30,13 @@ class PackedRows:
     documents: tuple[tuple[int, ...], ...]  # R, the documents of each row in order
 
 
-def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
+def plan_microbatches(
+    lengths: Sequence[int], *, max_tokens: int, microbatch_cost: int = MICROBATCH_COST
+) -> list[tuple[int, ...]]:
     """Split sequences into micro-batches whose padded size (count x longest) stays within `max_tokens`.
 
     Neighbours in length share a micro-batch, and of all such splits the one with the least padding is taken, every
-    micro-batch counting `MICROBATCH_COST` tokens itself. The longest come first, so that a bound too large for the
+    micro-batch counting `microbatch_cost` tokens itself. The longest come first, so that a bound too large for the
     memory fails at once. Deterministic; every index occurs exactly once.
 
     Raises:
@@ -36,24 +44,46 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[
     """
     _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    # least[end]: tokens of the best split of the first `end` sequences; starts[end]: where its last micro-batch begins
+
+    def cost(start: int, end: int) -> int | None:
+        padded = (end - start) * lengths[order[start]]
+        return padded + microbatch_cost if padded <= max_tokens else None
+
+    return [tuple(order[start:end]) for start, end in _cheapest_split(len(order), cost)]
+
+
+def plan_rectangles(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Split neighbouring sequences, as (start, end), so that attention over each part's rectangle costs least.
+
+    A part costs its count x longest^2 scores, and something itself; longest first (or last) is the best order.
+    """
+
+    def cost(start: int, end: int) -> int:
+        return (end - start) * max(lengths[start:end]) ** 2 + _RECTANGLE_COST
+
+    return _cheapest_split(len(lengths), cost)
+
+
+def _cheapest_split(num_items: int, cost: Callable[[int, int], int | None]) -> list[tuple[int, int]]:
+    """Cut 0 .. num_items into (start, end) of the least summed cost; None: no longer part that ends there may be."""
+    # least[end]: cost of the best split of the first `end` items; starts[end]: where its last part begins
     least, starts = [0], [0]
-    for end in range(1, len(order) + 1):
+    for end in range(1, num_items + 1):
         costs = []
         for start in range(end - 1, -1, -1):
-            padded = (end - start) * lengths[order[start]]
-            if padded > max_tokens:
+            part = cost(start, end)
+            if part is None:
                 break
-            costs.append((least[start] + padded + MICROBATCH_COST, start))
-        cost, start = min(costs)
-        least.append(cost)
+            costs.append((least[start] + part, start))
+        cheapest, start = min(costs)
+        least.append(cheapest)
         starts.append(start)
-    microbatches: list[tuple[int, ...]] = []
-    end = len(order)
+    parts: list[tuple[int, int]] = []
+    end = num_items
     while end:
-        microbatches.append(tuple(order[starts[end] : end]))
+        parts.append((starts[end], end))
         end = starts[end]
-    return microbatches[::-1]
+    return parts[::-1]
 
 
 def plan_rows(lengths: Sequence[int], *, row_length: int) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.data.packing import plan_microbatches
+from slipstream.data.packing import MICROBATCH_COST, plan_microbatches
 
 Sequences = Sequence[Sequence[int]]
 Values = Sequence[float] | NDArray[np.float32]
@@ -27,6 +27,7 @@ class MicroBatch:
     token_ids_BT: Tensor
     labels_BT: Tensor
     mask_BT: Tensor  # True where the label counts
+    padding_BT: Tensor  # True where the input is none
 
     def spread(self, values: Sequence[Values]) -> Tensor:
         """[B, T] float32 holding each sequence's `values` at its labels that count, 0 elsewhere."""
@@ -37,17 +38,24 @@ class MicroBatch:
 
 
 def microbatches(
-    sequences: Sequences, loss_starts: Sequence[int], *, max_tokens: int, device: torch.device, multiple: int = 1
+    sequences: Sequences,
+    loss_starts: Sequence[int],
+    *,
+    max_tokens: int,
+    device: torch.device,
+    microbatch_cost: int = MICROBATCH_COST,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Cut the sequences into micro-batches; labels count from each sequence's `loss_starts` on.
 
     Args:
+        microbatch_cost: see `plan_microbatches`.
         multiple: of which T is made one, for sequence parallelism, which splits the inputs evenly over ranks; this
             padding is not part of `max_tokens`.
     """
     lengths = [len(tokens) for tokens in sequences]
     batches = []
-    for indices in plan_microbatches(lengths, max_tokens=max_tokens):
+    for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=microbatch_cost):
         inputs = lengths[indices[0]] - 1  # the longest comes first
         width = -(-inputs // multiple) * multiple + 1
         tokens = pad([sequences[index] for index in indices], device, width=width)
@@ -60,6 +68,7 @@ def microbatches(
                 token_ids_BT=tokens[:, :-1],
                 labels_BT=tokens[:, 1:].contiguous(),
                 mask_BT=(at >= start_B1) & (at < end_B1),
+                padding_BT=at >= end_B1,
             )
         )
     return batches

@@ -2,7 +2,7 @@
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
 at 1,024 tokens on a CPU). Legend: `S` tokens, `B` sequences, `N` query and `K` key-value heads on this
-rank, `D` head dim.
+rank, `D` head dim. On a CPU, layers that are whole on their rank are those of `cpu_layer.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import Tensor
 from slipstream.policy import cpu
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import Dtype, LearnerConfig
+from slipstream.policy.cpu_layer import CpuTransformerLayer
 from slipstream.policy.weights import Layout, Shard, mappings
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -45,7 +46,8 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
     config = _transformer_config(arch, learner, init_std=init_std)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=cast(ModuleSpec, _block_spec(config)),  # declared too narrowly: a block spec is allowed
+        # Declared too narrowly: a block spec is allowed.
+        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, unpadded=skips_padding(learner))),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=shard.is_first,
@@ -57,6 +59,11 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
     if init_std is None:
         _mark_tensor_parallel(model, arch, shard)
     return model
+
+
+def skips_padding(learner: LearnerConfig) -> bool:
+    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole layers."""
+    return cpu.is_cpu_only() and learner.parallel.tensor == 1
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
@@ -77,32 +84,14 @@ class _CausalAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
-        # torch's CPU flash kernel takes ten times longer backward in bfloat16 than two batched matrix products do.
-        self._materialise = cpu.is_cpu_only() and config.params_dtype is torch.bfloat16
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
         """[S, B, N, D] queries, [S, B, K, D] keys and values to [S, B, N * D]."""
         assert attention_mask is None, "the causal mask is the only one"
-        if self._materialise:
-            return _materialised_attention(query, key, value, self._scale)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         grouped = query.size(1) != key.size(1)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def _materialised_attention(query_SBND: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, scale: float) -> Tensor:
-    """The same by batched products over (sequence, key head), the heads of a group stacked along the query axis."""
-    num_tokens, batch, heads, dim = query_SBND.shape
-    groups = batch * key_SBKD.shape[2]
-    repeat = heads // key_SBKD.shape[2]
-    query = query_SBND.reshape(num_tokens, groups, repeat, dim).permute(1, 2, 0, 3).reshape(groups, -1, dim)
-    key = key_SBKD.reshape(num_tokens, groups, dim).permute(1, 2, 0)
-    value = value_SBKD.reshape(num_tokens, groups, dim).transpose(0, 1)
-    future = torch.full((num_tokens, num_tokens), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
-    scores = torch.baddbmm(future.repeat(repeat, 1).unsqueeze(0), query, key, alpha=scale)
-    out = torch.bmm(scores.softmax(-1), value).view(groups, repeat, num_tokens, dim)
-    return out.permute(2, 0, 1, 3).reshape(num_tokens, batch, heads * dim)
 
 
 class _RmsNorm(torch.nn.RMSNorm):
@@ -112,42 +101,9 @@ class _RmsNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Under sequence parallelism each rank sees a part of the tokens: the tag has its gradient summed over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._on_cpu = cpu.is_cpu_only()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        if self._on_cpu and torch.is_grad_enabled():
-            return CpuRmsNorm.apply(x, self.weight, self.eps)
-        return super().forward(x)
 
 
-class CpuRmsNorm(torch.autograd.Function):
-    """RMSNorm for CPUs, where torch composes it of small operations and so differentiates each: half the time backward.
-
-    The forward pass is torch's to the last bit, so that log-probabilities with and without gradient agree exactly.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., H] to [..., H]."""
-        wide = x.float()
-        inverse_rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x / rms: dx = (g w - n mean(g w n)) / rms, dw = sum(g n)."""
-        x, weight, inverse_rms = ctx.saved_tensors
-        (grad,) = grads
-        normed = (x * inverse_rms).to(x.dtype)
-        weighted = grad * weight
-        mean = (weighted * normed).sum(-1, keepdim=True).div_(x.shape[-1])
-        grad_x = torch.addcmul(weighted, normed, mean, value=-1).mul_(inverse_rms.to(x.dtype))
-        return grad_x, (grad * normed).flatten(0, -2).sum(0), None
-
-
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBlockSubmodules:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -163,7 +119,7 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=CpuTransformerLayer if unpadded else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=_RmsNorm,
             self_attention=attention,

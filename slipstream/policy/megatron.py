@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import require
-from slipstream.data.packing import plan_microbatches
+from slipstream.data.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.grpo.loss import LossConfig, policy_loss
 from slipstream.policy import checkpoint, collectives, cpu, hf, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, positions
 from slipstream.policy.capture import Capture, CapturedStates
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
-from slipstream.policy.layers import TORCH_DTYPES, build_model
+from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.stats import TrainStats
 from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
@@ -67,6 +67,7 @@ class MegatronPolicy:
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
+        self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(learner) else MICROBATCH_COST
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
@@ -253,10 +254,13 @@ class MegatronPolicy:
         require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
         states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
         lengths = [len(tokens) for tokens in token_ids]
-        for indices in plan_microbatches(lengths, max_tokens=self._learner.max_tokens_per_microbatch):
+        max_tokens = self._learner.max_tokens_per_microbatch
+        for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=self._microbatch_cost):
             tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
+            ends_B1 = torch.tensor([[lengths[index]] for index in indices], device=self._device)
+            padding_BT = positions(tokens_BT) >= ends_B1
             with torch.no_grad(), cpu.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
-                self._gpt(tokens_BT, positions(tokens_BT), None)
+                self._gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
             for row, index in enumerate(indices):
                 aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
                 states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
@@ -317,6 +321,7 @@ class MegatronPolicy:
             sequences,
             loss_starts,
             max_tokens=self._learner.max_tokens_per_microbatch,
+            microbatch_cost=self._microbatch_cost,
             device=self._device,
             multiple=where.tensor if where.sequence_parallel else 1,
         )
@@ -346,7 +351,7 @@ class MegatronPolicy:
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
             with cpu.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
-                output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None)
+                output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None, padding_mask=batch.padding_BT)
 
             def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
                 with cpu.model_arithmetic():

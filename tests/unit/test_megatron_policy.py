@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from slipstream.data import packing
 from slipstream.grpo.loss import LossConfig
+from slipstream.policy import cpu
 from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, ScratchConfig
-from slipstream.policy.layers import CpuRmsNorm
+from slipstream.policy.cpu_layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
 from slipstream.policy.stats import TrainStats
@@ -217,14 +219,28 @@ def test_a_response_without_a_token_is_refused() -> None:
         _policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
-def test_the_cpu_norm_is_torchs_in_value_and_gradient() -> None:
-    x, weight = torch.randn(5, 4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    out, expected = CpuRmsNorm.apply(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (16,), weight, 1e-6)
-    assert torch.equal(out, expected)
-    upstream = torch.randn_like(out)
-    for got, want in zip(
-        torch.autograd.grad(out, (x, weight), upstream),
-        torch.autograd.grad(expected, (x, weight), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("num_padded", [0, 40])
+def test_the_cpu_layer_is_megatrons_in_value_and_gradient(num_padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 100)  # so that the padded case has several rectangles
+    lengths = [29, 27, 12, 11, 5, 4] if num_padded else [20] * 6
+    width = max(lengths)
+    policy = _policy(SCRATCH)
+    layer = policy._gpt.decoder.layers[1]
+    assert type(layer) is CpuTransformerLayer
+    padding_BT = torch.arange(width) >= torch.tensor(lengths).unsqueeze(1)
+    real_TB = ~padding_BT.t()
+    x_TBH = torch.randn(width, len(lengths), SCRATCH.hidden_size, requires_grad=True)
+    upstream = torch.randn(int(real_TB.sum()), SCRATCH.hidden_size)
+    with cpu.cuda_as_cpu():
+        angles = policy._gpt.rotary_pos_emb(width)
+
+    def outcome() -> tuple[torch.Tensor, ...]:
+        with cpu.cuda_as_cpu():
+            out, _ = layer(hidden_states=x_TBH, attention_mask=None, rotary_pos_emb=angles, padding_mask=padding_BT)
+        real = out[real_TB]
+        return real, *torch.autograd.grad(real, (x_TBH, *layer.parameters()), upstream)
+
+    ours = outcome()
+    monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
+    for got, want in zip(ours, outcome(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

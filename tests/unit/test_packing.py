@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.data import packing
 from slipstream.data.packing import PADDING_DOCUMENT, pack_documents, plan_microbatches, plan_rows
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
@@ -35,6 +36,17 @@ def test_packed_rows_hold_tokens_document_ids_and_padding() -> None:
     assert packed.token_ids_RL.tolist() == [[7, 8, 9, 4], [5, 6, 0, 0]]
     assert packed.document_ids_RL.tolist() == [[0, 0, 0, 2], [1, 1, PADDING_DOCUMENT, PADDING_DOCUMENT]]
     assert packed.documents == ((0, 2), (1,))
+
+
+def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and 10 more for the second.
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 10)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
+    # 1 x 9 + 1 x 4 and 10 more would cost more than 2 x 9.
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 181)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 182)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 4)]
 
 
 @pytest.mark.parametrize("lengths", [[3, 17], [0]])
