@@ -20,6 +20,7 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PYTHONDONTWRITEBYTECODE": "",  # each process of a run would compile all its imports again: scripts/env
     "PYTHONWARNINGS": "ignore",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",

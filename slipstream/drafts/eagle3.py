@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,9 +42,21 @@ def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
     model.lm_head.weight.data.add_(noise)
     model.lm_head.weight.requires_grad_(True)
+    model._create_mask_fn = _dense_mask
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
     model.verifier_norm = torch.nn.Identity()
     return model
+
+
+def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device, **_: Any) -> Tensor:  # noqa: N803
+    """[1, 1, Q_LEN, KV_LEN] of a rule that broadcasts, as those of speculators do.
+
+    What `torch.nn.attention.flex_attention.create_mask` gives, in a tenth of its time: that one maps the rule over
+    single indices, which took a fifth of a draft's step on a CPU.
+    """
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    queries, keys = torch.arange(Q_LEN, device=device), torch.arange(KV_LEN, device=device)
+    return mask_mod(zero, zero, queries[:, None], keys[None, :])[None, None]
 
 
 def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:

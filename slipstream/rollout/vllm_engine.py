@@ -5,6 +5,7 @@ One `VllmEngine` a process (deleting one of two breaks the other): `loop.workers
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -55,6 +56,7 @@ class VllmEngine:
 
         from slipstream.rollout.weight_transfer import BACKEND
 
+        gc.freeze()  # vLLM collects garbage seven times while it starts: what was imported is none
         memory: dict[str, Any] = (
             {"gpu_memory_utilization": config.gpu_memory_utilization}
             if config.kv_cache_gib is None
