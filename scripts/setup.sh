@@ -57,6 +57,15 @@ install_packages() {
     "$python" -m pip install --quiet --no-deps -r "$LOCK"
 }
 
+# What every process of a run imports. Without it the first of each kind would compile it, one file after another.
+compile_bytecode() {
+    local site
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # It fails where a package ships files that are no Python of this version; those are not imported.
+    "$python" -m compileall -q -j 0 "$site"/{flytekit,megatron,mlflow,ray,speculators,torch,transformers,vllm} \
+        >/dev/null 2>&1 || true
+}
+
 make_venv
 wanted=$(cat "$LOCK" pyproject.toml scripts/setup.sh | "$python" -c 'import hashlib, os, sys
 print(hashlib.sha256(sys.stdin.buffer.read() + os.getcwd().encode()).hexdigest())')
@@ -70,6 +79,7 @@ say "installing $(grep -c == "$LOCK") packages of $LOCK into $VENV"
 "$python" -m pip install -qq --disable-pip-version-check "uv==$UV_VERSION"
 install_torch
 install_packages
+compile_bytecode
 if [[ ${1:-} != --packages-only ]]; then
     uv_install --no-build-isolation --editable .
     echo "$wanted" >"$stamp"
