@@ -48,7 +48,7 @@ def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
     return model
 
 
-def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device, **_: Any) -> Tensor:  # noqa: N803
+def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device, **_: Any) -> Tensor:
     """[1, 1, Q_LEN, KV_LEN] of a rule that broadcasts, as those of speculators do.
 
     What `torch.nn.attention.flex_attention.create_mask` gives, in a tenth of its time: that one maps the rule over
