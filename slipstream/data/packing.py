@@ -18,7 +18,7 @@ UNPADDED_MICROBATCH_COST = 3000
 """The same where the layers skip padding, which then costs next to nothing."""
 
 _RECTANGLE_COST = 40_000
-"""What one more attention rectangle costs beside its scores, in scores of a head: measured likewise."""
+"""What one more attention rectangle costs beside its scores, in scores: of the tiny recipe, docs/measurements.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

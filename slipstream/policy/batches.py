@@ -68,7 +68,7 @@ def microbatches(
                 token_ids_BT=tokens[:, :-1],
                 labels_BT=tokens[:, 1:].contiguous(),
                 mask_BT=(at >= start_B1) & (at < end_B1),
-                padding_BT=at >= end_B1,
+                padding_BT=padding([lengths[index] - 1 for index in indices], tokens.shape[1] - 1, device),
             )
         )
     return batches
@@ -92,6 +92,11 @@ def pad(sequences: Sequences, device: torch.device, *, width: int) -> Tensor:
     for row, tokens in enumerate(sequences):
         padded[row, : len(tokens)] = tokens
     return torch.from_numpy(padded).to(device)
+
+
+def padding(lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """[B, width], True behind each row's first `lengths` entries."""
+    return torch.arange(width, device=device) >= torch.tensor(lengths, device=device).unsqueeze(1)
 
 
 def positions(token_ids_BT: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from slipstream.data.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, p
 from slipstream.grpo.loss import LossConfig, policy_loss
 from slipstream.policy import checkpoint, collectives, cpu, hf, parallel
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, positions
+from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
 from slipstream.policy.capture import Capture, CapturedStates
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
@@ -257,8 +257,7 @@ class MegatronPolicy:
         max_tokens = self._learner.max_tokens_per_microbatch
         for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=self._microbatch_cost):
             tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
-            ends_B1 = torch.tensor([[lengths[index]] for index in indices], device=self._device)
-            padding_BT = positions(tokens_BT) >= ends_B1
+            padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], self._device)
             with torch.no_grad(), cpu.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
                 self._gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
             for row, index in enumerate(indices):

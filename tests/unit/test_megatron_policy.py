@@ -219,10 +219,11 @@ def test_a_response_without_a_token_is_refused() -> None:
         _policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
-@pytest.mark.parametrize("num_padded", [0, 40])
-def test_the_cpu_layer_is_megatrons_in_value_and_gradient(num_padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_RECTANGLE_COST", 100)  # so that the padded case has several rectangles
-    lengths = [29, 27, 12, 11, 5, 4] if num_padded else [20] * 6
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 100)
+    lengths = [29, 27, 12, 11, 5, 4] if ragged else [20] * 6
+    assert len(packing.plan_rectangles(lengths)) == (4 if ragged else 1)
     width = max(lengths)
     policy = _policy(SCRATCH)
     layer = policy._gpt.decoder.layers[1]
