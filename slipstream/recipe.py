@@ -21,7 +21,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig
 from slipstream.losslessness import LosslessnessConfig
-from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.policy.config import LearnerConfig, OptimizerMethod, PolicyConfig
 from slipstream.refit import RefitConfig
 from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -32,6 +32,7 @@ from slipstream.types import Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
+_GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 _NO_INFLUENCE = ("name", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
 
 
@@ -58,6 +59,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_groups(self.tuning, self.grpo.group_size)
+        live = self.tuning.max_live_engines
+        require(
+            self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
+            "engine.gpu_memory_utilization",
+            f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
+            self.engine.gpu_memory_utilization,
+            "tuning compares engines that live at once",
+        )
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -93,6 +102,14 @@ class Recipe:
             "must leave the policy's distribution whole in training",
             (self.sampling.top_p, self.sampling.top_k),
             "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",
+        )
+        methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
+        require(
+            OptimizerMethod.MUON not in methods or self.learner.parallel.tensor == 1,
+            "learner.parallel.tensor",
+            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
+            self.learner.parallel.tensor,
+            "it makes whole matrices orthogonal, not their shards: take adamw",
         )
         if self.policy.scratch is not None:
             require(

@@ -84,7 +84,7 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """One draft length at one running batch: medians over the repeats, with their spread."""
+    """One draft length at one running batch: medians over the rounds, with their spread."""
 
     k: int
     batch: int
@@ -92,12 +92,12 @@ class SweepPoint:
     generation_p10_s: float
     generation_p90_s: float
     num_repeats: int
-    autoregressive_s: float  # the k=0 runs interleaved with this k
-    speedup: float  # autoregressive_s / generation_s
+    autoregressive_s: float  # of the k=0 runs in the same rounds
+    speedup: float  # median over the rounds of k=0's seconds / this k's
     mean_acceptance_length: float  # 1.0 for k=0
     rate_by_position: tuple[float, ...]
     mean_response_tokens: float = 0.0  # of this k's runs; 0: not recorded
-    autoregressive_response_tokens: float = 0.0  # of the k=0 runs interleaved with them
+    autoregressive_response_tokens: float = 0.0  # of the k=0 runs in the same rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,14 @@
 """Draft length by measured time: time decides, acceptance only explains.
 
-For every draft length k and running batch B an engine with k and one without a draft generate the same prompts in
-turn (AR, k, AR, k, ...), so that a machine's changing mood falls on both. As in training a batch is a few prompts with
-a group of rollouts each; every repeat takes the next prompts.
+Engines with different draft lengths k, and one without a draft, generate the same prompts in turn: round by round, each
+round in another order. Whatever the machine's mood is in a round falls on all of them, so a round gives one speedup
+for each k, and k is judged by the median of these. As in training a batch is a few prompts with a group of rollouts
+each; every round takes the next prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class TuningConfig:
 
     candidate_ks: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
     batch_sizes: tuple[int, ...] = (16, 64)
-    num_repeats: int = 3
+    num_repeats: int = 3  # rounds, of every batch size
+    max_live_engines: int = 2  # how many fit into memory at once; as many as `candidate_ks` compares all k at once
     min_speedup: float = 1.0  # a k that is not faster than this loses to k=0
 
     def __post_init__(self) -> None:
@@ -45,6 +47,7 @@ class TuningConfig:
             batches,
         )
         require(self.num_repeats >= 1, "tuning.num_repeats", "must be >= 1", self.num_repeats)
+        require(self.max_live_engines >= 2, "tuning.max_live_engines", "must be >= 2", self.max_live_engines)
         require(self.min_speedup > 0, "tuning.min_speedup", "must be > 0", self.min_speedup)
 
 
@@ -58,11 +61,14 @@ def sweep(
     group_size: int = 1,
     on_point: Callable[[SweepPoint], None] = lambda point: None,
 ) -> tuple[SweepPoint, ...]:
-    """Measure every k at every batch size; two engines live at a time, and only one of them works.
+    """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
 
     Args:
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
+        on_point: told each point as soon as it is known.
+    Returns:
+        By k, then by batch size.
     Raises:
         ConfigError: there are fewer prompts, or a batch size is no multiple of the group size.
     """
@@ -71,19 +77,31 @@ def sweep(
     require(largest <= at_hand, "tuning.batch_sizes", f"must be at most the {at_hand} rollouts of the prompts", largest)
     require_groups(config, group_size)
     points: list[SweepPoint] = []
-    with start_engine(0) as baseline:
-        _warm_up(baseline, prompts[: largest // group_size], sampling, group_size)
-        for k in config.candidate_ks:
-            with ExitStack() as stack:
-                engine = baseline if k == 0 else stack.enter_context(start_engine(k))
-                if k:
-                    _warm_up(engine, prompts[: largest // group_size], sampling, group_size)
+    baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
+
+    def start(k: int, stack: ExitStack) -> RolloutEngine:
+        engine = stack.enter_context(start_engine(k))
+        # The first call of an engine pays for what is compiled or allocated on first use.
+        engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
+        return engine
+
+    with ExitStack() as outer:
+        baseline = start(0, outer)
+        speculating = [k for k in config.candidate_ks if k]
+        for ks in _chunks(speculating, config.max_live_engines - 1):
+            with ExitStack() as inner:
+                # The longest draft first: blocks end in reverse, and of idle engines the one that ended last is kept.
+                started = {k: start(k, inner) for k in reversed(ks)}
+                engines = {0: baseline} | {k: started[k] for k in ks}
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
-                    point = _measure(k, engine, baseline, batches, sampling, group_size, seed)
-                    points.append(point)
-                    on_point(point)
-    return tuple(points)
+                    results = _rounds(engines, batches, sampling, group_size, seed)
+                    baselines[batch] += results[0]
+                    for k in ks:
+                        points.append(_point(k, batch, results[k], results[0]))
+                        on_point(points[-1])
+    points += [_point(0, batch, results, results) for batch, results in baselines.items()]
+    return tuple(sorted(points, key=lambda point: (point.k, point.batch)))
 
 
 def choose(points: Sequence[SweepPoint], *, config: TuningConfig, batch: int) -> TuningRecord:
@@ -128,42 +146,49 @@ def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prom
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
 
 
-def _warm_up(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig, group_size: int) -> None:
-    """The first call of an engine pays for what is compiled or allocated on first use."""
-    engine.generate(prompts, sampling=sampling, group_size=group_size, seed=0)
+def _chunks(ks: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ks), size):
+        yield ks[start : start + size]
 
 
-def _measure(
-    k: int,
-    engine: RolloutEngine,
-    baseline: RolloutEngine,
+def _rounds(
+    engines: Mapping[int, RolloutEngine],
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,
     seed: int,
-) -> SweepPoint:
-    results: list[GenerationResult] = []
-    baseline_results: list[GenerationResult] = []
-    for repeat, prompts in enumerate(batches):
-        for running, kept in ((baseline, baseline_results), (engine, results)):
-            kept.append(running.generate(prompts, sampling=sampling, group_size=group_size, seed=seed + repeat))
+) -> dict[int, list[GenerationResult]]:
+    """By k what its engine made of each batch; every round starts with another engine."""
+    results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
+    order = list(engines)
+    for number, prompts in enumerate(batches):
+        first = number % len(order)
+        for k in order[first:] + order[:first]:
+            results[k].append(
+                engines[k].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
+            )
+    return results
+
+
+def _point(k: int, batch: int, results: Sequence[GenerationResult], baseline: Sequence[GenerationResult]) -> SweepPoint:
+    """What `results` say beside the baseline's of the same rounds."""
     own = spread([result.generation_s for result in results])
-    other = spread([result.generation_s for result in baseline_results])
+    ratios = [other.generation_s / result.generation_s for other, result in zip(baseline, results, strict=True)]
     acceptance = [result.acceptance for result in results if result.acceptance is not None]
     merged = combine(acceptance) if acceptance else None
     return SweepPoint(
         k=k,
-        batch=len(batches[0]) * group_size,
+        batch=batch,
         generation_s=own.median,
         generation_p10_s=own.p10,
         generation_p90_s=own.p90,
-        num_repeats=len(batches),
-        autoregressive_s=other.median,
-        speedup=other.median / own.median,
+        num_repeats=len(results),
+        autoregressive_s=spread([result.generation_s for result in baseline]).median,
+        speedup=spread(ratios).median,
         mean_acceptance_length=1.0 if merged is None else merged.mean_acceptance_length,
         rate_by_position=() if merged is None else merged.rate_by_position,
         mean_response_tokens=_mean_response_tokens(results),
-        autoregressive_response_tokens=_mean_response_tokens(baseline_results),
+        autoregressive_response_tokens=_mean_response_tokens(baseline),
     )
 
 

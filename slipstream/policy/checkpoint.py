@@ -1,8 +1,8 @@
 """The learner's checkpoint: one safetensors file a rank and one JSON file, each with its digest, nothing unpickled.
 
-Names: `model.X` the parameter, `main.X` its float32 master, `exp_avg.X` and `exp_avg_sq.X` of Adam, `rng.cpu` and
-`rng.cuda`. Every data-parallel rank holds the same state, so only the first of them writes. A checkpoint belongs to
-its parallel layout; to change that, go through the HF format.
+Names: `model.X` the parameter, `main.X` its float32 master, `exp_avg.X` and `exp_avg_sq.X` of AdamW or
+`momentum_buffer.X` of Muon, `rng.cpu` and `rng.cuda`. Every data-parallel rank holds the same state, so only the first
+of them writes. A checkpoint belongs to its parallel layout; to change that, go through the HF format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.policy import parallel
 from slipstream.policy.directories import existing_directory, replaced_directory
 from slipstream.policy.stats import CheckpointError
 
-_ADAM = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _STATE = "state.json"
 _BLOCK_BYTES = 1 << 20
 
@@ -49,8 +49,8 @@ def tensors_of(model: torch.nn.Module, optimizer: MegatronOptimizer | None) -> d
         main = _main(parameter)
         if main is not parameter:
             tensors[f"main.{name}"] = main.detach()
-        moments = _adam_of(optimizer).state.get(main, {})  # empty before the first update
-        tensors.update({f"{moment}.{name}": moments[moment] for moment in _ADAM if moments})
+        state = _state_of(optimizer, main).get(main, {})  # empty before the first update
+        tensors.update({f"{moment}.{name}": state[moment] for moment in _MOMENTS if moment in state})
     return tensors
 
 
@@ -129,10 +129,13 @@ def _main(parameter: torch.nn.Parameter) -> Tensor:
     return parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
 
 
-def _adam_of(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
+def _state_of(optimizer: MegatronOptimizer, main: Tensor) -> dict[Tensor, Any]:
+    """The state of that one of the chained optimizers which steps `main`."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    assert len(chained) == 1, "a dense model has one optimizer"
-    return chained[0].optimizer
+    for each in chained:
+        if any(parameter is main for group in each.optimizer.param_groups for parameter in group["params"]):
+            return each.optimizer.state
+    raise LookupError("a parameter that no optimizer steps")
 
 
 def _restore_optimizer(
@@ -142,13 +145,16 @@ def _restore_optimizer(
     tensors: Mapping[str, Tensor],
     num_updates: int,
 ) -> None:
-    main, state = _main(parameter), _adam_of(optimizer).state
+    main = _main(parameter)
+    state = _state_of(optimizer, main)
     if main is not parameter:
         main.copy_(tensors[f"main.{name}"])
     state.pop(main, None)
     if num_updates > 0:
-        state[main] = {moment: tensors[f"{moment}.{name}"].to(main.device, copy=True) for moment in _ADAM}
-        state[main]["step"] = torch.tensor(float(num_updates), device=main.device)
+        saved = {moment: tensors.get(f"{moment}.{name}") for moment in _MOMENTS}
+        state[main] = {k: moment.to(main.device, copy=True) for k, moment in saved.items() if moment is not None}
+        if "exp_avg" in state[main]:
+            state[main]["step"] = torch.tensor(float(num_updates), device=main.device)
 
 
 def _rank_file() -> str:

@@ -87,7 +87,7 @@ def train_from_scratch(
             scratch,
             len(tokenizer),
             tokenizer.eos_token_id,
-            OptimizerConfig(learning_rate=scratch.learning_rate),
+            OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate),
         )
         losses = pretrain(learner, documents(tokenizer), scratch, on_step)
         learner.call("save_hf", directory, tokenizer_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -53,11 +52,10 @@ def pretrain(
 
 
 def learning_rate_at(step: int, config: ScratchConfig) -> float:
-    """Linear warmup to `config.learning_rate`, then a cosine down to a tenth of it at the last step."""
+    """Linear warmup to `config.learning_rate`, then a straight line that would reach zero one step after the last."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(config.num_steps - config.warmup_steps - 1, 1)
-    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
+    return config.learning_rate * (config.num_steps - step) / (config.num_steps - config.warmup_steps)
 
 
 def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 from slipstream.data import packing
 from slipstream.grpo.loss import LossConfig
 from slipstream.policy import cpu
-from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, ScratchConfig
+from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, OptimizerMethod, ScratchConfig
 from slipstream.policy.cpu_layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
@@ -129,6 +129,25 @@ def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_
     assert sum(moved) > 0
 
 
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: Dtype) -> None:
+    learner = dataclasses.replace(LEARNER, dtype=dtype)
+    rate = 1e-2
+    policy = _policy(learner=learner, optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate))
+    before = {name: weight.clone() for name, weight in policy.weights()}
+    policy.lm_step(_sequences(), [1] * 9)
+    after = dict(policy.weights())
+    update = (
+        after["model.layers.0.self_attn.o_proj.weight"] - before["model.layers.0.self_attn.o_proj.weight"]
+    ).float()
+    gains = torch.linalg.svdvals(update) / (rate * 0.2 * max(update.shape) ** 0.5)
+    assert gains.min() > 0.2 and gains.max() < 1.5  # as near to orthogonal as three iterations bring it
+    for name in ("model.norm.weight", "lm_head.weight"):
+        moved = (after[name] - before[name]).float().abs().max()
+        # AdamW's first step is the learning rate, with a sign; a bfloat16 near 1 is known to 0.004.
+        assert moved == pytest.approx(rate, abs=5e-4 if dtype is Dtype.FLOAT32 else 4e-3), name
+
+
 def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
     whole, split = (_policy(learner=dataclasses.replace(LEARNER, max_tokens_per_microbatch=n)) for n in (512, 30))
     one, many = _train(whole, range(3)), _train(split, range(3))
@@ -138,9 +157,10 @@ def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))
-def test_a_resumed_policy_goes_on_bit_for_bit(dtype: Dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", list(OptimizerMethod))
+def test_a_resumed_policy_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, tmp_path: Path) -> None:
     learner = dataclasses.replace(LEARNER, dtype=dtype)
-    optimizer = dataclasses.replace(OPTIMIZER, warmup_steps=4)
+    optimizer = dataclasses.replace(OPTIMIZER, method=method, warmup_steps=4)
     policy = _policy(learner=learner, optimizer=optimizer)
     _train(policy, range(2))
     policy.save_checkpoint(tmp_path / "checkpoint", {"position": 7})
@@ -203,7 +223,7 @@ def test_pretraining_learns_a_pattern() -> None:
     assert policy.version == 0
 
 
-def test_pretraining_warms_up_then_decays_to_a_tenth() -> None:
+def test_pretraining_warms_up_then_decays_towards_zero() -> None:
     config = dataclasses.replace(SCRATCH, num_steps=12, warmup_steps=2, learning_rate=1.0)
     assert [learning_rate_at(step, config) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
     assert learning_rate_at(11, config) == pytest.approx(0.1)

@@ -33,6 +33,14 @@ def test_an_unknown_recipe_names_the_known_ones() -> None:
             r"engine.max_model_len must hold data.max_prompt_tokens 64 \+ sampling.max_response_tokens 160 \+ k 7 \+ 1",
         ),
         ({"engine": {"max_model_len": 1024}}, r"must be <= policy.scratch.max_position_embeddings 512, got 1024"),
+        (
+            {"engine": {"kv_cache_gib": None}},
+            r"engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 6, got 0.6",
+        ),
+        (
+            {"learner": {"parallel": {"tensor": 2}}},
+            r"learner.parallel.tensor must be 1 with the optimizer 'muon', got 2; .* take adamw",
+        ),
         ({"sampling": {"top_p": 0.9}}, r"sampling.top_p and sampling.top_k must leave the policy's distribution whole"),
         ({"sampling": {"temperature": 0.0}}, r"sampling.temperature must be > 0 for training"),
         ({"learner": {"max_tokens_per_microbatch": 100}}, r"must hold one whole sequence of 224 tokens, got 100"),

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -59,19 +61,45 @@ SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 
 CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
 
 
-def _sweep(calls: list[tuple[int, int]]) -> tuple[SweepPoint, ...]:
+def _sweep(calls: list[tuple[int, int]], max_live_engines: int = 2) -> tuple[SweepPoint, ...]:
     @contextmanager
     def start(k: int) -> Iterator[TimedEngine]:
         yield TimedEngine(k, SECONDS, calls)
 
-    return sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=0)
+    config = replace(CONFIG, max_live_engines=max_live_engines)
+    return sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
 
 
 def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
     calls: list[tuple[int, int]] = []
     points = _sweep(calls)
     assert [(p.k, p.batch) for p in points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
-    assert calls[-4:] == [(0, 8), (3, 8), (0, 8), (3, 8)]
+    assert calls[-4:] == [(0, 8), (3, 8), (3, 8), (0, 8)]
+
+
+def test_all_engines_that_fit_take_turns_and_each_round_starts_with_another() -> None:
+    calls: list[tuple[int, int]] = []
+    points = _sweep(calls, max_live_engines=3)
+    assert [k for k, batch in calls if batch == 2] == [0, 1, 3, 1, 3, 0]
+    assert [p.speedup for p in points if p.k == 3] == [2.0, 6 / 9]
+
+
+def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
+    """Every round speaks for k=1, by 2, 3 and 4; of the medians of the rounds' seconds one would say 8 / 3."""
+    rounds = {0: [1.0, 6.0, 9.0, 8.0], 1: [1.0, 3.0, 3.0, 2.0]}  # the first call warms up
+
+    class Scripted(TimedEngine):
+        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+            result = super().generate(*args, **kwargs)
+            return replace(result, generation_s=rounds[self.k].pop(0))
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, [])
+
+    config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
+    _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+    assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
 
 
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
