@@ -9,6 +9,7 @@ each; every round takes the next prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class TuningConfig:
     batch_sizes: tuple[int, ...] = (16, 64)
     num_repeats: int = 3  # rounds, of every batch size
     max_live_engines: int = 2  # how many fit into memory at once; as many as `candidate_ks` compares all k at once
+    num_starting: int = 1  # of them start at once; on a GPU each measures the free memory as it starts
     min_speedup: float = 1.0  # a k that is not faster than this loses to k=0
 
     def __post_init__(self) -> None:
@@ -48,6 +50,7 @@ class TuningConfig:
         )
         require(self.num_repeats >= 1, "tuning.num_repeats", "must be >= 1", self.num_repeats)
         require(self.max_live_engines >= 2, "tuning.max_live_engines", "must be >= 2", self.max_live_engines)
+        require(self.num_starting >= 1, "tuning.num_starting", "must be >= 1", self.num_starting)
         require(self.min_speedup > 0, "tuning.min_speedup", "must be > 0", self.min_speedup)
 
 
@@ -79,20 +82,20 @@ def sweep(
     points: list[SweepPoint] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(k: int, stack: ExitStack) -> RolloutEngine:
-        engine = stack.enter_context(start_engine(k))
-        # The first call of an engine pays for what is compiled or allocated on first use.
-        engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
-        return engine
+    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, RolloutEngine]:
+        """Engines by k; those that started before one failed end with the stack."""
+        with ThreadPoolExecutor(config.num_starting) as pool:
+            engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
+        for engine in engines.values():  # its first call pays for what is compiled or allocated on first use
+            engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
+        return engines
 
     with ExitStack() as outer:
-        baseline = start(0, outer)
+        baseline = start([0], outer)
         speculating = [k for k in config.candidate_ks if k]
         for ks in _chunks(speculating, config.max_live_engines - 1):
             with ExitStack() as inner:
-                # The longest draft first: blocks end in reverse, and of idle engines the one that ended last is kept.
-                started = {k: start(k, inner) for k in reversed(ks)}
-                engines = {0: baseline} | {k: started[k] for k in ks}
+                engines = {**baseline, **start(ks, inner)}
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
                     results = _rounds(engines, batches, sampling, group_size, seed)

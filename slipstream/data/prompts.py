@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,8 +22,6 @@ from slipstream.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 Parseable = Callable[[Sequence[str]], Sequence[bool]]
 """Says of each answer whether responses can be scored against it: `Verifier.parseable`."""
@@ -98,7 +95,6 @@ def load_prompt_sets(
         kept: dict[str, Prompt] = {}
         for source in _resolve(config, split, directory):
             records.append(reader.read(source, kept))
-            logger.info("%s", records[-1])
         own = [record for record in records if record.name == split]
         require(bool(kept), f"data.{split}", "must leave at least one prompt", 0, f"found {own}")
         prompts[split] = _ordered(kept.values(), split, config.seed)

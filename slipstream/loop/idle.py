@@ -7,6 +7,7 @@ holds its memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,26 +15,30 @@ E = TypeVar("E")
 
 
 class IdleEngines(Generic[E]):
-    """Engines that nobody uses, by what they were started with; the longest idle one goes first."""
+    """Engines that nobody uses, by what they were started with; the longest idle one goes first. Safe in threads."""
 
     def __init__(self, *, is_alive: Callable[[E], bool], close: Callable[[E], None]) -> None:
         self._is_alive = is_alive
         self._close = close
         self._engines: list[tuple[str, E]] = []  # longest idle first
+        self._lock = threading.Lock()
 
     def take(self, key: str) -> E | None:
         """An idle engine that was started with `key`, None if there is none; dead ones are dropped on the way."""
-        for index in reversed(range(len(self._engines))):
-            if self._engines[index][0] != key:
-                continue
-            _, engine = self._engines.pop(index)
+        while True:
+            with self._lock:
+                found = [index for index, (kept, _) in enumerate(self._engines) if kept == key]
+                if not found:
+                    return None
+                _, engine = self._engines.pop(found[-1])
             if self._is_alive(engine):
                 return engine
             self._close(engine)
-        return None
 
     def put(self, key: str, engine: E, *, capacity: int) -> None:
         """Keep `engine` for the next user; beyond `capacity` idle ones the longest idle are closed."""
-        self._engines.append((key, engine))
-        while len(self._engines) > capacity:
-            self._close(self._engines.pop(0)[1])
+        with self._lock:
+            self._engines.append((key, engine))
+            surplus = [self._engines.pop(0)[1] for _ in range(len(self._engines) - capacity)]
+        for longest_idle in surplus:
+            self._close(longest_idle)

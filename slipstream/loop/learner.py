@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.fingerprint import WeightPart, part_fingerprints
+from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
 from slipstream.refit import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
@@ -66,7 +67,8 @@ class LearnerWorker:
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """A policy with random weights; returns the number of parameters."""
-        from slipstream.policy.megatron import MegatronPolicy
+        with uncollected():
+            from slipstream.policy.megatron import MegatronPolicy
 
         self._policy = MegatronPolicy.from_scratch(
             scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
@@ -243,7 +245,8 @@ class LearnerWorker:
         return self._draft
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
-        from slipstream.policy.megatron import MegatronPolicy
+        with uncollected():
+            from slipstream.policy.megatron import MegatronPolicy
 
         return MegatronPolicy.load(
             path,

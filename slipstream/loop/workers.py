@@ -252,6 +252,8 @@ def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str
         "num_gpus": 0 if config.kv_cache_gib is not None else config.tensor_parallel_size,
         "runtime_env": {"env_vars": _environment(process_environment(config))},
     }
+    k = speculative_config["num_speculative_tokens"] if speculative_config else 0
+    logger.info("starting an engine with k=%d", k)
     actor = ray.remote(VllmEngine).options(**options)
     actors = [
         actor.remote(policy, config=config, speculative_config=speculative_config) for _ in range(config.num_engines)

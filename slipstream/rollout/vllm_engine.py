@@ -5,7 +5,6 @@ One `VllmEngine` a process (deleting one of two breaks the other): `loop.workers
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.fingerprint import WeightPart
+from slipstream.imports import uncollected
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import EngineState, GenerationResult, Trace
@@ -52,11 +52,11 @@ class VllmEngine:
             RuntimeError: the process samples with a broken rejection sampler.
         """
         os.environ.update(process_environment(config))
-        from vllm import LLM
+        with uncollected():  # vLLM collects garbage seven times while it starts
+            from vllm import LLM
 
-        from slipstream.rollout.weight_transfer import BACKEND
+            from slipstream.rollout.weight_transfer import BACKEND
 
-        gc.freeze()  # vLLM collects garbage seven times while it starts: what was imported is none
         memory: dict[str, Any] = (
             {"gpu_memory_utilization": config.gpu_memory_utilization}
             if config.kv_cache_gib is None

@@ -1,5 +1,6 @@
 """Draft length is chosen by time, with an engine whose times are given."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,6 +101,27 @@ def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
     _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
     assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
+
+
+def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
+    met = threading.Barrier(2, timeout=10)
+    ended: list[int] = []
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        if k:
+            met.wait()  # passes only if both are starting
+        if k == 3:
+            raise RuntimeError("no memory left")
+        try:
+            yield TimedEngine(k, SECONDS, [])
+        finally:
+            ended.append(k)
+
+    config = replace(CONFIG, max_live_engines=3, num_starting=2)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+    assert ended == [1, 0]
 
 
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
