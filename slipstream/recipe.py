@@ -59,14 +59,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require_groups(self.tuning, self.grpo.group_size)
-        live = self.tuning.max_live_engines
-        require(
-            self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
-            "engine.gpu_memory_utilization",
-            f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
-            self.engine.gpu_memory_utilization,
-            "tuning compares engines that live at once",
-        )
+        self._check_devices()
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -103,14 +96,6 @@ class Recipe:
             (self.sampling.top_p, self.sampling.top_k),
             "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",
         )
-        methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
-        require(
-            OptimizerMethod.MUON not in methods or self.learner.parallel.tensor == 1,
-            "learner.parallel.tensor",
-            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
-            self.learner.parallel.tensor,
-            "it makes whole matrices orthogonal, not their shards: take adamw",
-        )
         if self.policy.scratch is not None:
             require(
                 self.engine.max_model_len <= self.policy.scratch.max_position_embeddings,
@@ -124,6 +109,25 @@ class Recipe:
                 f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
                 self.draft.aux_hidden_state_layer_ids,
             )
+
+    def _check_devices(self) -> None:
+        """What the accelerators and their number must allow."""
+        live = self.tuning.max_live_engines
+        require(
+            self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
+            "engine.gpu_memory_utilization",
+            f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
+            self.engine.gpu_memory_utilization,
+            "tuning compares engines that live at once",
+        )
+        methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
+        require(
+            OptimizerMethod.MUON not in methods or self.learner.parallel.tensor == 1,
+            "learner.parallel.tensor",
+            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
+            self.learner.parallel.tensor,
+            "it makes whole matrices orthogonal, not their shards: take adamw",
+        )
 
     def fingerprint(self) -> str:
         """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""
