@@ -50,9 +50,8 @@ def with_optimizer(
         with _left_out(matrices):
             optimizer = get_megatron_optimizer(settings, [module])
         for group in optimizer.param_groups:
-            group["fused"] = (
-                True  # torch's AdamW loops over tensors on a CPU unless told; one kernel a tensor is enough
-            )
+            # torch's AdamW loops over tensors on a CPU unless told; one kernel a tensor is enough.
+            group["fused"] = True
         if matrices:
             assert isinstance(optimizer, ChainedOptimizer)
             optimizer = ChainedOptimizer([*optimizer.chained_optimizers, _muon(matrices, settings)])
