@@ -23,31 +23,33 @@ import numpy as np
 from slipstream import logs
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.drafts.config import speculative_config
-from slipstream.loop import workers
-from slipstream.loop.refit_gate import RefitGate
-from slipstream.loop.sync import SyncLoop
-from slipstream.loop.train import score
 from slipstream.recipe import load_recipe
 from slipstream.records import StepRecord, TuningRecord, read_record
+from slipstream.refit.gate import RefitGate
 from slipstream.rewards import Verifier
 from slipstream.rollout.engine import GenerationResult
+from slipstream.train.arm import score
+from slipstream.train.loop import SyncLoop
+from slipstream.workers.engines import RemoteEngine, start_engine
+from slipstream.workers.learners import start_learner
+from slipstream.workers.session import connect
 
 
 @dataclass
 class NotingEngine:
     """Passes everything on and notes the engine's own generation time."""
 
-    engine: workers.RemoteEngine
+    engine: RemoteEngine
     seconds: list[float]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-        """See `RolloutEngine.generate`."""
+        """See `Engine.generate`."""
         result = self.engine.generate(*args, **kwargs)
         self.seconds.append(result.generation_s)
         return result
 
     def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """See `Engine.close`."""
         self.engine.close()
 
 
@@ -108,15 +110,15 @@ def _steps(execution: Path, num_steps: int, k: int) -> tuple[list[StepRecord], l
     tokenizer = AutoTokenizer.from_pretrained(policy)
     prompts = read_prompt_sets(execution / "prepare_data").train
     records: list[StepRecord] = []
+    connect()
     with (
         tempfile.TemporaryDirectory() as transfer,
-        workers.session(),
-        workers.start_learner(recipe.learner) as learner,
-        workers.start_engine(policy, config=recipe.engine, speculative_config=draft) as remote,
+        start_learner(recipe.learner) as learner,
+        start_engine(policy, config=recipe.engine, speculative_config=draft) as remote,
         Verifier(recipe.reward) as verifier,
     ):
         engine = NotingEngine(engine=remote, seconds=[])
-        learner.call("load", policy, recipe.grpo.optimizer)
+        learner.load(policy, recipe.grpo.optimizer)
         SyncLoop(
             engine=engine,
             learner=learner,

@@ -46,13 +46,13 @@ class ExactPolicy(Protocol):
     def conditionals(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """See `slipstream.loop.learner.LearnerWorker.conditionals`."""
+        """See `slipstream.workers.learner_process.LearnerProcess.conditionals`."""
         ...
 
     def next_token_probabilities(
         self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
     ) -> NDArray[np.float64]:
-        """See `slipstream.loop.learner.LearnerWorker.next_token_probabilities`."""
+        """See `slipstream.workers.learner_process.LearnerProcess.next_token_probabilities`."""
         ...
 
 

@@ -16,7 +16,7 @@ from slipstream.config import require
 from slipstream.records import EvaluationRecord
 from slipstream.rewards import Verifier, extract_answer, normalise_answer
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import RolloutEngine
+from slipstream.rollout.engine import Engine
 from slipstream.types import FinishReason, Prompt
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def prompt_hash(prompts: Sequence[Prompt]) -> str:
 
 
 def evaluate(
-    engine: RolloutEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     *,
     verifier: Verifier,

@@ -18,16 +18,16 @@ import slipstream
 from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import GrpoConfig
+from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness import LosslessnessConfig
-from slipstream.policy.config import LearnerConfig, OptimizerMethod, PolicyConfig
-from slipstream.refit import RefitConfig
+from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.refit.config import RefitConfig
 from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.sim.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
-from slipstream.tuning import TuningConfig, require_groups
 from slipstream.types import Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"

@@ -46,6 +46,29 @@ class RefitCheck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the engine's logprobs are from the learner's, over all response tokens of a step."""
+
+    k1: float  # mean(rollout - trainer), an estimate of KL(rollout || trainer)
+    k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative, less noisy
+    mean: float  # absolute difference of a token's two logprobs
+    largest: float
+    outside_fraction: float  # of tokens whose r lies outside the recipe's band
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStats:
+    """What the updates of a step did."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    kl: float  # to the reference policy, per token; 0 without one
+    clip_fraction: float  # of tokens whose gradient the clip cut off
+    num_tokens: int  # response tokens
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One GRPO step of one arm."""
 
@@ -58,15 +81,8 @@ class StepRecord:
     num_reward_timeouts: int
     num_reward_crashes: int
     num_zero_signal_groups: int  # groups whose rewards are all equal: they teach nothing
-    loss: float
-    grad_norm: float
-    kl: float  # to the reference policy, 0 when kl_coefficient is 0
-    clip_fraction: float
-    mismatch_kl: float  # mean(rollout - trainer logprob) over sampled tokens: the k1 estimate
-    mismatch_k3: float  # mean(r - 1 - log r), r = trainer / rollout probability: never negative, less noisy
-    mismatch_mean: float  # mean absolute difference of a token's two logprobs
-    mismatch_max: float  # largest
-    mismatch_outside_fraction: float  # of tokens whose r lies outside the recipe's band
+    train: TrainStats
+    mismatch: Mismatch
     acceptance: AcceptanceStats | None  # None in the autoregressive arm
     policy_version: int  # that generated the rollouts
     draft_version: int | None  # that proposed tokens for them

@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import certification, logs
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import certify_losslessness as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
 
 
@@ -27,14 +28,14 @@ def certify_losslessness(
     """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
     logs.configure()
     loaded = load_recipe(str(recipe))
-    directory = certification.certify_losslessness(
+    directory = stage.certify_losslessness(
         context,
         loaded,
         policy=Path(policy),
         trained=Path(trained) / "policy",
         data=Path(data),
         draft=Path(draft),
-        k=certification.tuned_length(loaded, Path(tuning)),
+        k=stage.tuned_length(loaded, Path(tuning)),
     )
     return FlyteDirectory(str(directory))
 
@@ -45,7 +46,7 @@ def certify_draft(
 ) -> FlyteDirectory:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
-    directory = certification.certify_losslessness(
+    directory = stage.certify_losslessness(
         context,
         load_recipe(str(recipe)),
         policy=Path(policy),
@@ -60,5 +61,5 @@ def certify_draft(
 @task(container_image=IMAGE, requests=SMALL)
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
-    certification.require_lossless(Path(certificate))
+    stage.require_lossless(Path(certificate))
     return report

@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import evaluate_aime as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, LARGE, RETRIES
 
 
@@ -23,4 +24,4 @@ def evaluate_aime(
     path = Path(model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(str(recipe))
-    return FlyteDirectory(str(stages.evaluate_aime(context, loaded, Path(data), weights, policy)))
+    return FlyteDirectory(str(stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)))

@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import prepare_data as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
 
 
@@ -18,4 +19,4 @@ from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
 def prepare_data(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
     """The train, draft and validation prompts and their manifest."""
     logs.configure()
-    return FlyteDirectory(str(stages.prepare_data(context, load_recipe(str(recipe)), Path(policy))))
+    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)), Path(policy))))

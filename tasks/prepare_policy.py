@@ -6,9 +6,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import prepare_policy as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
 
@@ -16,4 +17,4 @@ from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 def prepare_policy(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    return FlyteDirectory(str(stages.prepare_policy(context, load_recipe(str(recipe)))))
+    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(str(recipe)))))

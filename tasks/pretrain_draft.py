@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import pretrain_draft as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
 
@@ -20,4 +21,5 @@ def pretrain_draft(
 ) -> FlyteDirectory:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
-    return FlyteDirectory(str(stages.pretrain_draft(context, load_recipe(str(recipe)), Path(policy), Path(data))))
+    directory = stage.pretrain_draft(context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data))
+    return FlyteDirectory(str(directory))

@@ -9,8 +9,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs, projection
-from slipstream.context import RunContext
 from slipstream.recipe import load_recipe
+from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 

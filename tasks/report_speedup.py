@@ -8,9 +8,10 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import report_speedup as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
@@ -29,7 +30,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
 ) -> FlyteDirectory:
     """report.html, which is also the task's deck, report.json and run.json."""
     logs.configure()
-    directory = stages.report_speedup(
+    directory = stage.report_speedup(
         context,
         load_recipe(str(recipe)),
         policy=Path(policy),

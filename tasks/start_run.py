@@ -9,8 +9,9 @@ from typing import NamedTuple
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
+from slipstream.stages import start_run as stage
+from slipstream.stages.context import RunContext
 from slipstream.types import Workload
 from tasks.resources import IMAGE, SMALL
 
@@ -29,7 +30,7 @@ def start_run(recipe: str, workload: Workload, num_steps: int, seed: int, run_ro
     """Raises before anything expensive starts if the recipe breaks a rule. `num_steps` 0 keeps the recipe's."""
     logs.configure()
     overrides = {"grpo": {"seed": seed, **({"num_steps": num_steps} if num_steps else {})}}
-    context, resolved = stages.start_run(
+    context, resolved = stage.start_run(
         recipe, workload=workload, root=Path(run_root), execution=_execution(recipe), overrides=overrides
     )
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))

@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import train_grpo as stage
+from slipstream.stages.context import RunContext
 from slipstream.types import Arm
 from tasks.resources import IMAGE, LARGE, RETRIES
 
@@ -28,6 +29,7 @@ def train_grpo(
     """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
     logs.configure()
     loaded = load_recipe(str(recipe))
-    return FlyteDirectory(
-        str(stages.train_grpo(context, loaded, Path(policy), Path(data), Path(draft), Path(tuning), arm))
+    directory = stage.train_grpo(
+        context, loaded, arm, policy=Path(policy), data=Path(data), draft=Path(draft), tuning=Path(tuning)
     )
+    return FlyteDirectory(str(directory))

@@ -8,9 +8,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, stages
-from slipstream.context import RunContext
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import tune_draft_length as stage
+from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, LARGE, RETRIES
 
 
@@ -21,4 +22,5 @@ def tune_draft_length(
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
     logs.configure()
     loaded = load_recipe(str(recipe))
-    return FlyteDirectory(str(stages.tune_draft_length(context, loaded, Path(policy), Path(data), Path(draft))))
+    directory = stage.tune_draft_length(context, loaded, policy=Path(policy), data=Path(data), draft=Path(draft))
+    return FlyteDirectory(str(directory))

@@ -8,10 +8,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    from slipstream.loop import workers
+    from slipstream.workers.session import connect
 
-    with workers.session():
-        yield
+    connect()
+    yield
 
 
 @pytest.fixture(scope="session")

@@ -9,24 +9,50 @@ from __future__ import annotations
 import json
 import logging
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from slipstream.config import require
-from slipstream.records import DraftRecord, write_atomic
+from slipstream.drafts.config import DraftConfig
+from slipstream.records import write_atomic
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Engine
 from slipstream.types import Prompt, RolloutGroup
-
-if TYPE_CHECKING:
-    from slipstream.loop.learner import DraftProgress
-    from slipstream.loop.workers import RemoteLearner
-    from slipstream.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
 _SEED_OFFSET = 7919  # draft responses and training rollouts must not share engine seeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftProgress:
+    """Held-out acceptance of a draft: by position given the tokens before, and over the window."""
+
+    rate_by_position: tuple[float, ...]
+    mean_acceptance_length: float
+
+
+class DraftLearner(Protocol):
+    """The learner, as far as draft training needs it."""
+
+    def hold_draft_chats(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], config: DraftConfig
+    ) -> bool:
+        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
+        ...
+
+    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+        """One update of the draft; returns its loss."""
+        ...
+
+    def save_draft_checkpoint(self, path: Path) -> None:
+        """Write what resumed draft training needs."""
+        ...
+
+    def load_draft_checkpoint(self, path: Path) -> None:
+        """Restore it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,75 +82,54 @@ class Responses:
         )
 
 
-def pretrain_draft(
-    recipe: Recipe,
-    policy: Path,
-    prompts: Sequence[Prompt],
-    directory: Path,
-    *,
-    on_step: Callable[[int, float], None],
-) -> DraftRecord:
-    """Regenerate responses, train, measure held-out acceptance, and save what vLLM loads to `directory/draft`.
-
-    Raises:
-        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`.
-    """
-    from slipstream.loop import workers
-
-    config = recipe.draft
-    start = time.perf_counter()
-    responses = _responses(recipe, policy, prompts, directory / "responses.json")
-    num_heldout = config.num_heldout_prompts * config.samples_per_prompt
-    heldout = responses.select(range(num_heldout))
-    train = responses.select(range(num_heldout, len(responses.token_ids)))
-    with workers.start_learner(recipe.learner) as learner:
-        learner.call("load", policy, None)
-        num_parameters = learner.call("start_draft", policy, config)
-        losses = _train(recipe, learner, train, directory / "checkpoint", on_step)
-        progress: DraftProgress = learner.call("evaluate_draft", heldout.token_ids, heldout.prompt_lengths, config)
-        learner.call("save_draft", directory / "draft")
-    return DraftRecord(
-        method=config.method.value,
-        init=config.init.value,
-        num_parameters=num_parameters,
-        num_training_tokens=sum(map(len, train.token_ids)),
-        num_steps=config.num_steps,
-        losses=tuple(losses),
-        heldout_rate_by_position=progress.rate_by_position,
-        heldout_mean_acceptance_length=progress.mean_acceptance_length,
-        elapsed_s=time.perf_counter() - start,
+def regenerate(
+    engine: Engine, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
+) -> tuple[Responses, float]:
+    """What the engine's policy answers to `prompts`, and the seconds that it took."""
+    result = engine.generate(
+        prompts, sampling=sampling, group_size=config.samples_per_prompt, seed=config.seed + _SEED_OFFSET
     )
+    return _join(result.groups), result.generation_s
 
 
-def _responses(recipe: Recipe, policy: Path, prompts: Sequence[Prompt], path: Path) -> Responses:
-    """What the policy answers to the draft prompts, held-out ones first; kept for a resumed attempt."""
-    from slipstream.loop import workers
-
-    if path.is_file():
-        kept = json.loads(path.read_text())
-        return Responses(token_ids=tuple(map(tuple, kept["token_ids"])), prompt_lengths=tuple(kept["prompt_lengths"]))
-    config = recipe.draft
-    needed = config.num_prompts + config.num_heldout_prompts
-    mend = "lower them or give data.draft_* more rows"
-    require(
-        len(prompts) >= needed, "draft.num_prompts + num_heldout_prompts", f"must be <= {len(prompts)}", needed, mend
-    )
-    with workers.start_engine(policy, config=recipe.engine) as engine:
-        result = engine.generate(
-            prompts[:needed],
-            sampling=recipe.sampling,
-            group_size=config.samples_per_prompt,
-            seed=config.seed + _SEED_OFFSET,
-        )
-    responses = _join(result.groups)
-    logger.info(
-        "pretrain_draft: %d responses regenerated by the policy in %.0f s",
-        len(responses.token_ids),
-        result.generation_s,
-    )
+def write_responses(responses: Responses, path: Path) -> None:
+    """Keep `responses` for a resumed attempt."""
     kept = {"token_ids": responses.token_ids, "prompt_lengths": responses.prompt_lengths}
     write_atomic(path, json.dumps(kept).encode())
-    return responses
+
+
+def read_responses(path: Path) -> Responses:
+    """Read what `write_responses` wrote."""
+    kept = json.loads(path.read_text())
+    return Responses(token_ids=tuple(map(tuple, kept["token_ids"])), prompt_lengths=tuple(kept["prompt_lengths"]))
+
+
+def train_draft(
+    learner: DraftLearner,
+    train: Responses,
+    config: DraftConfig,
+    *,
+    checkpoint: Path,
+    on_step: Callable[[int, float], None],
+) -> list[float]:
+    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step."""
+    progress = checkpoint / "losses.json"
+    losses: list[float] = []
+    if progress.is_file():
+        losses = json.loads(progress.read_text())
+        learner.load_draft_checkpoint(checkpoint / f"step-{len(losses)}")
+        logger.info("pretrain_draft: going on from step %d", len(losses))
+    if not learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config):
+        fix = "raise it, where there is memory, to compute them once"
+        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
+    for step in range(len(losses), config.num_steps):
+        chosen = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
+        losses.append(learner.draft_step(chosen, config))
+        on_step(step, losses[-1])
+        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
+            learner.save_draft_checkpoint(checkpoint / f"step-{len(losses)}")
+            write_atomic(progress, json.dumps(losses).encode())
+    return losses
 
 
 def _join(groups: Sequence[RolloutGroup]) -> Responses:
@@ -133,26 +138,3 @@ def _join(groups: Sequence[RolloutGroup]) -> Responses:
         token_ids=tuple(prompt.token_ids + rollout.token_ids for prompt, rollout in pairs),
         prompt_lengths=tuple(len(prompt.token_ids) for prompt, _ in pairs),
     )
-
-
-def _train(
-    recipe: Recipe, learner: RemoteLearner, train: Responses, checkpoint: Path, on_step: Callable[[int, float], None]
-) -> list[float]:
-    config = recipe.draft
-    progress = checkpoint / "losses.json"
-    losses: list[float] = []
-    if progress.is_file():
-        losses = json.loads(progress.read_text())
-        learner.call("load_draft_checkpoint", checkpoint / f"step-{len(losses)}")
-        logger.info("pretrain_draft: going on from step %d", len(losses))
-    if not learner.call("hold_draft_chats", train.token_ids, train.prompt_lengths, config):
-        mend = "raise it, where there is memory, to compute them once"
-        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", mend)
-    for step in range(len(losses), config.num_steps):
-        chosen = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
-        losses.append(learner.call("draft_step", chosen, config))
-        on_step(step, losses[-1])
-        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
-            learner.call("save_draft_checkpoint", checkpoint / f"step-{len(losses)}")
-            write_atomic(progress, json.dumps(losses).encode())
-    return losses

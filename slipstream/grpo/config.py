@@ -1,12 +1,65 @@
-"""Config of GRPO training."""
+"""Config of GRPO training: the loss, the optimizer, and the size of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from slipstream.config import require
-from slipstream.grpo.loss import LossConfig
-from slipstream.policy.config import OptimizerConfig
+
+
+class OptimizerMethod(StrEnum):
+    """AdamW for every parameter, or Muon for the matrices of the layers and AdamW for the rest."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
+
+    `truncated_importance_sampling` caps the weight trainer probability / rollout probability that corrects for an
+    engine whose numerics differ from the learner's, or whose policy is older; None leaves the loss uncorrected.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coefficient: float = 0.0
+    truncated_importance_sampling: float | None = None
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.clip_low < 1.0, "grpo.loss.clip_low", "must lie in (0, 1)", self.clip_low)
+        require(self.clip_high > 0.0, "grpo.loss.clip_high", "must be > 0", self.clip_high)
+        require(self.kl_coefficient >= 0.0, "grpo.loss.kl_coefficient", "must be >= 0", self.kl_coefficient)
+        cap = self.truncated_importance_sampling
+        require(cap is None or cap > 0.0, "grpo.loss.truncated_importance_sampling", "must be > 0 or null", cap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The learning rate rises linearly over `warmup_steps` updates, then stays; `betas` and `eps` are AdamW's."""
+
+    learning_rate: float
+    method: OptimizerMethod = OptimizerMethod.ADAMW
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate)
+        require(
+            len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
+            "optimizer.betas",
+            "must be two numbers in [0, 1)",
+            self.betas,
+        )
+        require(self.eps > 0, "optimizer.eps", "must be > 0", self.eps)
+        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be >= 0", self.weight_decay)
+        require(self.clip_grad > 0, "optimizer.clip_grad", "must be > 0", self.clip_grad)
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be >= 0", self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,28 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.config import require
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
-
-    `truncated_importance_sampling` caps the weight trainer probability / rollout probability that corrects for an
-    engine whose numerics differ from the learner's, or whose policy is older; None leaves the loss uncorrected.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coefficient: float = 0.0
-    truncated_importance_sampling: float | None = None
-
-    def __post_init__(self) -> None:
-        require(0.0 < self.clip_low < 1.0, "grpo.loss.clip_low", "must lie in (0, 1)", self.clip_low)
-        require(self.clip_high > 0.0, "grpo.loss.clip_high", "must be > 0", self.clip_high)
-        require(self.kl_coefficient >= 0.0, "grpo.loss.kl_coefficient", "must be >= 0", self.kl_coefficient)
-        cap = self.truncated_importance_sampling
-        require(cap is None or cap > 0.0, "grpo.loss.truncated_importance_sampling", "must be > 0 or null", cap)
+from slipstream.grpo.config import LossConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

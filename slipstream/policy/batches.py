@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.data.packing import MICROBATCH_COST, plan_microbatches
+from slipstream.policy.packing import MICROBATCH_COST, plan_microbatches
 
 Sequences = Sequence[Sequence[int]]
 Values = Sequence[float] | NDArray[np.float32]

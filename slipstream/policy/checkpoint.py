@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.policy import parallel
 from slipstream.policy.directories import existing_directory, replaced_directory
-from slipstream.policy.stats import CheckpointError
+from slipstream.policy.errors import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _STATE = "state.json"

@@ -1,4 +1,4 @@
-"""Configs of the policy, its learner and its optimizer."""
+"""Configs of the policy and its learner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slipstream.config import require
+from slipstream.grpo.config import OptimizerMethod
 
 SCRATCH = "scratch"
 """`policy.model` of a policy that is trained from random weights instead of loaded."""
@@ -16,13 +17,6 @@ class Dtype(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-class OptimizerMethod(StrEnum):
-    """AdamW for every parameter, or Muon for the matrices of the layers and AdamW for the rest."""
-
-    ADAMW = "adamw"
-    MUON = "muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,32 +109,6 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of learner ranks."""
         return self.tensor * self.pipeline * self.data
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """The learning rate rises linearly over `warmup_steps` updates, then stays; `betas` and `eps` are AdamW's."""
-
-    learning_rate: float
-    method: OptimizerMethod = OptimizerMethod.ADAMW
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate)
-        require(
-            len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
-            "optimizer.betas",
-            "must be two numbers in [0, 1)",
-            self.betas,
-        )
-        require(self.eps > 0, "optimizer.eps", "must be > 0", self.eps)
-        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be >= 0", self.weight_decay)
-        require(self.clip_grad > 0, "optimizer.clip_grad", "must be > 0", self.clip_grad)
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be >= 0", self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

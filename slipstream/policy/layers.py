@@ -29,10 +29,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from slipstream.policy import cpu
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import Dtype, LearnerConfig
-from slipstream.policy.cpu_layer import CpuTransformerLayer
+from slipstream.policy.cpu import host
+from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.weights import Layout, Shard, mappings
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -63,7 +63,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
 
 def skips_padding(learner: LearnerConfig) -> bool:
     """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole layers."""
-    return cpu.is_cpu_only() and learner.parallel.tensor == 1
+    return host.is_cpu_only() and learner.parallel.tensor == 1
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:

@@ -27,18 +27,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config import require
-from slipstream.data.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
-from slipstream.grpo.loss import LossConfig, policy_loss
-from slipstream.policy import checkpoint, collectives, cpu, hf, parallel
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.grpo.loss import policy_loss
+from slipstream.grpo.update import Update
+from slipstream.policy import checkpoint, collectives, hf, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
 from slipstream.policy.capture import Capture, CapturedStates
-from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.optimizer import with_optimizer
-from slipstream.policy.stats import TrainStats
+from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
-from slipstream.types import TrainBatch
+from slipstream.records import TrainStats
 
 FloatArray = NDArray[np.float32]
 
@@ -96,7 +98,7 @@ class MegatronPolicy:
         )
         shard = parallel.current_shard()
         require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
-        with cpu.cuda_as_cpu():
+        with host.cuda_as_cpu():
             model = build_model(architecture, learner, shard, init_std=None)
         with hf.open_weights(hf_path) as read:
             load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
@@ -116,7 +118,7 @@ class MegatronPolicy:
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
         parallel.initialize(learner.parallel)
         require_divisible(architecture, tensor=learner.parallel.tensor, pipeline=learner.parallel.pipeline)
-        with cpu.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
+        with host.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(scratch.seed)
             model = build_model(architecture, learner, parallel.current_shard(), init_std=scratch.init_std)
         return cls(model, architecture, learner, optimizer)
@@ -169,38 +171,29 @@ class MegatronPolicy:
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return collectives.sum_over_ranks(values_NW).cpu().numpy()
 
-    def train_step(
-        self,
-        batch: TrainBatch,
-        trainer_logprobs: Sequence[FloatArray],
-        ref_logprobs: Sequence[FloatArray] | None,
-        loss: LossConfig,
-        temperature: float,
-        *,
-        capture: Capture | None = None,
-    ) -> TrainStats:
-        """One optimizer update on the whole batch; against its own `trainer_logprobs` the first ratio is exactly 1.
+    def train_step(self, update: Update, *, capture: Capture | None = None) -> TrainStats:
+        """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
 
         Args:
-            trainer_logprobs: what `logprobs` gave for this batch before its first update.
-            ref_logprobs: the same under the reference policy; None leaves the KL out.
+            update: the sequences, what is known of them, and the loss.
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
+        batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = num_labels(batch.token_ids, batch.prompt_lengths)
 
         def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
             advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
             part = policy_loss(
-                self._logprobs(logits_BTV, micro.labels_BT, temperature),
-                trainer_logprobs_BT=micro.spread(trainer_logprobs),
+                self._logprobs(logits_BTV, micro.labels_BT, update.temperature),
+                trainer_logprobs_BT=micro.spread(update.trainer_logprobs),
                 rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=advantages_B.unsqueeze(1),
                 mask_BT=micro.mask_BT,
                 num_tokens=num_tokens,
-                config=loss,
+                config=update.loss,
             )
             return part.loss, {"loss": part.loss.detach(), "clipped": part.num_clipped, "kl": part.kl_sum}
 
@@ -258,7 +251,7 @@ class MegatronPolicy:
         for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=self._microbatch_cost):
             tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
             padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], self._device)
-            with torch.no_grad(), cpu.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
+            with torch.no_grad(), host.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
                 self._gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
             for row, index in enumerate(indices):
                 aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
@@ -349,17 +342,17 @@ class MegatronPolicy:
 
         def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(data)
-            with cpu.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
+            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
                 output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None, padding_mask=batch.padding_BT)
 
             def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
-                with cpu.model_arithmetic():
+                with host.model_arithmetic():
                     loss, result = loss_of(logits_BTV, batch)
                 return loss, torch.zeros((), dtype=torch.int), result
 
             return output, loss_func
 
-        with cpu.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(mine),
@@ -388,7 +381,7 @@ class MegatronPolicy:
         # next update would be added twice.
         self._optimizer.zero_grad()
         results = self._run(batches, loss_of, forward_only=False, capture=capture)
-        with cpu.cuda_as_cpu():
+        with host.cuda_as_cpu():
             _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
         self._num_updates += 1
         if not math.isfinite(grad_norm):

@@ -14,8 +14,9 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_meg
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from slipstream.policy import cpu
-from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, OptimizerMethod
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.policy.config import Dtype, LearnerConfig
+from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES
 from slipstream.policy.muon import BatchedMuon
 
@@ -29,7 +30,7 @@ def with_optimizer(
     gpt: GPTModel, learner: LearnerConfig, config: OptimizerConfig
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Wrap a model so that its gradients accumulate in float32 buffers, and give it an optimizer of float32 masters."""
-    with cpu.cuda_as_cpu():
+    with host.cuda_as_cpu():
         module = DistributedDataParallel(
             config=gpt.config,
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),

@@ -11,8 +11,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from slipstream.config import require
-from slipstream.policy import cpu
 from slipstream.policy.config import ParallelConfig
+from slipstream.policy.cpu import host
 from slipstream.policy.weights import Shard
 
 
@@ -34,13 +34,13 @@ def initialize(
     """
     need = parallel.world_size
     require(world_size == need, "learner.parallel", f"must multiply to the {world_size} ranks started", need)
-    cpu.install()
+    host.install()
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
         return
     if not dist.is_initialized():
         _init_process_group(rank, world_size, master_address, master_port)
-    with cpu.cuda_as_cpu():
+    with host.cuda_as_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
         )
@@ -48,8 +48,8 @@ def initialize(
 
 
 def _init_process_group(rank: int, world_size: int, master_address: str, master_port: int) -> None:
-    backend = "gloo" if cpu.is_cpu_only() else "nccl"
-    if not cpu.is_cpu_only():
+    backend = "gloo" if host.is_cpu_only() else "nccl"
+    if not host.is_cpu_only():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
     if world_size == 1:
         # Nobody to meet: no port, so that any number of single-rank learners run on one machine.
@@ -86,7 +86,7 @@ def current_shard() -> Shard:
 
 def device() -> torch.device:
     """Where this rank computes."""
-    return torch.device("cpu") if cpu.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if host.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_main_rank() -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.policy.config import OptimizerConfig, ScratchConfig
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.config import ScratchConfig
 from slipstream.policy.pretrain import Document, pretrain
 from slipstream.records import PolicyRecord
 
@@ -72,7 +73,8 @@ def train_from_scratch(
     """Train the recipe's own policy with Megatron-Core on `documents` and write it in HF format with its tokenizer."""
     from transformers import AutoTokenizer
 
-    from slipstream.loop import workers
+    from slipstream.workers.learners import start_learner
+    from slipstream.workers.session import connect
 
     scratch = recipe.policy.scratch
     assert scratch is not None, "the recipe's own policy has an architecture"
@@ -81,16 +83,16 @@ def train_from_scratch(
     shutil.rmtree(tokenizer_dir, ignore_errors=True)
     write_tokenizer(tokenizer_dir, max_length=scratch.max_position_embeddings)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    with workers.session(), workers.start_learner(recipe.learner) as learner:
-        num_parameters = learner.call(
-            "create",
+    connect()
+    with start_learner(recipe.learner) as learner:
+        num_parameters = learner.create(
             scratch,
             len(tokenizer),
             tokenizer.eos_token_id,
             OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate),
         )
         losses = pretrain(learner, documents(tokenizer), scratch, on_step)
-        learner.call("save_hf", directory, tokenizer_dir)
+        learner.save_hf(directory, tokenizer_dir)
     return _record(scratch, tokenizer, num_parameters, losses, time.perf_counter() - start)
 
 

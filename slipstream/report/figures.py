@@ -130,8 +130,8 @@ def mismatch(record: RunRecord) -> str:
     """What the learner and the engine disagree by on the log-probabilities of the same tokens."""
 
     def draw(axes: Sequence[Axes]) -> None:
-        _over_steps(axes[0], record, lambda step: step.mismatch_kl)
-        _over_steps(axes[1], record, lambda step: step.mismatch_max)
+        _over_steps(axes[0], record, lambda step: step.mismatch.k1)
+        _over_steps(axes[1], record, lambda step: step.mismatch.largest)
         axes[0].set_title("Mismatch KL (mean of rollout - trainer logprob)")
         axes[1].set_title("Largest difference of a token")
         _from_zero(axes[1])

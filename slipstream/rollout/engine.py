@@ -1,4 +1,7 @@
-"""The protocol of a rollout engine: what the GRPO loop, tuning and evaluation ask of it, and nothing more."""
+"""The protocol of a rollout engine: what the GRPO loop, tuning and evaluation ask of it, and nothing more.
+
+Moving weights into an engine has a protocol of its own (`slipstream.refit.gate`), and so has the certificate.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,6 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineState:
-    """What an engine says it holds, and how often it forgot its cached prefixes."""
-
-    policy_version: int
-    policy_digest: str  # of the bytes that the last refit read; empty before the first
-    draft_version: int | None
-    num_prefix_cache_resets: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One rollout, and how many of its tokens each step of the engine gave: the draft windows it was made of.
 
@@ -49,15 +42,11 @@ class Trace:
     draft_version: int | None
 
 
-class RolloutEngine(Protocol):
-    """A running engine that holds one version of the policy and, if it speculates, one of the draft."""
+class Engine(Protocol):
+    """Running engines that hold one version of the policy and, if they speculate, one of the draft."""
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         """Sample `group_size` rollouts a prompt; the same `seed` and weights give the same rollouts."""
-        ...
-
-    def close(self) -> None:
-        """Free the engine's memory and processes."""
         ...

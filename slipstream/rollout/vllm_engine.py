@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
-from slipstream.fingerprint import WeightPart
 from slipstream.imports import uncollected
+from slipstream.refit.config import EngineState
+from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import EngineState, GenerationResult, Trace
+from slipstream.rollout.engine import GenerationResult, Trace
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 _COUNTER = "vllm:spec_decode_num_"
@@ -55,7 +56,7 @@ class VllmEngine:
         with uncollected():  # vLLM collects garbage seven times while it starts
             from vllm import LLM
 
-            from slipstream.rollout.weight_transfer import BACKEND
+            from slipstream.refit.engine_transfer import BACKEND
 
         memory: dict[str, Any] = (
             {"gpu_memory_utilization": config.gpu_memory_utilization}
@@ -92,7 +93,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """Sample `group_size` rollouts a prompt. See `RolloutEngine.generate`."""
+        """Sample `group_size` rollouts a prompt. See `Engine.generate`."""
         self._check_lengths(prompts, sampling)
         requests: list[Any] = _requests(prompts, group_size)
         params = self._params(sampling)

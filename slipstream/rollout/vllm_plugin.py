@@ -14,8 +14,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from slipstream.fingerprint import WeightPart, fingerprint
-from slipstream.rollout import engine_weights, weight_transfer
+from slipstream.refit import engine_transfer, engine_weights
+from slipstream.refit.fingerprint import WeightPart, fingerprint
 
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 """vLLM's own function: what the fault suite puts back to show that the certificate sees it."""
@@ -23,7 +23,7 @@ SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 
 def register() -> None:
     """Install the sampler's mend (CPU only) and the weight transfer. Safe to call again."""
-    weight_transfer.register()
+    engine_transfer.register()
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 

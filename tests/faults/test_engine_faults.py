@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 
 from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
 from slipstream.drafts.config import DraftMethod, speculative_config
-from slipstream.fingerprint import WeightPart
-from slipstream.loop.refit_gate import RefitGate
 from slipstream.losslessness import LosslessnessConfig
 from slipstream.records import CertificateRecord
-from slipstream.refit import RefitConfig, RefitError, Snapshot, bytes_digest
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.gate import RefitGate
+from slipstream.refit.config import RefitConfig, RefitError
+from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt
@@ -46,7 +47,7 @@ class Bench:
     engine: Any  # RemoteEngine
     actor: Any
     models: dict[str, Path]
-    exact: dict[str, Any]  # LearnerWorker by policy
+    exact: dict[str, Any]  # LearnerProcess by policy
     baseline: Sample
 
 
@@ -59,10 +60,10 @@ def bench(
 ) -> Iterator[Bench]:
     import ray
 
-    from slipstream.loop import workers
-    from slipstream.loop.learner import LearnerWorker
     from slipstream.policy.config import LearnerConfig
     from slipstream.rollout.vllm_engine import process_environment
+    from slipstream.workers.engines import RemoteEngine, start_engine
+    from slipstream.workers.learner_process import LearnerProcess
     from tests.faults.faulty_engine import FaultyEngine
 
     root = tmp_path_factory.mktemp("models")
@@ -75,16 +76,16 @@ def bench(
         _lengthen(path, 512)
     exact = {}
     for name in ("old", "new"):
-        exact[name] = LearnerWorker(LearnerConfig())
+        exact[name] = LearnerProcess(LearnerConfig())
         exact[name].load(models[name], None)
-    with workers.start_engine(models["old"], config=ENGINE) as autoregressive:
+    with start_engine(models["old"], config=ENGINE) as autoregressive:
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
     environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
     speculative = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
     remote: Any = ray.remote(FaultyEngine)
     actor = remote.options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
-    engine = workers.RemoteEngine([actor])
+    engine = RemoteEngine([actor])
     ray.get(actor.__ray_ready__.remote())
     yield Bench(engine=engine, actor=actor, models=models, exact=exact, baseline=baseline)
     engine.close()
@@ -313,7 +314,7 @@ def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[.
 def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
     bench: Bench, inject: Callable[..., None]
 ) -> None:
-    from slipstream.loop.batch import assemble
+    from slipstream.train.batch import assemble
 
     bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["old_draft"], draft_version=1)
     bench.engine.refit(bench.models["old"], policy_version=1, draft=bench.models["new_draft"], draft_version=2)

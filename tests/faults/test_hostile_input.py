@@ -132,7 +132,7 @@ def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_pickled_draft_is_not_read(tmp_path: Path) -> None:
-    from slipstream.fingerprint import directory_fingerprint
+    from slipstream.refit.fingerprint import directory_fingerprint
 
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
 

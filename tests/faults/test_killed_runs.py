@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.data.prompts import render
-from slipstream.policy.stats import CheckpointError
+from slipstream.policy.errors import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import ArmRecord
 from slipstream.types import Arm, Prompt
@@ -61,8 +61,8 @@ def train_arm(
 ) -> ArmRecord:
     from transformers import AutoTokenizer
 
-    from slipstream.loop import workers
-    from slipstream.loop.train import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, train
+    from slipstream.workers.engines import start_engine
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     prompts = [
@@ -72,7 +72,7 @@ def train_arm(
 
     @contextmanager
     def start_engine() -> Iterator[Any]:
-        with workers.start_engine(policy, config=recipe.engine) as engine:
+        with start_engine(policy, config=recipe.engine) as engine:
             yield MortalEngine(engine, engine_dies_at_call)
 
     # An untrained policy answers nothing right: whether a response has a 1 in it stands in for the reward.
@@ -109,9 +109,9 @@ def whole(
 def assert_equal(resumed: ArmRecord, whole: ArmRecord) -> None:
     assert [step.step for step in resumed.steps] == [0, 1, 2, 3]
     for ours, theirs in zip(resumed.steps, whole.steps, strict=True):
-        assert (ours.loss, ours.grad_norm, ours.reward_mean) == (theirs.loss, theirs.grad_norm, theirs.reward_mean)
+        assert (ours.train, ours.mismatch, ours.reward_mean) == (theirs.train, theirs.mismatch, theirs.reward_mean)
         assert ours.num_response_tokens == theirs.num_response_tokens
-    assert any(step.grad_norm > 0 for step in whole.steps), "some step must have learned something"
+    assert any(step.train.grad_norm > 0 for step in whole.steps), "some step must have learned something"
 
 
 def test_a_run_whose_engine_is_killed_while_it_generates_stops_and_resumes(
@@ -148,26 +148,27 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
     import ray
     from ray.exceptions import RayActorError
 
-    from slipstream.loop import workers
+    from slipstream.train import arm
+    from slipstream.workers.learners import RemoteLearner
 
-    learners: list[workers.RemoteLearner] = []
-    genuine = workers.start_learner
+    learners: list[RemoteLearner] = []
+    genuine = arm.start_learner
 
     @contextmanager
-    def noted(config: Any) -> Iterator[workers.RemoteLearner]:
+    def noted(config: Any) -> Iterator[RemoteLearner]:
         with genuine(config) as learner:
             learners.append(learner)
             yield learner
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         if step == 3:  # updated; the checkpoint would come next
-            rank = learners[0].actors[0]
+            rank = learners[0].ranks[0]
             ray.kill(rank)  # asks only: the loop goes on when it is dead
             with pytest.raises(RayActorError):
                 while True:
                     ray.get(rank.__ray_ready__.remote())
 
-    monkeypatch.setattr(workers, "start_learner", noted)
+    monkeypatch.setattr(arm, "start_learner", noted)
     with pytest.raises(RayActorError):
         train_arm(recipe, policy, tmp_path, log=log)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
@@ -195,7 +196,7 @@ def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_
     assert len(runs) == 1
     points = client.get_metric_history(runs[0].info.run_id, "train/loss")
     assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
-        (step.step, step.loss) for step in whole[0].steps
+        (step.step, step.train.loss) for step in whole[0].steps
     ]
 
 
@@ -239,7 +240,7 @@ def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
     from safetensors.torch import load_file
     from transformers import AutoTokenizer
 
-    from slipstream.drafts.pretrain import pretrain_draft
+    from slipstream.stages.pretrain_draft import train_on
 
     draft = {
         "aux_hidden_state_layer_ids": [1, 2, 3],
@@ -263,11 +264,13 @@ def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
 
         return on_step
 
-    whole = pretrain_draft(recipe, policy, prompts, tmp_path / "whole", on_step=dies_at(-1))
+    whole = train_on(prompts, recipe, policy=policy, directory=tmp_path / "whole", on_step=dies_at(-1))
     with pytest.raises(Killed):
-        pretrain_draft(recipe, policy, prompts, tmp_path / "torn", on_step=dies_at(4))
+        train_on(prompts, recipe, policy=policy, directory=tmp_path / "torn", on_step=dies_at(4))
     again: list[int] = []
-    resumed = pretrain_draft(recipe, policy, prompts, tmp_path / "torn", on_step=lambda step, loss: again.append(step))
+    resumed = train_on(
+        prompts, recipe, policy=policy, directory=tmp_path / "torn", on_step=lambda step, loss: again.append(step)
+    )
 
     assert again == [4, 5]
     assert resumed.losses == whole.losses

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.grpo.loss import LossConfig
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
 from slipstream.policy import parallel
-from slipstream.policy.config import LearnerConfig, OptimizerConfig, ParallelConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.types import TrainBatch
 
@@ -53,12 +54,18 @@ def _train(policy: MegatronPolicy, directory: Path) -> dict[str, Any]:
         advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
         policy_version=0,
     )
-    config = LossConfig(kl_coefficient=0.1)
-    stats = [policy.train_step(batch, before, before, config, 1.0)]
+    update = Update(
+        batch=batch,
+        trainer_logprobs=before,
+        ref_logprobs=before,
+        loss=LossConfig(kl_coefficient=0.1),
+        temperature=1.0,
+    )
+    stats = [policy.train_step(update)]
     policy.save_checkpoint(directory / "checkpoint", {})
-    stats.append(policy.train_step(batch, before, before, config, 1.0))
+    stats.append(policy.train_step(update))
     policy.load_checkpoint(directory / "checkpoint")
-    assert policy.train_step(batch, before, before, config, 1.0) == stats[-1], "resumed and uninterrupted differ"
+    assert policy.train_step(update) == stats[-1], "resumed and uninterrupted differ"
     return {
         "before": before,
         "after": policy.logprobs(sequences, lengths, 1.0),

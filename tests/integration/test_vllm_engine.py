@@ -41,11 +41,11 @@ def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
 
 
 def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path], ray_session: None) -> None:
-    from slipstream.loop import workers
+    from slipstream.workers.engines import start_engine
 
     def start(name: str):
         draft = speculative_config(DraftMethod.EAGLE3, models[f"{name}_draft"], 3)
-        return workers.start_engine(models[name], config=ENGINE, speculative_config=draft)
+        return start_engine(models[name], config=ENGINE, speculative_config=draft)
 
     with start("old") as engine:
         before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
@@ -76,10 +76,10 @@ def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from slipstream.loop import workers
+    from slipstream.workers.engines import start_engine
 
     draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
-    with workers.start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
+    with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
         result = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     assert result.acceptance is not None
     assert result.acceptance.num_drafts > 0

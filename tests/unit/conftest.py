@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.records import ArmRecord, RefitCheck, StepRecord, SweepPoint, TuningRecord
+from slipstream.records import ArmRecord, Mismatch, RefitCheck, StepRecord, SweepPoint, TrainStats, TuningRecord
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
@@ -69,15 +69,8 @@ def _step(index: int, values: dict[str, Any], demo: dict[str, Any], factor: floa
         num_reward_timeouts=0,
         num_reward_crashes=0,
         num_zero_signal_groups=0,
-        loss=0.0,
-        grad_norm=0.0,
-        kl=0.0,
-        clip_fraction=0.0,
-        mismatch_kl=0.0,
-        mismatch_k3=0.0,
-        mismatch_mean=0.0,
-        mismatch_max=0.0,
-        mismatch_outside_fraction=0.0,
+        train=TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=0, learning_rate=1e-4),
+        mismatch=Mismatch(k1=0.0, k3=0.0, mean=0.0, largest=0.0, outside_fraction=0.0),
         acceptance=None,
         policy_version=index,
         draft_version=None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.loop.acceptance_guard import AcceptanceCollapse, AcceptanceGuard, sampling_deviation
 from slipstream.records import AcceptanceStats
+from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard, sampling_deviation
 
 
 def stats(*by_position: int, num_drafts: int = 1000) -> AcceptanceStats:

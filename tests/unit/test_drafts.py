@@ -201,10 +201,11 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     tmp_path: Path, policy: Path
 ) -> None:
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
-    from slipstream.grpo.loss import LossConfig
-    from slipstream.loop.learner import LearnerWorker
-    from slipstream.policy.config import LearnerConfig, OptimizerConfig
+    from slipstream.grpo.config import LossConfig, OptimizerConfig
+    from slipstream.grpo.update import Update
+    from slipstream.policy.config import LearnerConfig
     from slipstream.types import TrainBatch
+    from slipstream.workers.learner_process import LearnerProcess
 
     batch = TrainBatch(
         token_ids=tuple(map(tuple, CHATS)),
@@ -214,15 +215,21 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
         policy_version=0,
     )
     optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.01)  # clips: a shared norm would show
-    alone, beside = (LearnerWorker(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
+    alone, beside = (LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
     for learner in (alone, beside):
         learner.load(policy, optimizer)
     beside.start_draft(policy, CONFIG)
     before = {name: tensor.clone() for name, tensor in beside._drafting._model.state_dict().items()}
     for _ in range(3):
-        trainer_logprobs = alone.logprobs(batch, 1.0)
-        expected = alone.train_step(batch, trainer_logprobs, None, LossConfig(), 1.0)
-        found, draft_loss = beside.train_step_with_draft(batch, trainer_logprobs, None, LossConfig(), 1.0, CONFIG)
+        update = Update(
+            batch=batch,
+            trainer_logprobs=alone.logprobs(batch, 1.0),
+            ref_logprobs=None,
+            loss=LossConfig(),
+            temperature=1.0,
+        )
+        expected = alone.train_step(update)
+        found, draft_loss = beside.train_step_with_draft(update, CONFIG)
         assert found == expected
         assert draft_loss > 0
         assert expected.grad_norm > optimizer.clip_grad
@@ -244,13 +251,13 @@ def test_the_drafts_attention_mask_is_that_of_torch() -> None:
 
 
 def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:
-    from slipstream.loop.learner import LearnerWorker
     from slipstream.policy.config import LearnerConfig
+    from slipstream.workers.learner_process import LearnerProcess
 
     losses = []
     for gib in (1.0, 0.0):
         config = replace(CONFIG, states_cache_gib=gib)
-        learner = LearnerWorker(LearnerConfig(max_tokens_per_microbatch=16))
+        learner = LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16))
         learner.load(policy, None)
         learner.start_draft(policy, config)
         assert learner.hold_draft_chats(CHATS, PROMPTS, config) is (gib > 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.loop.idle import IdleEngines
+from slipstream.workers.idle import IdleEngines
 
 
 class Pool:

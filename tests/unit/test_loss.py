@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.config import ConfigError
-from slipstream.grpo.config import GrpoConfig
-from slipstream.grpo.loss import LossConfig, PolicyLoss, policy_loss
-from slipstream.policy.config import OptimizerConfig
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.loss import PolicyLoss, policy_loss
 
 
 def _loss(

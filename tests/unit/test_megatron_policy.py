@@ -13,13 +13,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from slipstream.data import packing
-from slipstream.grpo.loss import LossConfig
-from slipstream.policy import cpu
-from slipstream.policy.config import Dtype, LearnerConfig, OptimizerConfig, OptimizerMethod, ScratchConfig
-from slipstream.policy.cpu_layer import CpuTransformerLayer
+from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
+from slipstream.grpo.update import Update
+from slipstream.policy.config import Dtype, LearnerConfig, ScratchConfig
+from slipstream.policy.cpu import host
+from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
-from slipstream.policy.stats import TrainStats
+from slipstream.records import TrainStats
 from slipstream.types import TrainBatch
 
 VOCAB = 32
@@ -55,11 +56,21 @@ def _batch(policy: MegatronPolicy, seed: int = 0) -> tuple[TrainBatch, list[np.n
     return batch, logprobs
 
 
+def _update(batch: TrainBatch, logprobs: list[np.ndarray], *, kl_coefficient: float = 0.0) -> Update:
+    return Update(
+        batch=batch,
+        trainer_logprobs=logprobs,
+        ref_logprobs=logprobs if kl_coefficient else None,
+        loss=LossConfig(kl_coefficient=kl_coefficient),
+        temperature=0.8,
+    )
+
+
 def _train(policy: MegatronPolicy, steps: Sequence[int]) -> list[TrainStats]:
     stats = []
     for step in steps:
         batch, logprobs = _batch(policy, seed=step)
-        stats.append(policy.train_step(batch, logprobs, None, LossConfig(), 0.8))
+        stats.append(policy.train_step(_update(batch, logprobs)))
     return stats
 
 
@@ -107,7 +118,7 @@ def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_
 def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
     batch, logprobs = _batch(policy)
-    stats = policy.train_step(batch, logprobs, logprobs, LossConfig(kl_coefficient=0.1), 0.8)
+    stats = policy.train_step(_update(batch, logprobs, kl_coefficient=0.1))
     # Ratios of exactly 1 make the loss minus the mean advantage, and k3 to oneself is 0.
     lengths = [len(row) for row in logprobs]
     expected = -float(np.dot(batch.advantages, lengths)) / sum(lengths)
@@ -123,7 +134,7 @@ def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_
     policy = _policy()
     batch, before = _batch(policy)
     for _ in range(3):
-        policy.train_step(batch, before, None, LossConfig(), 0.8)
+        policy.train_step(_update(batch, before))
     after = policy.logprobs(batch.token_ids, batch.prompt_lengths, 0.8)
     moved = [advantage * (b - a).sum() for advantage, a, b in zip(batch.advantages, before, after, strict=True)]
     assert sum(moved) > 0
@@ -252,11 +263,11 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
     real_TB = ~padding_BT.t()
     x_TBH = torch.randn(width, len(lengths), SCRATCH.hidden_size, requires_grad=True)
     upstream = torch.randn(int(real_TB.sum()), SCRATCH.hidden_size)
-    with cpu.cuda_as_cpu():
+    with host.cuda_as_cpu():
         angles = policy._gpt.rotary_pos_emb(width)
 
     def outcome() -> tuple[torch.Tensor, ...]:
-        with cpu.cuda_as_cpu():
+        with host.cuda_as_cpu():
             out, _ = layer(hidden_states=x_TBH, attention_mask=None, rotary_pos_emb=angles, padding_mask=padding_BT)
         real = out[real_TB]
         return real, *torch.autograd.grad(real, (x_TBH, *layer.parameters()), upstream)

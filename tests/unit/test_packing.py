@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.data import packing
-from slipstream.data.packing import PADDING_DOCUMENT, pack_documents, plan_microbatches, plan_rows
+from slipstream.policy.packing import PADDING_DOCUMENT, pack_documents, plan_microbatches, plan_rows
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
 

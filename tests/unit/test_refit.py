@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.refit import SnapshotWriter
+from slipstream.refit.snapshot import SnapshotWriter
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from slipstream.data.prompts import PromptStream
-from slipstream.grpo.config import GrpoConfig
-from slipstream.grpo.loss import LossConfig
-from slipstream.loop.batch import assemble, mismatch
-from slipstream.loop.sync import SyncLoop
-from slipstream.policy.config import OptimizerConfig
-from slipstream.policy.stats import TrainStats
-from slipstream.records import RefitCheck, StepRecord
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.records import RefitCheck, StepRecord, TrainStats
 from slipstream.rewards import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
+from slipstream.train.batch import assemble, mismatch
+from slipstream.train.loop import SyncLoop
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.drafts.length import TuningConfig, choose, sweep
 from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
-from slipstream.tuning import TuningConfig, choose, sweep
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SAMPLING = SamplingConfig(max_response_tokens=8)

@@ -17,11 +17,11 @@ from slipstream.config import require
 from slipstream.records import ScheduleEntry, SweepPoint, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult, RolloutEngine
+from slipstream.rollout.engine import Engine, GenerationResult
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
-EngineFactory = Callable[[int], AbstractContextManager[RolloutEngine]]
+EngineFactory = Callable[[int], AbstractContextManager[Engine]]
 """Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
 
 
@@ -82,7 +82,7 @@ def sweep(
     points: list[SweepPoint] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, RolloutEngine]:
+    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engine]:
         """Engines by k; those that started before one failed end with the stack."""
         with ThreadPoolExecutor(config.num_starting) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
@@ -155,7 +155,7 @@ def _chunks(ks: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _rounds(
-    engines: Mapping[int, RolloutEngine],
+    engines: Mapping[int, Engine],
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,

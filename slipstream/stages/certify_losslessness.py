@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.certify import LOSSLESS, Sample, Subject, certify, draw
-from slipstream.context import RunContext
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.fingerprint import directory_fingerprint
 from slipstream.policy.config import Dtype
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
-from slipstream.stage_tools import draft_model, recipe_engine, tracked, versions
+from slipstream.refit.fingerprint import directory_fingerprint
+from slipstream.stages.context import RunContext
+from slipstream.stages.support import draft_model, recipe_engine, tracked, versions
+from slipstream.workers.learners import start_learner
+from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ def certify_losslessness(
     covers the refit.
     """
     from slipstream.drafts.checks import check_draft
-    from slipstream.loop import workers
 
     directory = context.directory("certify_losslessness")
     check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
@@ -45,7 +46,8 @@ def certify_losslessness(
     config, sampling = recipe.losslessness, recipe.sampling
     batch = min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size)
     started_s = time.perf_counter()
-    with tracked(context, recipe, "certify_losslessness", {"k": str(k)}) as tracker, workers.session():
+    connect()
+    with tracked(context, recipe, "certify_losslessness", {"k": str(k)}) as tracker:
         samples: list[Sample] = []
         for num_tokens, start in ((k, policy), (0, trained)):
             with recipe_engine(recipe, start, draft, num_tokens) as engine:
@@ -53,8 +55,8 @@ def certify_losslessness(
                 seed = config.seed + len(samples) * config.num_tokens  # engines must not share their randomness
                 samples.append(draw(engine, prompts, config=config, sampling=sampling, batch=batch, seed=seed))
             logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
-        with workers.start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
-            learner.call("load", trained, None)
+        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
+            learner.load(trained, None)
             record = certify(
                 samples[0],
                 samples[1],

@@ -17,8 +17,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from slipstream.refit import bytes_digest
-from slipstream.rollout import engine_weights
+from slipstream.refit import engine_weights
+from slipstream.refit.snapshot import bytes_digest
 
 BACKEND = "slipstream_safetensors"
 

@@ -19,7 +19,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from slipstream.data.packing import plan_rectangles
+from slipstream.policy.packing import plan_rectangles
 
 
 class _Parameters(NamedTuple):

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from slipstream.records import Mismatch
 from slipstream.types import RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """How far the engine's logprobs are from the learner's, over all response tokens."""
-
-    k1: float  # mean(rollout - trainer), an estimate of KL(rollout || trainer)
-    k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative
-    mean: float  # absolute difference of a token's two logprobs
-    largest: float
-    outside_fraction: float  # of tokens whose r lies outside the band
 
 
 def assemble(

@@ -11,17 +11,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.fingerprint import WeightPart, differences, file_fingerprints
 from slipstream.records import RefitCheck
-from slipstream.refit import RefitConfig, RefitError, Snapshot
-from slipstream.rollout.engine import EngineState
+from slipstream.refit.config import EngineState, RefitConfig, RefitError
+from slipstream.refit.fingerprint import WeightPart, differences, file_fingerprints
+from slipstream.refit.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 5  # of the tensors that differ
 
 
-class GatedEngine(Protocol):
+class EngineWeights(Protocol):
     """Engines that take weights and show which they have."""
 
     def refit(
@@ -47,7 +47,7 @@ class GatedEngine(Protocol):
         ...
 
 
-class Publisher(Protocol):
+class LearnerWeights(Protocol):
     """The learner, as far as a refit needs it."""
 
     def publish(self, directory: Path, version: int) -> Snapshot:
@@ -77,8 +77,8 @@ class RefitGate:
 
     def __init__(
         self,
-        engine: GatedEngine,
-        learner: Publisher,
+        engine: EngineWeights,
+        learner: LearnerWeights,
         *,
         transfer: Path,
         draft: Path | None,

@@ -10,15 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.context import RunContext
 from slipstream.drafts.config import speculative_config
 from slipstream.recipe import Recipe
+from slipstream.stages.context import RunContext
 from slipstream.tracking import Tracker
+from slipstream.workers.engines import RemoteEngine, start_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from slipstream.loop.workers import RemoteEngine
 
 _VERSIONED = (
     "slipstream",
@@ -51,10 +50,8 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
 @contextmanager
 def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
     """An engine with k draft tokens; everything but speculation is the same for every k."""
-    from slipstream.loop import workers
-
     speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
-    with workers.start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
+    with start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
         yield engine
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.fingerprint import WeightPart, part_fingerprints
+from slipstream.drafts.pretrain import DraftProgress
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
-from slipstream.policy.config import LearnerConfig, OptimizerConfig, ScratchConfig
-from slipstream.refit import Snapshot, SnapshotWriter
+from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import WeightPart, part_fingerprints
+from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 
@@ -21,19 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.drafts.trainer import DraftTrainer
-    from slipstream.grpo.loss import LossConfig
+    from slipstream.grpo.update import Update
     from slipstream.policy.megatron import MegatronPolicy
-    from slipstream.policy.stats import TrainStats
 
 Sequences = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftProgress:
-    """Held-out acceptance of a draft: by position given the tokens before, and over the window."""
-
-    rate_by_position: tuple[float, ...]
-    mean_acceptance_length: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class _DraftChats:
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
-class LearnerWorker:
+class LearnerProcess:
     """One rank of the learner. Every method is called on all ranks with the same arguments."""
 
     def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, master_port: int = 0) -> None:
@@ -124,26 +118,11 @@ class LearnerWorker:
         width = self._loaded.architecture.vocab_size
         return self._loaded.map_logits(extended, [len(prefix) for prefix in prefixes], function, width=width)
 
-    def train_step(
-        self,
-        batch: TrainBatch,
-        trainer_logprobs: list[np.ndarray],
-        ref_logprobs: list[np.ndarray] | None,
-        loss: LossConfig,
-        temperature: float,
-    ) -> TrainStats:
+    def train_step(self, update: Update) -> TrainStats:
         """One update of the policy."""
-        return self._loaded.train_step(batch, trainer_logprobs, ref_logprobs, loss, temperature)
+        return self._loaded.train_step(update)
 
-    def train_step_with_draft(
-        self,
-        batch: TrainBatch,
-        trainer_logprobs: list[np.ndarray],
-        ref_logprobs: list[np.ndarray] | None,
-        loss: LossConfig,
-        temperature: float,
-        config: DraftConfig,
-    ) -> tuple[TrainStats, float]:
+    def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[TrainStats, float]:
         """One update of the policy, and one of the draft on the hidden states of the same forward pass.
 
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
@@ -151,8 +130,8 @@ class LearnerWorker:
         """
         from slipstream.policy.capture import Capture
 
-        capture = Capture(config.aux_hidden_state_layer_ids)
-        stats = self._loaded.train_step(batch, trainer_logprobs, ref_logprobs, loss, temperature, capture=capture)
+        capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
+        stats = self._loaded.train_step(update, capture=capture)
         kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
         states = []
         for index, tokens in enumerate(kept):

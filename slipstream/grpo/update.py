@@ -1,0 +1,81 @@
+"""What one optimizer update is computed from, and how a step is cut into several.
+
+Legend: `B` rollouts of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slipstream.grpo.config import LossConfig
+from slipstream.records import TrainStats
+from slipstream.types import TrainBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimizer update: the rollouts, what is known of their tokens, and the loss."""
+
+    batch: TrainBatch
+    trainer_logprobs: Sequence[NDArray[np.float32]]  # B, under the policy before the step's first update
+    ref_logprobs: Sequence[NDArray[np.float32]] | None  # B, under the reference policy; None leaves the KL out
+    loss: LossConfig
+    temperature: float  # at which the rollouts were sampled
+
+
+def minibatches(update: Update, count: int) -> list[Update]:
+    """Cut a step's rollouts into `count` updates, in their order, of sizes that differ by one at most.
+
+    Every update keeps the log-probabilities from before the first one, so from the second on the ratio of the loss is
+    that of the policy now to the policy that the step began with.
+
+    Raises:
+        ValueError: there are fewer rollouts than updates.
+    """
+    num = len(update.batch.token_ids)
+    if not 1 <= count <= num:
+        raise ValueError(f"a step of {num} rollouts gives 1 to {num} updates, got {count}")
+    bounds = [index * num // count for index in range(count + 1)]
+    return [_part(update, slice(start, end)) for start, end in itertools.pairwise(bounds)]
+
+
+def combined(stats: Sequence[TrainStats]) -> TrainStats:
+    """Stats of a whole step: means over its tokens; of the gradient's norm and the learning rate, over its updates."""
+    if len(stats) == 1:
+        return stats[0]
+    num_tokens = sum(part.num_tokens for part in stats)
+
+    def by_token(values: Sequence[float]) -> float:
+        return sum(value * part.num_tokens for value, part in zip(values, stats, strict=True)) / num_tokens
+
+    return TrainStats(
+        loss=by_token([part.loss for part in stats]),
+        grad_norm=sum(part.grad_norm for part in stats) / len(stats),
+        kl=by_token([part.kl for part in stats]),
+        clip_fraction=by_token([part.clip_fraction for part in stats]),
+        num_tokens=num_tokens,
+        learning_rate=sum(part.learning_rate for part in stats) / len(stats),
+    )
+
+
+def _part(update: Update, where: slice) -> Update:
+    batch = update.batch
+    return replace(
+        update,
+        batch=replace(
+            batch,
+            token_ids=batch.token_ids[where],
+            prompt_lengths=batch.prompt_lengths[where],
+            rollout_logprobs=batch.rollout_logprobs[where],
+            advantages=batch.advantages[where],
+        ),
+        trainer_logprobs=update.trainer_logprobs[where],
+        ref_logprobs=None if update.ref_logprobs is None else update.ref_logprobs[where],
+    )

@@ -1,1 +1,0 @@
-"""The GRPO loop and the processes that it drives."""

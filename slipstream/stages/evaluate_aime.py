@@ -1,0 +1,51 @@
+"""Measure the accuracy of one policy on the validation problems."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from slipstream import evaluation
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.recipe import Recipe
+from slipstream.records import write_record
+from slipstream.rewards import Verifier
+from slipstream.stages.context import RunContext
+from slipstream.stages.support import decode, tokenizer, tracked
+from slipstream.workers.engines import start_engine
+from slipstream.workers.session import connect
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:
+    """Accuracy of the policy in `model` on the validation problems; a directory with evaluation.json."""
+    node = f"evaluate_aime_{policy}"
+    directory = context.directory(node)
+    prompts = read_prompt_sets(data).validation
+    connect()
+    with tracked(context, recipe, node, {"policy": policy}) as tracker:
+        with (
+            start_engine(model, config=recipe.engine) as engine,
+            Verifier(recipe.reward) as verifier,
+        ):
+            record = evaluation.evaluate(
+                engine,
+                prompts,
+                verifier=verifier,
+                decode=decode(tokenizer(model)),
+                config=recipe.evaluation,
+                policy=policy,
+                seed=recipe.grpo.seed,
+            )
+        write_record(record, directory / "evaluation.json")
+        tracker.log(
+            {
+                f"aime24/avg_at_{record.k}": record.avg_at_k,
+                f"aime24/maj_at_{record.k}": record.maj_at_k,
+                "aime24/truncated_fraction": record.truncated_fraction,
+                "aime24/num_timeouts": record.num_timeouts,
+            }
+        )
+    logger.info("evaluate_aime: %s avg@%d %.3f", policy, record.k, record.avg_at_k)
+    return directory

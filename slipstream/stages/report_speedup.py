@@ -1,0 +1,75 @@
+"""Bring the records of a run together in one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.projection import ProjectionRecord, recipe_layout
+from slipstream.recipe import Recipe
+from slipstream.records import (
+    ArmRecord,
+    CertificateRecord,
+    DraftRecord,
+    EvaluationRecord,
+    PolicyRecord,
+    RunRecord,
+    TuningRecord,
+    read_record,
+    write_record,
+)
+from slipstream.report import summarise, write_report
+from slipstream.stages.context import RunContext
+from slipstream.stages.support import machine, tracked, versions
+from slipstream.tracking import store_uri
+
+
+def report_speedup(  # noqa: PLR0913  # one input a record
+    context: RunContext,
+    recipe: Recipe,
+    *,
+    policy: Path,
+    data: Path,
+    draft: Path,
+    tuning: Path,
+    arms: list[Path],
+    evaluations: list[Path],
+    certificate: Path,
+    projection: Path,
+) -> Path:
+    """Bring all records together; a directory with report.html, report.json and run.json, linked as runs/latest."""
+    directory = context.directory("report_speedup")
+    record = RunRecord(
+        recipe=recipe.name,
+        workload=context.workload,
+        execution=context.execution,
+        tracking_uri=store_uri(recipe.tracking, Path(context.root)),
+        versions=versions(),
+        machine=machine(),
+        policy=read_record(PolicyRecord, policy / "policy.json"),
+        data=read_prompt_sets(data).records,
+        draft=read_record(DraftRecord, draft / "draft.json"),
+        tuning=read_record(TuningRecord, tuning / "tuning.json"),
+        arms=tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms),
+        evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
+        certificate=read_record(CertificateRecord, certificate / "certificate.json"),
+        layout=recipe_layout(recipe),
+    )
+    with tracked(context, recipe, "report_speedup") as tracker:
+        write_record(record, directory / "run.json")
+        projected = read_record(ProjectionRecord, projection / "projection.json")
+        write_report(record, directory, projection=projected)
+        speedup = summarise(record)["speedup"]
+        tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
+        for name in ("report.html", "report.json", "run.json"):
+            tracker.log_artifact(directory / name)
+    _link_latest(Path(context.root), directory)
+    return directory
+
+
+def _link_latest(root: Path, directory: Path) -> None:
+    """Point `<root>/latest` at this run's report."""
+    link, temporary = root / "latest", root / ".latest.part"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(directory)
+    temporary.replace(link)

@@ -1,0 +1,43 @@
+"""Train one arm with GRPO."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.recipe import Recipe
+from slipstream.records import TuningRecord, read_record, write_record
+from slipstream.stages.context import RunContext
+from slipstream.stages.support import decode, recipe_engine, tokenizer, tracked
+from slipstream.train.arm import ArmPlan, train
+from slipstream.types import Arm
+from slipstream.workers.session import connect
+
+
+def train_grpo(
+    context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, data: Path, draft: Path, tuning: Path
+) -> Path:
+    """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy."""
+    node = f"train_grpo_{arm.value}"
+    directory = context.directory(node)
+    chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
+    tags = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value}
+    connect()
+    with tracked(context, recipe, node, tags) as tracker:
+        record = train(
+            recipe,
+            ArmPlan(
+                arm=arm,
+                num_speculative_tokens=chosen_k,
+                draft=draft / "draft" if chosen_k else None,
+                start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
+            ),
+            policy=policy,
+            prompts=read_prompt_sets(data).train,
+            decode=decode(tokenizer(policy)),
+            directory=directory,
+            log=tracker.log,
+        )
+        write_record(record, directory / "arm.json")
+    return directory

@@ -1,0 +1,79 @@
+"""The checkpoints of one arm: written while it trains, found again by a resumed attempt."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.config import from_mapping
+from slipstream.policy.errors import CheckpointError
+from slipstream.records import StepRecord
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 2
+
+
+class Restorable(Protocol):
+    """The learner, as far as checkpoints need it."""
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write all that a resumed run needs, whole or not at all."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore it; returns its `extra`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Each holds the learner's whole state and every step's record up to it.
+
+    `recipe` names what they belong to: steps of one recipe must not be continued with another.
+    """
+
+    directory: Path
+    recipe: str
+    keep: int = _KEPT
+
+    def save(self, learner: Restorable, history: Sequence[StepRecord]) -> None:
+        """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`."""
+        path = self.directory / f"step-{len(history):06d}"
+        learner.save_checkpoint(path, {"recipe": self.recipe, "steps": [asdict(record) for record in history]})
+        for old in self._paths()[: -self.keep]:
+            shutil.rmtree(old)
+
+    def restore(self, learner: Restorable) -> list[StepRecord]:
+        """Load the newest whole checkpoint into the learner, if there is one; returns the steps that it holds.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; or they belong to another recipe.
+        """
+        damaged: list[str] = []
+        for path in reversed(self._paths()):
+            try:
+                extra = learner.load_checkpoint(path)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                logger.error("train_grpo: %s; trying the one before it", error)
+                continue
+            if extra["recipe"] != self.recipe:
+                raise CheckpointError(
+                    f"checkpoint {path} must be of this run's recipe, got another one's: give the run another "
+                    "execution name, or the recipe that it was started with"
+                )
+            history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
+            logger.info("train_grpo: going on from %s, step %d", path.name, len(history))
+            return history
+        if damaged:
+            raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
+        return []
+
+    def _paths(self) -> list[Path]:
+        """Complete checkpoints, oldest first: a half-written one has another name."""
+        return sorted(self.directory.glob("step-??????"))

@@ -1,0 +1,105 @@
+"""Synchronous GRPO: generate with the newest policy, learn from it, repeat.
+
+`SyncLoop.run` is the whole algorithm. What it needs is behind two protocols and the refit gate; timing, checkpoints and
+records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from slipstream.data.prompts import PromptStream
+from slipstream.grpo.config import GrpoConfig
+from slipstream.grpo.update import Update, combined, minibatches
+from slipstream.records import StepRecord, TrainStats
+from slipstream.refit.gate import RefitGate
+from slipstream.rewards import RewardResult
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Engine
+from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.batch import assemble, mismatch
+from slipstream.train.metrics import StageClock, step_record
+from slipstream.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Learner(Protocol):
+    """The policy under training."""
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
+        """Trainer logprobs of each sequence's response tokens."""
+        ...
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
+        """The same under the reference policy, None without one."""
+        ...
+
+    def train_step(self, update: Update) -> TrainStats:
+        """One optimizer update."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncLoop:
+    """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
+
+    engine: Engine
+    learner: Learner
+    gate: RefitGate
+    prompts: PromptStream
+    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    config: GrpoConfig
+    sampling: SamplingConfig
+    on_step: Callable[[StepRecord], None]
+    draft_version: int | None = None  # the engine's draft, None without one
+    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
+
+    def run(self, start_step: int) -> None:
+        """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
+        for step in range(start_step, self.config.num_steps):
+            clock = StageClock()
+            with clock.stage("data"):
+                prompts = self.prompts.batch(step)
+            with clock.stage("prepare"):
+                refit = self.gate.refit(step)
+            with clock.stage("generation"):
+                result = self.engine.generate(
+                    prompts, sampling=self.sampling, group_size=self.config.group_size, seed=self._seed(step)
+                )
+            if result.acceptance is not None:
+                self.guard.check(result.acceptance, policy_version=step)
+            with clock.stage("data"):
+                rewards = self.score(result.groups)
+                batch = assemble(
+                    result.groups,
+                    rewards.rewards,
+                    policy_version=step,
+                    draft_version=self.draft_version,
+                    scale_by_std=self.config.scale_advantages_by_std,
+                )
+            with clock.stage("logprob"):
+                trainer_logprobs = self.learner.logprobs(batch, self.sampling.temperature)
+                ref_logprobs = self.learner.ref_logprobs(batch, self.sampling.temperature)
+            with clock.stage("train"):
+                update = Update(
+                    batch=batch,
+                    trainer_logprobs=trainer_logprobs,
+                    ref_logprobs=ref_logprobs,
+                    loss=self.config.loss,
+                    temperature=self.sampling.temperature,
+                )
+                parts = minibatches(update, self.config.updates_per_step)
+                stats = combined([self.learner.train_step(part) for part in parts])
+            times = clock.times()
+            gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
+            self.on_step(step_record(step, times, refit, result=result, rewards=rewards, train=stats, mismatch=gap))
+
+    def _seed(self, step: int) -> int:
+        """Engine seed of a step: the same after a resume, different for each step of each recipe seed."""
+        return int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0])

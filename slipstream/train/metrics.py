@@ -1,0 +1,116 @@
+"""What is known of a step: its times by stage, its record, and its metrics under their MLflow names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.records import Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.rewards import RewardResult
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import STAGES, FinishReason, StageTimes
+
+
+@dataclass
+class StageClock:
+    """Wall time by stage; a stage may be entered more than once, stages never overlap."""
+
+    _started_s: float = field(default_factory=time.perf_counter)
+    _spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the block's wall time to the stage `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_s[name] += time.perf_counter() - start
+
+    def times(self) -> StageTimes:
+        """What was spent so far, and the wall time since the clock was made, measured on its own."""
+        spent = {f"{name}_s": seconds for name, seconds in self._spent_s.items()}
+        return StageTimes(**spent, step_s=time.perf_counter() - self._started_s)
+
+
+def step_record(
+    step: int,
+    times: StageTimes,
+    refit: RefitCheck,
+    *,
+    result: GenerationResult,
+    rewards: RewardResult,
+    train: TrainStats,
+    mismatch: Mismatch,
+) -> StepRecord:
+    """The record of one step, whose rollouts all come from one version of policy and draft."""
+    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
+    rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
+    return StepRecord(
+        step=step,
+        times=times,
+        reward_mean=float(rewards_PG.mean()),
+        num_rollouts=len(rollouts),
+        num_response_tokens=sum(len(rollout.token_ids) for rollout in rollouts),
+        num_truncated=sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts),
+        num_reward_timeouts=rewards.num_timeouts,
+        num_reward_crashes=rewards.num_crashes,
+        num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
+        train=train,
+        mismatch=mismatch,
+        acceptance=result.acceptance,
+        policy_version=rollouts[0].policy_version,
+        draft_version=rollouts[0].draft_version,
+        refit=refit,
+    )
+
+
+def metrics_of(record: StepRecord) -> dict[str, float]:
+    """A step's metrics under their MLflow names."""
+    seconds = record.times.by_stage()
+    metrics: dict[str, float] = {f"time/{stage}_s": seconds[stage] for stage in STAGES}
+    metrics |= {
+        "time/step_s": record.times.step_s,
+        "rollout/response_tokens": record.num_response_tokens,
+        "rollout/tokens_per_s": record.num_response_tokens / record.times.generation_s,
+        "rollout/truncated": record.num_truncated,
+        "train/reward": record.reward_mean,
+        "train/reward_timeouts": record.num_reward_timeouts,
+        "train/reward_crashes": record.num_reward_crashes,
+        "train/zero_signal_groups": record.num_zero_signal_groups,
+        "train/loss": record.train.loss,
+        "train/grad_norm": record.train.grad_norm,
+        "train/kl": record.train.kl,
+        "train/clip_fraction": record.train.clip_fraction,
+        "train/learning_rate": record.train.learning_rate,
+        "train/mismatch_kl": record.mismatch.k1,
+        "train/mismatch_k3": record.mismatch.k3,
+        "train/mismatch_mean": record.mismatch.mean,
+        "train/mismatch_max": record.mismatch.largest,
+        "train/mismatch_outside_fraction": record.mismatch.outside_fraction,
+        "refit/num_checked_tensors": record.refit.num_tensors,
+        "refit/check_s": record.refit.elapsed_s,
+        "train/policy_version": record.policy_version,
+    }
+    if record.refit.probe_difference is not None:
+        metrics["refit/probe_difference"] = record.refit.probe_difference
+    if record.acceptance is not None:
+        metrics["spec/mean_acceptance_length"] = record.acceptance.mean_acceptance_length
+        metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
+        for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
+            metrics[f"spec/acceptance_rate_pos_{position}"] = rate
+    return metrics
+
+
+def step_line(record: StepRecord, num_steps: int) -> str:
+    """A step in words, for the log."""
+    acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
+    tokens_per_s = record.num_response_tokens / record.times.generation_s
+    return (
+        f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
+        f"(generation {record.times.generation_s:.2f} s, {tokens_per_s:.0f} tokens/s){acceptance}"
+    )

@@ -1,0 +1,154 @@
+"""Rollout engines as a driver sees them: processes that share the prompts, and are kept warm between stages."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from slipstream.records import AcceptanceStats
+from slipstream.refit.config import EngineState
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.rollout.acceptance import combine
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult, Trace
+from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+from slipstream.types import Prompt
+from slipstream.workers.idle import IdleEngines
+from slipstream.workers.session import actor_environment, wait_until_ready
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteEngine:
+    """Rollout engines in processes of their own, the prompts dealt out to them in turn."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        """See `Engine.generate`; `generation_s` is that of the slowest engine."""
+        num = len(self._actors)
+        calls = [
+            actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i)
+            for i, actor in enumerate(self._actors)
+            if prompts[i::num]
+        ]
+        parts: list[GenerationResult] = ray.get(calls)
+        groups = [parts[i % num].groups[i // num] for i in range(len(prompts))]
+        known: list[AcceptanceStats] = [part.acceptance for part in parts if part.acceptance is not None]
+        return GenerationResult(
+            groups=tuple(groups),
+            acceptance=combine(known) if known else None,
+            generation_s=max(part.generation_s for part in parts),
+        )
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
+        return ray.get(self._actors[0].trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed))
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        """Refit every engine; returns what each holds when all have the new weights."""
+        return ray.get(
+            [
+                actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+                for actor in self._actors
+            ]
+        )
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        """See `VllmEngine.weight_parts`; all engines are sharded alike."""
+        return ray.get(self._actors[0].weight_parts.remote(is_draft=is_draft))
+
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+        """See `VllmEngine.weight_fingerprints`; one dict an engine."""
+        return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `VllmEngine.token_logprobs`; one answer an engine."""
+        return ray.get([actor.token_logprobs.remote(sequences) for actor in self._actors])
+
+    def states(self) -> list[EngineState]:
+        """See `VllmEngine.state`; one an engine."""
+        return ray.get([actor.state.remote() for actor in self._actors])
+
+    def is_alive(self) -> bool:
+        """Whether every engine's process still answers."""
+        try:
+            wait_until_ready(self._actors)
+        except RayActorError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the engines' processes: vLLM frees its memory in no other way."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+
+
+_idle_engines: IdleEngines[RemoteEngine] = IdleEngines(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
+
+
+@contextmanager
+def start_engine(
+    policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None = None
+) -> Iterator[RemoteEngine]:
+    """`config.num_engines` engines that hold `policy`, for the span of the block.
+
+    With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
+    back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
+    """
+    key = _engine_key(policy, config, speculative_config)
+    engine = _idle_engines.take(key)
+    try:
+        if engine is None:
+            engine = _new_engine(policy, config, speculative_config)
+        else:
+            draft = None if speculative_config is None else Path(speculative_config["model"])
+            engine.refit(policy, policy_version=0, draft=draft)
+        yield engine
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    _idle_engines.put(key, engine, capacity=config.num_kept_idle)
+
+
+def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> RemoteEngine:
+    options = {
+        "num_cpus": 0,  # learner and engine share the cores, in turn
+        "num_gpus": 0 if config.kv_cache_gib is not None else config.tensor_parallel_size,
+        "runtime_env": {"env_vars": actor_environment(process_environment(config))},
+    }
+    k = speculative_config["num_speculative_tokens"] if speculative_config else 0
+    logger.info("starting an engine with k=%d", k)
+    actor = ray.remote(VllmEngine).options(**options)
+    actors = [
+        actor.remote(policy, config=config, speculative_config=speculative_config) for _ in range(config.num_engines)
+    ]
+    engine = RemoteEngine(actors)
+    try:
+        wait_until_ready(actors)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> str:
+    """What cannot be changed by a refit: the engine's settings and the architectures of policy and draft."""
+    models = [policy] if speculative_config is None else [policy, Path(speculative_config["model"])]
+    architectures = [(model / "config.json").read_text() for model in models]
+    return json.dumps([asdict(config), speculative_config, architectures])

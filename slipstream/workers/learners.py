@@ -1,0 +1,178 @@
+"""The learner's ranks as a driver sees them: every method runs on all ranks at once, the result is rank 0's."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.pretrain import DraftProgress
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.rollout.config import SamplingConfig
+from slipstream.types import TrainBatch
+from slipstream.workers.learner_process import LearnerProcess
+from slipstream.workers.session import actor_environment, wait_until_ready
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from slipstream.grpo.update import Update
+    from slipstream.refit.snapshot import Snapshot
+
+Sequences = Sequence[Sequence[int]]
+
+
+class RemoteLearner:
+    """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = list(ranks)
+
+    @property
+    def ranks(self) -> tuple[Any, ...]:
+        """The actors, rank 0 first."""
+        return tuple(self._ranks)
+
+    def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
+        """Load the policy; returns the number of its parameters."""
+        return self._on_all(lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
+
+    def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
+        """Make a policy with random weights; returns the number of its parameters."""
+        return self._on_all(lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
+
+    def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
+        """One next-token update; returns its loss."""
+        data = self._shared(sequences)
+        return self._on_all(lambda rank: rank.lm_step.remote(data, loss_starts, learning_rate=learning_rate))
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
+        """Trainer logprobs of the response tokens."""
+        data = self._shared(batch)
+        return self._on_all(lambda rank: rank.logprobs.remote(data, temperature))
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
+        """The same under the reference policy, None without one."""
+        data = self._shared(batch)
+        return self._on_all(lambda rank: rank.ref_logprobs.remote(data, temperature))
+
+    def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
+        """Logprob of each token but the first, at temperature 1."""
+        data = self._shared(sequences)
+        return self._on_all(lambda rank: rank.token_logprobs.remote(data))
+
+    def conditionals(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> NDArray[np.float64]:
+        """What the policy says about each response token."""
+        data = self._shared(sequences)
+        return self._on_all(lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed))
+
+    def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
+        """The distribution that is sampled after each prefix."""
+        data = self._shared(prefixes)
+        return self._on_all(lambda rank: rank.next_token_probabilities.remote(data, sampling))
+
+    def train_step(self, update: Update) -> TrainStats:
+        """One update of the policy."""
+        data = self._shared(update)
+        return self._on_all(lambda rank: rank.train_step.remote(data))
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        """Write the present weights for the engines."""
+        return self._on_all(lambda rank: rank.publish.remote(directory, version))
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        """Fingerprints that an engine's parts of this policy must have."""
+        data = self._shared(parts)
+        return self._on_all(lambda rank: rank.weight_fingerprints.remote(data))
+
+    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write the policy as transformers and vLLM read it."""
+        self._on_all(lambda rank: rank.save_hf.remote(path, tokenizer_dir))
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write all that a resumed run needs."""
+        self._on_all(lambda rank: rank.save_checkpoint.remote(path, extra))
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote; returns its `extra`."""
+        return self._on_all(lambda rank: rank.load_checkpoint.remote(path))
+
+    def start_draft(self, policy: Path, config: DraftConfig) -> int:
+        """Make a fresh draft; returns its number of trained parameters."""
+        return self._on_all(lambda rank: rank.start_draft.remote(policy, config))
+
+    def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
+        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
+        data = self._shared(sequences)
+        return self._on_all(lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
+
+    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+        """One update of the draft; returns its loss."""
+        return self._on_all(lambda rank: rank.draft_step.remote(indices, config))
+
+    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
+        """Held-out acceptance of the draft."""
+        data = self._shared(sequences)
+        return self._on_all(lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
+
+    def save_draft(self, path: Path) -> None:
+        """Write the draft as vLLM loads it."""
+        self._on_all(lambda rank: rank.save_draft.remote(path))
+
+    def save_draft_checkpoint(self, path: Path) -> None:
+        """Write what resumed draft training needs."""
+        self._on_all(lambda rank: rank.save_draft_checkpoint.remote(path))
+
+    def load_draft_checkpoint(self, path: Path) -> None:
+        """Restore what `save_draft_checkpoint` wrote."""
+        self._on_all(lambda rank: rank.load_draft_checkpoint.remote(path))
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks.clear()
+
+    def _on_all(self, call: Callable[[Any], Any]) -> Any:
+        return ray.get([call(rank) for rank in self._ranks])[0]
+
+    def _shared(self, value: Any) -> Any:
+        """One copy in the object store where several ranks read it."""
+        return ray.put(value) if len(self._ranks) > 1 else value
+
+
+@contextmanager
+def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
+    """Start the learner's ranks, without a model yet, and end them with the block."""
+    world_size = config.parallel.world_size
+    threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
+    num_gpus = 0.01 if ray.cluster_resources().get("GPU") else 0
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": actor_environment(threads)}}
+    actor = ray.remote(LearnerProcess).options(**options)
+    port = _free_port()
+    learner = RemoteLearner(
+        [actor.remote(config, rank=rank, world_size=world_size, master_port=port) for rank in range(world_size)]
+    )
+    try:
+        wait_until_ready(learner.ranks)
+        yield learner
+    finally:
+        learner.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
