@@ -1,4 +1,4 @@
-"""A one-layer EAGLE-3 draft of a policy, through speculators: built, saved as vLLM loads it, and loaded back."""
+"""A one-layer EAGLE-3 draft of a policy, through speculators: built and saved as vLLM loads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 from transformers import AutoConfig
@@ -75,8 +75,3 @@ def save_draft(model: Eagle3DraftModel, path: Path) -> None:
     save_file(draft_tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(path, ignore_errors=True)
     temporary.replace(path)
-
-
-def load_draft_tensors(path: Path) -> dict[str, Tensor]:
-    """What `save_draft` wrote."""
-    return load_file(path / "model.safetensors")

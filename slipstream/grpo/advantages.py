@@ -27,12 +27,6 @@ def group_advantages(rewards_PG: Tensor, *, scale_by_std: bool = False, eps: flo
     return centered_PG.masked_fill(_equal_rewards(rewards_PG).unsqueeze(1), 0.0)
 
 
-def num_zero_signal_groups(rewards_PG: Tensor) -> int:
-    """How many of the P groups have equal rewards, and so teach nothing."""
-    _require_groups(rewards_PG)
-    return int(_equal_rewards(rewards_PG).sum())
-
-
 def _equal_rewards(rewards_PG: Tensor) -> Tensor:
     return torch.eq(rewards_PG, rewards_PG[:, :1]).all(dim=1)
 

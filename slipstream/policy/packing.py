@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
-PADDING_DOCUMENT = -1
-"""Document id of the padding at a row's end."""
 
 MICROBATCH_COST = 300
 """What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/measurements.md."""
@@ -19,15 +12,6 @@ UNPADDED_MICROBATCH_COST = 3000
 
 _RECTANGLE_COST = 40_000
 """What one more attention rectangle costs beside its scores, in scores: of the tiny recipe, docs/measurements.md."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedRows:
-    """Documents laid end to end in rows of one length. Legend: `R` rows, `L` row length."""
-
-    token_ids_RL: NDArray[np.int64]
-    document_ids_RL: NDArray[np.int64]  # index into the input, PADDING_DOCUMENT at the end of a row
-    documents: tuple[tuple[int, ...], ...]  # R, the documents of each row in order
 
 
 def plan_microbatches(
@@ -84,45 +68,6 @@ def _cheapest_split(num_items: int, cost: Callable[[int, int], int | None]) -> l
         parts.append((starts[end], end))
         end = starts[end]
     return parts[::-1]
-
-
-def plan_rows(lengths: Sequence[int], *, row_length: int) -> list[tuple[int, ...]]:
-    """Place each document, in the order given, into the first row with room for all of it (first fit).
-
-    Raises:
-        ValueError: a document is empty or longer than `row_length`.
-    """
-    _require_lengths(lengths, row_length, "row_length")
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index, length in enumerate(lengths):
-        row = next((r for r, room in enumerate(free) if room >= length), None)
-        if row is None:
-            rows.append([])
-            free.append(row_length)
-            row = len(rows) - 1
-        rows[row].append(index)
-        free[row] -= length
-    return [tuple(row) for row in rows]
-
-
-def pack_documents(documents: Sequence[Sequence[int]], *, row_length: int, pad_id: int = 0) -> PackedRows:
-    """Pack whole documents into rows of `row_length` tokens, none cut, none dropped.
-
-    Raises:
-        ValueError: a document is empty or longer than `row_length`.
-    """
-    rows = plan_rows([len(document) for document in documents], row_length=row_length)
-    token_ids_RL = np.full((len(rows), row_length), pad_id, dtype=np.int64)
-    document_ids_RL = np.full((len(rows), row_length), PADDING_DOCUMENT, dtype=np.int64)
-    for r, row in enumerate(rows):
-        at = 0
-        for index in row:
-            end = at + len(documents[index])
-            token_ids_RL[r, at:end] = documents[index]
-            document_ids_RL[r, at:end] = index
-            at = end
-    return PackedRows(token_ids_RL=token_ids_RL, document_ids_RL=document_ids_RL, documents=tuple(rows))
 
 
 def _require_lengths(lengths: Sequence[int], bound: int, name: str) -> None:

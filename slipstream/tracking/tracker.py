@@ -90,26 +90,6 @@ class Tracker:
         )
         return cls(config, header, root=root)
 
-    def child(
-        self,
-        key: str,
-        name: str,
-        *,
-        tags: Mapping[str, str] | None = None,
-        params: Mapping[str, str | float | bool] | None = None,
-    ) -> Tracker:
-        """Open a run below this one, in the same experiment, store and spool directory."""
-        return Tracker.open(
-            self._config,
-            root=self._root,
-            experiment=self._header.experiment,
-            key=key,
-            name=name,
-            parent_key=self._header.key,
-            tags=tags,
-            params=params,
-        )
-
     @property
     def key(self) -> str:
         """What every attempt finds the run by."""

@@ -59,11 +59,12 @@ class SyncLoop:
     on_step: Callable[[StepRecord], None]
     draft_version: int | None = None  # the engine's draft, None without one
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
+    start_clock: Callable[[], StageClock] = StageClock
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
         for step in range(start_step, self.config.num_steps):
-            clock = StageClock()
+            clock = self.start_clock()
             with clock.stage("data"):
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):

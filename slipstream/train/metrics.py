@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,22 +19,25 @@ from slipstream.types import STAGES, FinishReason, StageTimes
 class StageClock:
     """Wall time by stage; a stage may be entered more than once, stages never overlap."""
 
-    _started_s: float = field(default_factory=time.perf_counter)
+    now_s: Callable[[], float] = time.perf_counter
     _spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def __post_init__(self) -> None:
+        self._started_s = self.now_s()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the block's wall time to the stage `name`."""
-        start = time.perf_counter()
+        start = self.now_s()
         try:
             yield
         finally:
-            self._spent_s[name] += time.perf_counter() - start
+            self._spent_s[name] += self.now_s() - start
 
     def times(self) -> StageTimes:
         """What was spent so far, and the wall time since the clock was made, measured on its own."""
         spent = {f"{name}_s": seconds for name, seconds in self._spent_s.items()}
-        return StageTimes(**spent, step_s=time.perf_counter() - self._started_s)
+        return StageTimes(**spent, step_s=self.now_s() - self._started_s)
 
 
 def step_record(

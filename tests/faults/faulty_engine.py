@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.config import EngineState
+from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.vllm_engine import VllmEngine
 
 

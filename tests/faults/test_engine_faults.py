@@ -16,9 +16,9 @@ from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
 from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.losslessness import LosslessnessConfig
 from slipstream.records import CertificateRecord
+from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace

@@ -62,7 +62,7 @@ def train_arm(
     from transformers import AutoTokenizer
 
     from slipstream.train.arm import ArmPlan, train
-    from slipstream.workers.engines import start_engine
+    from slipstream.workers import engines
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     prompts = [
@@ -72,7 +72,7 @@ def train_arm(
 
     @contextmanager
     def start_engine() -> Iterator[Any]:
-        with start_engine(policy, config=recipe.engine) as engine:
+        with engines.start_engine(policy, config=recipe.engine) as engine:
             yield MortalEngine(engine, engine_dies_at_call)
 
     # An untrained policy answers nothing right: whether a response has a 1 in it stands in for the reward.

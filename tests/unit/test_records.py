@@ -195,7 +195,12 @@ def test_file_is_plain_json_with_enums_as_values(tmp_path: Path):
 def test_floats_survive_to_the_last_bit(
     loss: float, generation_s: float, rewards: float, tmp_path_factory: pytest.TempPathFactory
 ):
-    record = replace(STEP, loss=loss, reward_mean=rewards, times=replace(STEP.times, generation_s=generation_s))
+    record = replace(
+        STEP,
+        train=replace(STEP.train, loss=loss),
+        reward_mean=rewards,
+        times=replace(STEP.times, generation_s=generation_s),
+    )
     path = tmp_path_factory.getbasetemp() / "floats.json"
     assert read_record(StepRecord, write_record(record, path)) == record
 
@@ -205,7 +210,7 @@ def test_value_that_is_no_number_is_refused_and_the_old_file_stays(value: float,
     path = write_record(STEP, tmp_path / "step.json")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_record(replace(STEP, loss=value), path)
+        write_record(replace(STEP, train=replace(STEP.train, loss=value)), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from slipstream.data import packing
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
+from slipstream.policy import packing
 from slipstream.policy.config import Dtype, LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.grpo.advantages import group_advantages, num_zero_signal_groups
+from slipstream.grpo.advantages import group_advantages
 
 
 def test_rewards_are_centred_on_their_groups_mean() -> None:
@@ -27,10 +27,6 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds(scale_by_s
     rewards_PG = torch.full((1, 7), 0.1)
     assert (rewards_PG - rewards_PG.mean()).abs().max() > 0  # the trap: the mean of seven tenths is not a tenth
     assert group_advantages(rewards_PG, scale_by_std=scale_by_std).abs().max() == 0
-
-
-def test_groups_of_equal_rewards_are_counted() -> None:
-    assert num_zero_signal_groups(torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])) == 2
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (3,), (3, 0)])

@@ -69,8 +69,16 @@ def test_a_run_arrives_with_all_that_was_logged(root: Path, client: Any, tmp_pat
     with (
         Tracker.open(
             LOCAL, root=root, experiment="tiny", key="e1", name="execution", tags={"arm": "none"}, params={"k": 3}
-        ) as parent,
-        parent.child("e1/train", "train", tags={"arm": "speculative"}) as tracker,
+        ),
+        Tracker.open(
+            LOCAL,
+            root=root,
+            experiment="tiny",
+            key="e1/train",
+            name="train",
+            parent_key="e1",
+            tags={"arm": "speculative"},
+        ) as tracker,
     ):
         tracker.log({"train/reward": 0.25, "time/step_s": 4.0}, step=0)
         tracker.log({"train/reward": 0.75, "time/step_s": 2.0}, step=1)

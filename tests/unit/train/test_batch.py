@@ -1,0 +1,55 @@
+"""From scored rollouts to a training batch, and how far engine and learner disagree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.train.batch import assemble, mismatch
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
+ROLLOUT = Rollout(
+    prompt_id="0",
+    token_ids=(7, 2),
+    rollout_logprobs=(-0.5, -0.25),
+    finish_reason=FinishReason.STOP,
+    policy_version=0,
+    draft_version=None,
+)
+GROUP = RolloutGroup(prompt=PROMPT, rollouts=(ROLLOUT, ROLLOUT))
+
+
+def test_assemble_joins_prompt_and_response() -> None:
+    batch = assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=None, scale_by_std=False)
+    assert batch.token_ids == ((1, 0, 7, 2), (1, 0, 7, 2))
+    assert batch.prompt_lengths == (2, 2)
+    assert batch.rollout_logprobs == ((-0.5, -0.25),) * 2
+    assert batch.advantages == (0.5, -0.5)
+    assert batch.policy_version == 0
+
+
+def test_rollouts_of_another_draft_stop_the_run() -> None:
+    with pytest.raises(RuntimeError, match=r"must come from draft version 3, got \{None\}"):
+        assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=3, scale_by_std=False)
+
+
+def test_mismatch_by_hand() -> None:
+    """Gaps (rollout - trainer) of 0 and log 4: ratios 1 and 1/4, so k1 = log(4) / 2 and k3 = (1/4 - 1 + log 4) / 2."""
+    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0 - np.log(4.0)], dtype=np.float32)], band=(0.5, 2.0))
+
+    assert gap.k1 == pytest.approx(np.log(4.0) / 2, abs=1e-6)
+    assert gap.k3 == pytest.approx((np.log(4.0) - 0.75) / 2, abs=1e-6)
+    assert gap.mean == gap.k1
+    assert gap.largest == pytest.approx(np.log(4.0), abs=1e-6)
+    assert gap.outside_fraction == 0.5
+
+
+def test_a_ratio_on_the_bands_edge_counts_as_agreement() -> None:
+    gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0], dtype=np.float32)], band=(1.0, 1.0))
+    assert gap.outside_fraction == 0.0
+
+
+def test_a_nan_logprob_stops_the_run() -> None:
+    with pytest.raises(FloatingPointError, match="1 response tokens have a NaN"):
+        mismatch([(0.0, float("nan"))], [np.zeros(2, dtype=np.float32)])

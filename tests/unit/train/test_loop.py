@@ -1,0 +1,329 @@
+"""The GRPO loop between an engine and a learner that note every call with its arguments.
+
+The gate is the real one: what it asks of engine and learner is part of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.data.prompts import PromptStream
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
+from slipstream.refit.config import EngineState, RefitConfig, RefitError
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.gate import RefitGate
+from slipstream.refit.snapshot import Snapshot
+from slipstream.rewards import RewardResult
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.loop import SyncLoop
+from slipstream.train.metrics import StageClock
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+
+PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
+SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
+LOSS = LossConfig(clip_low=0.1, clip_high=0.3)
+CONFIG = GrpoConfig(
+    num_steps=3,
+    prompts_per_step=2,
+    group_size=2,
+    optimizer=OptimizerConfig(learning_rate=1e-4),
+    loss=LOSS,
+    mismatch_band=(0.9, 1.2),
+    seed=5,
+)
+PART = WeightPart(name="weight", dim=0, start=0, length=1, dtype="float32")
+# numpy's own: SeedSequence([5, step]).generate_state(1)
+SEEDS = [int(np.random.SeedSequence([5, step]).generate_state(1)[0]) for step in range(3)]
+
+
+class NotingEngine:
+    """Answers `7` with the version that it was last refitted to; a `stuck` one claims new versions and has the old."""
+
+    def __init__(self, *, draft_version: int | None = None, stuck: bool = False) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.version, self.draft_version, self.stuck, self.num_resets = 0, draft_version, stuck, 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.calls.append(
+            ("generate", {"prompts": tuple(prompts), "sampling": sampling, "group_size": group_size, "seed": seed})
+        )
+        version = 0 if self.stuck else self.version
+        groups = tuple(
+            RolloutGroup(
+                prompt=prompt, rollouts=tuple(_rollout(prompt, version, self.draft_version) for _ in range(group_size))
+            )
+            for prompt in prompts
+        )
+        acceptance = None if self.draft_version is None else accepted(24)
+        return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        self.calls.append(("refit", {"policy": str(policy), "policy_version": policy_version, "draft": draft}))
+        self.version, self.num_resets = policy_version, self.num_resets + 1
+        return self.states()
+
+    def states(self) -> list[EngineState]:
+        return [
+            EngineState(
+                policy_version=self.version,
+                policy_digest=f"digest {self.version}",
+                draft_version=self.draft_version,
+                num_prefix_cache_resets=self.num_resets,
+            )
+        ]
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        return [] if is_draft else [PART]
+
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+        return [{} if is_draft else {PART.key: f"bits {self.version}"}]
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        raise AssertionError("its tensors can be read")
+
+
+class NotingLearner:
+    """Its trainer logprobs are -0.5 a token, or -0.25 after the first update of a step."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.updates: list[Update] = []
+        self.published = 0
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
+        self.calls.append(("logprobs", {"batch": batch, "temperature": temperature}))
+        return [np.array([-0.5, -0.5], dtype=np.float32) for _ in batch.token_ids]
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[Any]:
+        self.calls.append(("ref_logprobs", {"batch": batch, "temperature": temperature}))
+        return [np.array([-1.0, -2.0], dtype=np.float32) for _ in batch.token_ids]
+
+    def train_step(self, update: Update) -> TrainStats:
+        self.calls.append(("train_step", {"update": update}))
+        self.updates.append(update)
+        number = len(self.updates)
+        return TrainStats(
+            loss=0.1 * number, grad_norm=1.0 * number, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
+        )
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        self.calls.append(("publish", {"directory": directory, "version": version}))
+        self.published = version
+        return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        self.calls.append(("weight_fingerprints", {"parts": tuple(parts)}))
+        return {part.key: f"bits {self.published}" for part in parts}
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        raise AssertionError("the engine's tensors can be read")
+
+
+def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids=(7, 2),
+        rollout_logprobs=(-0.5, -0.25),
+        finish_reason=FinishReason.STOP if prompt.id != "3" else FinishReason.LENGTH,
+        policy_version=version,
+        draft_version=draft_version,
+    )
+
+
+def accepted(num_accepted: int) -> AcceptanceStats:
+    """Of 10 drafts of 3 tokens."""
+    return AcceptanceStats(
+        num_drafts=10,
+        num_draft_tokens=30,
+        num_accepted_tokens=num_accepted,
+        accepted_by_position=(num_accepted, 0, 0),
+        mean_acceptance_length=1 + num_accepted / 10,
+        acceptance_rate=num_accepted / 30,
+        rate_by_position=(num_accepted / 10, 0.0, 0.0),
+    )
+
+
+def run(
+    engine: NotingEngine,
+    learner: NotingLearner,
+    *,
+    config: GrpoConfig = CONFIG,
+    start_step: int = 0,
+    rewards: Sequence[float] = (1.0, 0.0, 1.0, 1.0),
+    guard: AcceptanceGuard | None = None,
+    scored: list[Sequence[RolloutGroup]] | None = None,
+    on_score: Callable[[], None] = lambda: None,
+    start_clock: Callable[[], StageClock] = StageClock,
+) -> list[StepRecord]:
+    records: list[StepRecord] = []
+
+    def score(groups: Sequence[RolloutGroup]) -> RewardResult:
+        on_score()
+        if scored is not None:
+            scored.append(groups)
+        return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
+
+    SyncLoop(
+        engine=engine,
+        learner=learner,
+        prompts=PromptStream(prompts=PROMPTS, batch_size=2, seed=0),
+        score=score,
+        config=config,
+        sampling=SAMPLING,
+        gate=RefitGate(engine, learner, transfer=Path("transfer"), draft=None, config=RefitConfig()),
+        on_step=records.append,
+        draft_version=engine.draft_version,
+        guard=AcceptanceGuard() if guard is None else guard,
+        start_clock=start_clock,
+    ).run(start_step=start_step)
+    return records
+
+
+def test_every_call_of_a_step_gets_what_it_must() -> None:
+    """The golden step: order and every argument, between engine and learner."""
+    engine, learner, scored = NotingEngine(), NotingLearner(), []
+    run(engine, learner, config=replace(CONFIG, num_steps=2), scored=scored)
+    stream = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
+    for step in (0, 1):
+        prompts = stream.batch(step)
+        refit, generate = engine.calls[2 * step : 2 * step + 2]
+        assert refit == ("refit", {"policy": f"weights {step}", "policy_version": step, "draft": None})
+        assert generate == (
+            "generate",
+            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[step]},
+        )
+        batch = TrainBatch(
+            token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
+            prompt_lengths=(2, 2, 2, 2),
+            rollout_logprobs=((-0.5, -0.25),) * 4,
+            advantages=(0.5, -0.5, 0.0, 0.0),
+            policy_version=step,
+        )
+        publish, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
+        assert publish == ("publish", {"directory": Path("transfer"), "version": step})
+        assert fingerprints == ("weight_fingerprints", {"parts": (PART,)})
+        assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
+        assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
+        update: Update = train[1]["update"]
+        assert train[0] == "train_step"
+        assert (update.batch, update.loss, update.temperature) == (batch, LOSS, 0.5)
+        assert [row.tolist() for row in update.trainer_logprobs] == [[-0.5, -0.5]] * 4
+        assert update.ref_logprobs is not None
+        assert [row.tolist() for row in update.ref_logprobs] == [[-1.0, -2.0]] * 4
+        assert [group.prompt for group in scored[step]] == list(prompts)
+    assert len(engine.calls) == 4
+    assert len(learner.calls) == 10
+
+
+def test_a_steps_record_says_what_happened_in_it() -> None:
+    first, second, third = run(NotingEngine(draft_version=4), NotingLearner())
+    gap = first.mismatch
+    assert [record.step for record in (first, second, third)] == [0, 1, 2]
+    assert [record.policy_version for record in (first, second, third)] == [0, 1, 2]
+    assert (first.reward_mean, first.num_zero_signal_groups, first.num_rollouts) == (0.75, 1, 4)
+    assert (first.num_response_tokens, first.num_reward_timeouts, first.num_reward_crashes) == (8, 2, 1)
+    assert sum(record.num_truncated for record in (first, second)) == 2  # prompt 3, once an epoch, both its rollouts
+    assert first.train == TrainStats(
+        loss=0.1, grad_norm=1.0, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
+    )
+    assert (first.acceptance, first.draft_version) == (accepted(24), 4)
+    assert (first.refit.num_tensors, first.refit.probe_difference) == (1, None)
+    # Rollout minus trainer logprob is 0 and 0.25, their ratio 1 and exp(-0.25) = 0.78, which is under the band's 0.9.
+    assert isinstance(gap, Mismatch)
+    assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.5)
+    assert gap.k3 == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 2)
+
+
+def test_advantages_are_scaled_where_the_config_says_so() -> None:
+    learner = NotingLearner()
+    run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, scale_advantages_by_std=True))
+    # Deviations of 0.5 over the sample's standard deviation sqrt(0.5).
+    assert learner.updates[0].batch.advantages[:2] == pytest.approx((0.5**0.5, -(0.5**0.5)), abs=1e-5)
+
+
+def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_before_the_first() -> None:
+    learner = NotingLearner()
+    (record,) = run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, updates_per_step=2))
+    first, second = learner.updates
+    assert [name for name, _ in learner.calls if name == "logprobs"] == ["logprobs"]
+    assert first.batch.advantages + second.batch.advantages == (0.5, -0.5, 0.0, 0.0)
+    assert [row.tolist() for row in second.trainer_logprobs] == [[-0.5, -0.5]] * 2
+    stats = record.train
+    assert (stats.loss, stats.kl, stats.clip_fraction) == pytest.approx((0.15, 0.2, 0.3))  # means over the tokens
+    assert (stats.grad_norm, stats.num_tokens, stats.learning_rate) == (1.5, 16, 1e-4)
+
+
+def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
+    """On a clock that only the calls below move, each by the seconds beside it."""
+    now = [100.0]
+
+    def takes(seconds: float, call: Callable[..., Any]) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return call(*args, **kwargs)
+
+        return timed
+
+    engine, learner = NotingEngine(), NotingLearner()
+    for owner, name, seconds in (
+        (learner, "publish", 1.0),
+        (engine, "refit", 2.0),
+        (engine, "generate", 4.0),
+        (learner, "logprobs", 8.0),
+        (learner, "ref_logprobs", 16.0),
+        (learner, "train_step", 32.0),
+    ):
+        setattr(owner, name, takes(seconds, getattr(owner, name)))
+    (record,) = run(
+        engine,
+        learner,
+        config=replace(CONFIG, num_steps=1),
+        on_score=lambda: now.__setitem__(0, now[0] + 64.0),
+        start_clock=lambda: StageClock(now_s=lambda: now[0]),
+    )
+    assert record.times == StageTimes(
+        data_s=64.0, prepare_s=3.0, generation_s=4.0, logprob_s=24.0, train_s=32.0, step_s=127.0
+    )
+
+
+def test_a_resumed_loop_sees_the_prompts_and_seeds_of_an_uninterrupted_one() -> None:
+    whole, resumed = NotingEngine(), NotingEngine()
+    learners = NotingLearner(), NotingLearner()
+    run(whole, learners[0])
+    run(resumed, learners[1], start_step=2)
+    assert resumed.calls == whole.calls[4:]
+    assert [update.batch for update in learners[1].updates] == [learners[0].updates[2].batch]
+
+
+def test_acceptance_that_collapses_stops_the_run_before_it_learns() -> None:
+    learner = NotingLearner()
+    with pytest.raises(RuntimeError, match="mean acceptance length must stay near"):
+        run(NotingEngine(draft_version=0), learner, guard=AcceptanceGuard(accepted(2800) for _ in range(8)))
+    assert learner.updates == []
+
+
+def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
+    with pytest.raises(RuntimeError, match=r"must come from policy version 1, got \[0\]"):
+        run(NotingEngine(stuck=True), NotingLearner())
+
+
+def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
+    engine, learner = NotingEngine(), NotingLearner()
+    learner.weight_fingerprints = lambda parts: {part.key: "other bits" for part in parts}
+    with pytest.raises(RefitError, match="1 of 1 tensors differ"):
+        run(engine, learner)
+    assert [name for name, _ in engine.calls] == ["refit"]
