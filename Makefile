@@ -16,13 +16,14 @@ help: ## list the commands
 setup: ## install the lock file and this checkout into .venv (does nothing when done)
 	@VENV=$(VENV) scripts/setup.sh
 
-check: setup ## formatting, ruff, import contracts, pyright
+check: setup ## formatting, ruff, import contracts, dependencies, pyright
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/deptry .
 	$(VENV)/bin/pyright
 
-format: setup ## format the code and mend what ruff can mend
+format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
