@@ -35,10 +35,10 @@ class ScratchConfig:
     max_position_embeddings: int = 512
     tie_word_embeddings: bool = False
     rope_theta: float = 10_000.0
-    init_std: float = 0.04  # about 0.5 / sqrt(hidden_size); 0.02 learns more slowly: docs/measurements.md
+    init_std: float = 0.04  # about 0.5 / sqrt(hidden_size); 0.02 learns more slowly: docs/log.md
     num_steps: int = 400
     tokens_per_step: int = 4096
-    optimizer: OptimizerMethod = OptimizerMethod.MUON  # learns from half the tokens: docs/measurements.md
+    optimizer: OptimizerMethod = OptimizerMethod.MUON  # learns from half the tokens: docs/log.md
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     seed: int = 0

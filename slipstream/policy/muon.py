@@ -1,7 +1,7 @@
 """Muon for many small matrices: all of one shape are made orthogonal together.
 
 `torch.optim.Muon` does them one after another, which on a CPU costs more than twice as much for the same updates
-(docs/measurements.md).
+(docs/log.md).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from slipstream.policy.layers import TORCH_DTYPES
 from slipstream.policy.muon import BatchedMuon
 
 # Usual are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
-# docs/measurements.md
+# docs/log.md
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
 

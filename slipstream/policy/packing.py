@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 MICROBATCH_COST = 300
-"""What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/measurements.md."""
+"""What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/log.md."""
 
 UNPADDED_MICROBATCH_COST = 3000
 """The same where the layers skip padding, which then costs next to nothing."""
 
 _RECTANGLE_COST = 40_000
-"""What one more attention rectangle costs beside its scores, in scores: of the tiny recipe, docs/measurements.md."""
+"""What one more attention rectangle costs beside its scores, in scores: of the tiny recipe, docs/log.md."""
 
 
 def plan_microbatches(

@@ -2,7 +2,7 @@
 
 On a CPU a small layer is bound by the number of operations and by what padding costs, more than by its arithmetic. This
 one takes fewer, keeps no graph inside the layer, and computes real tokens only. It holds the same parameters under the
-same names, so that everything else of Megatron (blocks, schedules, optimizer) is unaware of it; docs/measurements.md.
+same names, so that everything else of Megatron (blocks, schedules, optimizer) is unaware of it; docs/log.md.
 
 Legend: `S` tokens, `B` sequences, `N` real tokens of them all, `H` hidden size, `G` query groups (key-value heads), `R`
 query heads a group, `D` head dim, `F` width of the MLP.
