@@ -261,6 +261,17 @@ class CertificateRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsRecord:
+    """What `dtype: auto` of a recipe became on the machine that runs it, and why."""
+
+    dtype: str
+    reason: str
+    float32_ms: float  # of one matrix product
+    bfloat16_ms: float
+    capabilities: tuple[str, ...]  # what torch, oneDNN and the processor say that they can do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRecord:
     """On what a run ran, in the words of the simulator's data files (`configs/sim/`)."""
 
@@ -290,6 +301,7 @@ class RunRecord:
     arms: tuple[ArmRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
     certificate: CertificateRecord
+    numerics: NumericsRecord | None = None  # None: the recipe names its types
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself
 
 

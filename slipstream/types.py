@@ -28,6 +28,14 @@ class Arm(StrEnum):
     SPECULATIVE = "speculative"
 
 
+class Dtype(StrEnum):
+    """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
+
+    AUTO = "auto"  # whichever of the others the machine multiplies faster; settled before anything is built
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class FinishReason(StrEnum):
     """Why a rollout ended."""
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import ConfigError, require
-from slipstream.policy.config import Dtype, ScratchConfig
+from slipstream.policy.config import ScratchConfig
+from slipstream.types import Dtype
 
 QWEN3 = "Qwen3ForCausalLM"
 

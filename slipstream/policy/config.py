@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerMethod
+from slipstream.types import Dtype
 
 SCRATCH = "scratch"
 """`policy.model` of a policy that is trained from random weights instead of loaded."""
-
-
-class Dtype(StrEnum):
-    """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +63,6 @@ class PolicyConfig:
     """Which model is trained: a hub id, a local directory in HF format, or `scratch`."""
 
     model: str
-    dtype: Dtype = Dtype.BFLOAT16
     scratch: ScratchConfig | None = None
 
     def __post_init__(self) -> None:
@@ -116,7 +108,8 @@ class LearnerConfig:
     """How the learner computes.
 
     `max_tokens_per_microbatch` bounds padded tokens: memory grows with it, and on a CPU too large a micro-batch
-    falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice.
+    falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice. `dtype` is the type of
+    weights, activations and Muon's iteration; `auto` is what the machine multiplies fastest.
     """
 
     max_tokens_per_microbatch: int = 2048

@@ -30,10 +30,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import Dtype, LearnerConfig
+from slipstream.policy.config import LearnerConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.weights import Layout, Shard, mappings
+from slipstream.types import Dtype
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 

@@ -19,7 +19,8 @@ _EPS = 1e-7
 class BatchedMuon(torch.optim.Optimizer):
     """Momentum (Nesterov's), made orthogonal; an update is as large as AdamW's would be at the same learning rate.
 
-    The updates are those of `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding.
+    `dtype` is the iteration's: bfloat16 suffices, but only some processors multiply it fast. The updates are those of
+    `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding.
 
     Source:
         Jordan et al., Muon (2024); Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -33,9 +34,11 @@ class BatchedMuon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         num_iterations: int = 5,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "num_iterations": num_iterations}
         super().__init__(matrices, defaults)
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss to return
@@ -51,7 +54,8 @@ class BatchedMuon(torch.optim.Optimizer):
                 gradients: list[Any] = [matrix.grad for matrix in matrices]
                 torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
-                updates = orthogonal(torch.stack(ahead), num_iterations=group["num_iterations"]).unbind()
+                num_iterations = group["num_iterations"]
+                updates = orthogonal(torch.stack(ahead), num_iterations=num_iterations, dtype=self._dtype).unbind()
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
@@ -62,11 +66,11 @@ class BatchedMuon(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
 
-def orthogonal(matrices_BMN: Tensor, *, num_iterations: int) -> Tensor:
-    """Each matrix with its singular values brought near 1, by Newton and Schulz's iteration in bfloat16; float32."""
+def orthogonal(matrices_BMN: Tensor, *, num_iterations: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Each matrix with its singular values brought near 1, by Newton and Schulz's iteration in `dtype`."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
-    x = matrices_BMN.bfloat16()
+    x = matrices_BMN.to(dtype)
     x = x.mT.contiguous() if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_EPS)
     for _ in range(num_iterations):

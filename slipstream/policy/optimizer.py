@@ -15,12 +15,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.policy.config import Dtype, LearnerConfig
+from slipstream.policy.config import LearnerConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES
 from slipstream.policy.muon import BatchedMuon
+from slipstream.types import Dtype
 
-# Usual are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
+# The defaults are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
 # docs/log.md
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
@@ -87,6 +88,7 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
         weight_decay=settings.weight_decay,
         momentum=_MUON_MOMENTUM,
         num_iterations=_NUM_MUON_ITERATIONS,
+        dtype=settings.params_dtype,
     )
 
     def without_state(*_: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from slipstream.config import require
+from slipstream.types import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class EngineConfig:
 
     max_model_len: int
     max_num_seqs: int
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Dtype = Dtype.BFLOAT16
     enforce_eager: bool = False
     kv_cache_gib: float | None = None  # CPU only; a GPU engine takes gpu_memory_utilization
     gpu_memory_utilization: float = 0.6  # colocated with the learner

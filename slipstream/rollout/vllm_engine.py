@@ -19,7 +19,7 @@ from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 
 _COUNTER = "vllm:spec_decode_num_"
 _PROBE = "slipstream.rollout.vllm_plugin.EngineProbe"
@@ -52,6 +52,7 @@ class VllmEngine:
         Raises:
             RuntimeError: the process samples with a broken rejection sampler.
         """
+        assert config.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
         os.environ.update(process_environment(config))
         with uncollected():  # vLLM collects garbage seven times while it starts
             from vllm import LLM
@@ -67,7 +68,7 @@ class VllmEngine:
         self._stop_token_ids = _stop_token_ids(policy)
         self._llm = LLM(
             str(policy),
-            dtype=config.dtype,
+            dtype=config.dtype.value,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             enforce_eager=config.enforce_eager,

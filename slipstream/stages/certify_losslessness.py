@@ -9,12 +9,12 @@ from pathlib import Path
 
 from slipstream.certify import LOSSLESS, Sample, Subject, certify, draw
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.policy.config import Dtype
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import draft_model, recipe_engine, tracked, versions
+from slipstream.stages.support import draft_model, recipe_engine, settled, tracked, versions
+from slipstream.types import Dtype
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -40,6 +40,7 @@ def certify_losslessness(
     """
     from slipstream.drafts.checks import check_draft
 
+    recipe = settled(context, recipe)
     directory = context.directory("certify_losslessness")
     check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
     prompts = read_prompt_sets(data).train

@@ -11,7 +11,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import write_record
 from slipstream.rewards import Verifier
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import decode, tokenizer, tracked
+from slipstream.stages.support import decode, settled, tokenizer, tracked
 from slipstream.workers.engines import start_engine
 from slipstream.workers.session import connect
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:
     """Accuracy of the policy in `model` on the validation problems; a directory with evaluation.json."""
+    recipe = settled(context, recipe)
     node = f"evaluate_aime_{policy}"
     directory = context.directory(node)
     prompts = read_prompt_sets(data).validation

@@ -13,7 +13,7 @@ from slipstream.data.synthetic import pretraining_corpus
 from slipstream.recipe import Recipe
 from slipstream.records import write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import tracked
+from slipstream.stages.support import settled, tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
     """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format."""
     from slipstream.policy.prepare import resolve, train_from_scratch
 
+    recipe = settled(context, recipe)
     directory = context.directory("prepare_policy") / "policy"
     with tracked(context, recipe, "prepare_policy") as tracker:
 

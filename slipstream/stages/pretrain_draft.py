@@ -14,7 +14,7 @@ from slipstream.drafts.pretrain import Responses, read_responses, regenerate, tr
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import tracked
+from slipstream.stages.support import settled, tracked
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
@@ -27,6 +27,7 @@ _LOG_EVERY_STEPS = 25
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
     """Train the draft; a directory with draft.json, and the draft as vLLM loads it in `draft/`."""
+    recipe = settled(context, recipe)
     directory = context.directory("pretrain_draft")
     sets = read_prompt_sets(data)
     prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general

@@ -20,7 +20,7 @@ from slipstream.records import (
 )
 from slipstream.report import summarise, write_report
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import machine, tracked, versions
+from slipstream.stages.support import machine, numerics, settled, tracked, versions
 from slipstream.tracking import store_uri
 
 
@@ -53,7 +53,8 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         arms=tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms),
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
-        layout=recipe_layout(recipe),
+        numerics=numerics(context, recipe),
+        layout=recipe_layout(settled(context, recipe)),
     )
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")

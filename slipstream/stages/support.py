@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.drafts.config import speculative_config
 from slipstream.recipe import Recipe
+from slipstream.records import NumericsRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.tracking import Tracker
+from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _VERSIONED = (
     "slipstream",
@@ -53,6 +59,37 @@ def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator
     speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
     with start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
         yield engine
+
+
+def settled(context: RunContext, recipe: Recipe) -> Recipe:
+    """The recipe with every `dtype: auto` replaced by what this execution computes in.
+
+    Measured once an execution, by the first stage that computes, and kept beside the stages' outputs: every later
+    stage, both arms and every retry take the same type.
+    """
+    record = numerics(context, recipe)
+    if record is None:
+        return recipe
+    dtype = Dtype(record.dtype)
+    return replace(
+        recipe,
+        learner=replace(recipe.learner, dtype=dtype if recipe.learner.dtype is Dtype.AUTO else recipe.learner.dtype),
+        engine=replace(recipe.engine, dtype=dtype if recipe.engine.dtype is Dtype.AUTO else recipe.engine.dtype),
+    )
+
+
+def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
+    """What `auto` stands for in this execution, and why; None for a recipe that names its types."""
+    if Dtype.AUTO not in (recipe.learner.dtype, recipe.engine.dtype):
+        return None
+    path = context.directory("numerics") / "numerics.json"
+    if not path.is_file():
+        from slipstream.policy.numerics import choose_dtype
+
+        record = choose_dtype(num_threads=recipe.learner.num_threads)
+        logger.info("dtype auto is %s: %s (%s)", record.dtype, record.reason, ", ".join(record.capabilities))
+        write_record(record, path)
+    return read_record(NumericsRecord, path)
 
 
 def draft_model(draft: Path) -> Path:

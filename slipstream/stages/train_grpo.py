@@ -9,7 +9,7 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import decode, recipe_engine, tokenizer, tracked
+from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.session import connect
@@ -19,6 +19,7 @@ def train_grpo(
     context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, data: Path, draft: Path, tuning: Path
 ) -> Path:
     """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy."""
+    recipe = settled(context, recipe)
     node = f"train_grpo_{arm.value}"
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0

@@ -11,7 +11,7 @@ from slipstream.drafts import length
 from slipstream.recipe import Recipe
 from slipstream.records import SweepPoint, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import recipe_engine, tracked
+from slipstream.stages.support import recipe_engine, settled, tracked
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     from slipstream.drafts.checks import check_draft
     from slipstream.report.figures import sweep as sweep_figure
 
+    recipe = settled(context, recipe)
     directory = context.directory("tune_draft_length")
     check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
 

@@ -11,11 +11,11 @@ from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
-from slipstream.types import Prompt
+from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(max_model_len=128, max_num_seqs=16, dtype="float32", enforce_eager=True, kv_cache_gib=0.1)
+ENGINE = EngineConfig(max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, kv_cache_gib=0.1)
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 

@@ -15,13 +15,13 @@ from transformers import Qwen3ForCausalLM
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import packing
-from slipstream.policy.config import Dtype, LearnerConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
 from slipstream.records import TrainStats
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 
 VOCAB = 32
 SCRATCH = ScratchConfig(

@@ -1,0 +1,84 @@
+"""Which floating-point type this machine multiplies faster: what `dtype: auto` of a recipe stands for.
+
+Without AVX-512 BF16, AMX or their like torch multiplies bfloat16 in a scalar loop, an order of magnitude slower than
+float32; with them bfloat16 wins. Capability flags say what a processor has, not what the installed kernels make of it,
+so the answer comes from a measurement of some milliseconds, and the flags stand beside it in the record.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from slipstream.records import NumericsRecord
+from slipstream.types import Dtype
+
+_ROWS, _INNER, _OUTER = 1024, 128, 384  # a micro-batch through the tiny policy's MLP
+_NUM_REPEATS = 15
+_MS = 1e3
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
+_CANDIDATES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+def choose_dtype(
+    *, num_threads: int | None, product_ms: Callable[[torch.dtype], float] | None = None
+) -> NumericsRecord:
+    """Measure a matrix product in float32 and in bfloat16 and take the faster type.
+
+    Args:
+        num_threads: with which the learner will compute; None leaves torch's own choice.
+        product_ms: milliseconds of one product in a type; None measures on this machine.
+    """
+    timed = product_ms or _product_ms
+    with _threads(num_threads):
+        ms = {dtype: timed(of_torch) for dtype, of_torch in _CANDIDATES.items()}
+    chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
+    return NumericsRecord(
+        dtype=chosen,
+        reason=(
+            f"a product of [{_ROWS}, {_INNER}] and [{_INNER}, {_OUTER}] takes {ms[Dtype.FLOAT32]:.3f} ms in float32 "
+            f"and {ms[Dtype.BFLOAT16]:.3f} ms in bfloat16 on this machine"
+        ),
+        float32_ms=ms[Dtype.FLOAT32],
+        bfloat16_ms=ms[Dtype.BFLOAT16],
+        capabilities=capabilities(),
+    )
+
+
+def capabilities() -> tuple[str, ...]:
+    """What processor and kernels say that they can do: torch's level, oneDNN's answer, the CPU's own flags."""
+    found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
+    if torch.backends.mkldnn.is_available():
+        found.append(f"oneDNN bfloat16 {'yes' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'no'}")
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    return (*found, platform.machine(), *(flag for flag in _FLAGS if flag in flags))
+
+
+def _product_ms(dtype: torch.dtype) -> float:
+    """Median over some products, after one that pays for what is set up on first use."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(_ROWS, _INNER, dtype=dtype, device=device)
+    weight = torch.ones(_INNER, _OUTER, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(_NUM_REPEATS + 1):
+        start = time.perf_counter()
+        product = x @ weight
+        float(product[0, 0])  # waits for a device that computes on its own
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds[1:])[_NUM_REPEATS // 2] * _MS
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,43 @@
+"""What `dtype: auto` becomes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.policy.numerics import capabilities, choose_dtype
+
+
+@pytest.mark.parametrize(
+    ("float32_ms", "bfloat16_ms", "expected"),
+    [
+        pytest.param(0.2, 0.1, "bfloat16", id="a processor with bfloat16 units"),
+        pytest.param(0.2, 7.0, "float32", id="one that multiplies bfloat16 in a scalar loop"),
+        pytest.param(0.2, 0.2, "float32", id="a tie costs no precision"),
+    ],
+)
+def test_the_faster_type_is_taken(float32_ms: float, bfloat16_ms: float, expected: str) -> None:
+    record = choose_dtype(num_threads=1, product_ms=lambda dtype: float32_ms if dtype is torch.float32 else bfloat16_ms)
+    assert record.dtype == expected
+    assert (record.float32_ms, record.bfloat16_ms) == (float32_ms, bfloat16_ms)
+    assert f"{float32_ms:.3f} ms in float32 and {bfloat16_ms:.3f} ms in bfloat16" in record.reason
+
+
+def test_the_measurement_uses_the_learners_threads_and_leaves_the_process_as_it_was() -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def product_ms(dtype: torch.dtype) -> float:
+        seen.append((dtype, torch.get_num_threads()))
+        return 1.0
+
+    choose_dtype(num_threads=before + 1, product_ms=product_ms)
+    assert seen == [(torch.float32, before + 1), (torch.bfloat16, before + 1)]
+    assert torch.get_num_threads() == before
+
+
+def test_this_machine_is_measured_and_its_capabilities_are_named() -> None:
+    record = choose_dtype(num_threads=1)
+    assert record.dtype == ("float32" if record.float32_ms <= record.bfloat16_ms else "bfloat16")
+    assert min(record.float32_ms, record.bfloat16_ms) > 0
+    assert record.capabilities == capabilities()
+    assert record.capabilities[0] == f"torch {torch.backends.cpu.get_cpu_capability()}"
