@@ -29,7 +29,7 @@ from slipstream.loop.sync import SyncLoop
 from slipstream.loop.train import score
 from slipstream.recipe import load_recipe
 from slipstream.records import StepRecord, TuningRecord, read_record
-from slipstream.rewards import Verifier
+from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.engine import GenerationResult
 
 

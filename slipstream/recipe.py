@@ -20,10 +20,10 @@ from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig
-from slipstream.losslessness import LosslessnessConfig
+from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.policy.config import LearnerConfig, OptimizerMethod, PolicyConfig
 from slipstream.refit import RefitConfig
-from slipstream.rewards import RewardConfig
+from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.sim.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig

@@ -30,7 +30,7 @@ from slipstream.records import (
     read_record,
     write_record,
 )
-from slipstream.rewards import Verifier
+from slipstream.rewards.verifier import Verifier
 from slipstream.stage_tools import decode, machine, recipe_engine, tokenizer, tracked, versions
 from slipstream.tracking import Tracker, store_uri
 from slipstream.types import Arm, Workload

@@ -21,7 +21,7 @@ from slipstream.grpo.loss import LossConfig
 from slipstream.loop.acceptance_guard import AcceptanceGuard
 from slipstream.loop.batch import Mismatch, assemble, mismatch
 from slipstream.records import RefitCheck, StepRecord
-from slipstream.rewards import RewardResult
+from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, RolloutEngine
 from slipstream.types import STAGES, FinishReason, RolloutGroup, StageTimes, TrainBatch

@@ -19,7 +19,7 @@ from slipstream.loop.sync import Learner, SyncLoop
 from slipstream.policy.stats import CheckpointError
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.refit import transfer_directory
-from slipstream.rewards import RewardResult, Verifier
+from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.types import STAGES, Arm, Prompt, RolloutGroup
 
 if TYPE_CHECKING:

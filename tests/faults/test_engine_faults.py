@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
 from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.fingerprint import WeightPart
 from slipstream.loop.refit_gate import RefitGate
-from slipstream.losslessness import LosslessnessConfig
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
 from slipstream.records import CertificateRecord
 from slipstream.refit import RefitConfig, RefitError, Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig

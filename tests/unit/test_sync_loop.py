@@ -15,7 +15,7 @@ from slipstream.loop.sync import SyncLoop
 from slipstream.policy.config import OptimizerConfig
 from slipstream.policy.stats import TrainStats
 from slipstream.records import RefitCheck, StepRecord
-from slipstream.rewards import RewardResult
+from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
