@@ -1,4 +1,4 @@
-"""What the stages share: the MLflow run of a task, an engine as a recipe describes it, versions and machine."""
+"""What the stages share: the MLflow run of a task, a recipe's prompts and its engine, versions and machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.context import RunContext
-from slipstream.drafts.config import speculative_config
+from slipstream.data.prompts import PromptSets, load_prompt_sets
+from slipstream.data.sizes import require_sizes
+from slipstream.drafts.config import DraftInit, speculative_config
 from slipstream.recipe import Recipe
+from slipstream.rewards.verifier import Verifier
 from slipstream.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -46,6 +49,29 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
         tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **(tags or {})},
     ) as tracker:
         yield tracker
+
+
+def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+    """The recipe's four prompt sets, large enough for all that its stages take from them.
+
+    Args:
+        directory: where synthetic sources are written before they are read.
+    Raises:
+        ConfigError: a source cannot be read, or a set leaves too few prompts.
+    """
+    with Verifier(recipe.reward) as verifier:
+        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
+    require_sizes(
+        sets,
+        draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
+        num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts,
+        prompts_per_step=recipe.grpo.prompts_per_step,
+        group_size=recipe.grpo.group_size,
+        tuning_batch=max(recipe.tuning.batch_sizes),
+        num_repeated_prompts=recipe.losslessness.num_repeated_prompts,
+        num_greedy_prompts=recipe.losslessness.num_greedy_prompts,
+    )
+    return sets
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream import evaluation, tuning
 from slipstream.context import RunContext
-from slipstream.data.prompts import load_prompt_sets, read_prompt_sets, render, write_prompt_sets
+from slipstream.data.prompts import read_prompt_sets, render, write_prompt_sets
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.drafts.config import DraftInit
 from slipstream.projection import ProjectionRecord, recipe_layout
@@ -31,7 +31,7 @@ from slipstream.records import (
     write_record,
 )
 from slipstream.rewards.verifier import Verifier
-from slipstream.stage_tools import decode, machine, recipe_engine, tokenizer, tracked, versions
+from slipstream.stage_tools import decode, machine, recipe_engine, recipe_prompt_sets, tokenizer, tracked, versions
 from slipstream.tracking import Tracker, store_uri
 from slipstream.types import Arm, Workload
 
@@ -66,8 +66,36 @@ def start_run(
     return context, resolved
 
 
-def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
-    """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format."""
+def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = None) -> Path:
+    """Load, filter and tokenize the four prompt sets; a directory with them, their manifest and the tokenizer.
+
+    This comes before the policy, so that minutes of its training are not lost to prompts that do not suffice.
+
+    Args:
+        policy: a model directory whose tokenizer is taken; None takes that of the recipe's policy.
+    """
+    from slipstream.policy.prepare import write_policy_tokenizer
+
+    directory = context.directory("prepare_data")
+    with tracked(context, recipe, "prepare_data") as tracker:
+        if policy is None:
+            write_policy_tokenizer(recipe, directory / "tokenizer")
+        else:
+            tokenizer(policy).save_pretrained(directory / "tokenizer")
+        sets = recipe_prompt_sets(recipe, tokenizer(directory / "tokenizer"), directory / "sources")
+        write_prompt_sets(sets, directory)
+        tracker.log_artifact(directory / "manifest.json")
+        for record in sets.records:
+            logger.info("prepare_data: %s read %d, kept %d", record.name, record.num_read, record.num_kept)
+    return directory
+
+
+def prepare_policy(context: RunContext, recipe: Recipe, data: Path) -> Path:
+    """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format.
+
+    Args:
+        data: what `prepare_data` wrote: the recipe's own policy takes its tokenizer from there.
+    """
     from slipstream.policy.prepare import resolve, train_from_scratch
 
     directory = context.directory("prepare_policy") / "policy"
@@ -81,7 +109,13 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
         if recipe.policy.scratch is None:
             record = resolve(recipe, directory)
         else:
-            record = train_from_scratch(recipe, directory, documents=partial(_documents, recipe), on_step=on_step)
+            record = train_from_scratch(
+                recipe,
+                directory,
+                tokenizer_dir=data / "tokenizer",
+                documents=partial(_documents, recipe),
+                on_step=on_step,
+            )
         write_record(record, directory / "policy.json")
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
@@ -91,20 +125,6 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
         record.num_parameters / 1e6,
         record.elapsed_s,
     )
-    return directory
-
-
-def prepare_data(context: RunContext, recipe: Recipe, policy: Path) -> Path:
-    """Load, filter and tokenize the four prompt sets; a directory with them and their manifest."""
-    directory = context.directory("prepare_data")
-    with tracked(context, recipe, "prepare_data") as tracker, Verifier(recipe.reward) as verifier:
-        sets = load_prompt_sets(
-            recipe.data, tokenizer=tokenizer(policy), parseable=verifier.parseable, directory=directory / "sources"
-        )
-        write_prompt_sets(sets, directory)
-        tracker.log_artifact(directory / "manifest.json")
-        for record in sets.records:
-            logger.info("prepare_data: %s read %d, kept %d", record.name, record.num_read, record.num_kept)
     return directory
 
 

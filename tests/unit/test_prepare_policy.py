@@ -21,7 +21,7 @@ QWEN3 = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 24,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -72,6 +72,19 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 def test_a_context_shorter_than_the_engines_is_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "model", max_position_embeddings=128)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 128 positions, got 256"):
+        resolve(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_policy_with_fewer_layers_than_the_draft_reads_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", num_hidden_layers=21)
+    with pytest.raises(ConfigError, match=r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"):
+        resolve(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model must have weights in \*\.safetensors files, got '.*model'"):
         resolve(recipe(str(source)), tmp_path / "out")
 
 
