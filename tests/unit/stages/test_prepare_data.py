@@ -15,13 +15,13 @@ import yaml
 
 from slipstream import stages
 from slipstream.cli import main
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, merge
 from slipstream.context import RunContext
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.data.tokenizer import write_tokenizer
+from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
-from slipstream.stage_tools import tokenizer
+from slipstream.stage_tools import recipe_prompt_sets, tokenizer
 from slipstream.tracking import TrackingConfig
 from slipstream.types import Workload
 
@@ -121,7 +121,7 @@ def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: 
     assert len(sets.train) >= max(recipe.grpo.prompts_per_step, recipe.losslessness.num_greedy_prompts)
     assert len(sets.train) * recipe.grpo.group_size >= max(recipe.tuning.batch_sizes)
     assert len(sets.validation) == 30
-    text = tokenizer(data / "tokenizer").decode(list(sets.validation[0].token_ids))
+    text = str(tokenizer(data / "tokenizer").decode(list(sets.validation[0].token_ids)))
     assert sets.validation[0].text in text
     assert text.endswith("<|im_start|><|assistant|>")
 
@@ -172,3 +172,29 @@ def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_p
     data = stages.prepare_data(context(tmp_path / "runs", recipe), recipe, policy=other)
 
     assert tokenizer(data / "tokenizer").model_max_length == 333
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"draft": {"init": "general", "num_prompts": 90}}, r"data\.draft_general, got 94"),
+        ({"grpo": {"prompts_per_step": 41}}, r"^grpo\.prompts_per_step must be <= \d+, .* data\.train, got 41"),
+        (
+            {"tuning": {"batch_sizes": [16, 328]}},
+            r"^tuning\.batch_sizes must be <= \d+: 8 rollouts .* data\.train, got 328",
+        ),
+        ({"losslessness": {"num_repeated_prompts": 41}}, r"^losslessness\.num_repeated_prompts must be <= .* got 41"),
+        ({"losslessness": {"num_greedy_prompts": 42}}, r"^losslessness\.num_greedy_prompts must be <= .* got 42"),
+    ],
+)
+def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set(
+    overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """40 problems of training at most, and 40 rows in each of the three draft files."""
+    small = {
+        "data": {"synthetic": {"num_train_problems": 40, "num_draft_rows": 40}},
+        "draft": {"num_prompts": 20, "num_heldout_prompts": 4},
+    }
+    recipe = load_recipe("tiny", overrides=merge(small, overrides))
+    with pytest.raises(ConfigError, match=message):
+        recipe_prompt_sets(recipe, build_tokenizer(max_length=512), tmp_path)
