@@ -26,7 +26,7 @@ from slipstream.drafts.config import speculative_config
 from slipstream.recipe import load_recipe
 from slipstream.records import StepRecord, TuningRecord, read_record
 from slipstream.refit.gate import RefitGate
-from slipstream.rewards import Verifier
+from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.arm import score
 from slipstream.train.loop import SyncLoop

@@ -16,7 +16,7 @@ from typing import Any
 
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.rewards import Verifier
+from slipstream.rewards.verifier import Verifier
 
 
 def main() -> int:

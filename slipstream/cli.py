@@ -6,12 +6,14 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import logs, simulate
 from slipstream.config import ConfigError
-from slipstream.recipe import load_recipe
+from slipstream.data.config import SYNTHETIC
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import RunRecord, read_record
 from slipstream.types import Workload
 
@@ -96,8 +98,22 @@ def _show(root: Path) -> None:
 def _check(options: argparse.Namespace) -> int:
     for workload in Workload:
         recipe = load_recipe(options.recipe, workload=workload)
-        print(f"{recipe.name}, {workload.value}: fine")
+        print(f"{recipe.name}, {workload.value}: {_sizes(recipe)}")
     return 0
+
+
+def _sizes(recipe: Recipe) -> str:
+    """Prompts kept in each set where they can be made here and now, large enough for what the stages take."""
+    sources = (*recipe.data.train, *recipe.data.draft_in_domain, *recipe.data.draft_general, *recipe.data.validation)
+    if recipe.policy.scratch is None or any(source.path != SYNTHETIC for source in sources):
+        return "fine; the sizes of its prompt sets are checked when the data are read"
+    from slipstream.data.tokenizer import build_tokenizer
+    from slipstream.stages.support import recipe_prompt_sets
+
+    tokenizer = build_tokenizer(max_length=recipe.policy.scratch.max_position_embeddings)
+    with tempfile.TemporaryDirectory() as directory:
+        sizes = recipe_prompt_sets(recipe, tokenizer, Path(directory)).sizes()
+    return "fine; prompts kept: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _replay(options: argparse.Namespace) -> int:

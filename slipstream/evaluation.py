@@ -14,7 +14,8 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.records import EvaluationRecord
-from slipstream.rewards import Verifier, extract_answer, normalise_answer
+from slipstream.rewards.answers import extract_answer, normalise_answer
+from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
 from slipstream.types import FinishReason, Prompt

@@ -21,10 +21,10 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
-from slipstream.losslessness import LosslessnessConfig
+from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.refit.config import RefitConfig
-from slipstream.rewards import RewardConfig
+from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.sim.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig

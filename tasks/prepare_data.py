@@ -16,7 +16,14 @@ from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
-def prepare_data(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
-    """The train, draft and validation prompts and their manifest."""
+def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
+    """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)), Path(policy))))
+    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)))))
+
+
+@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
+    """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
+    logs.configure()
+    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)), policy=Path(policy))))

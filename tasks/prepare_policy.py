@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
@@ -14,7 +16,7 @@ from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
-def prepare_policy(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
+def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> FlyteDirectory:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(str(recipe)))))
+    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(str(recipe)), data=Path(data))))

@@ -10,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from slipstream.types import Workload
 from tasks.certify_losslessness import certify_draft, require_lossless
-from tasks.prepare_data import prepare_data
+from tasks.prepare_data import prepare_data_for
 from tasks.start_run import start_run
 
 
@@ -32,7 +32,7 @@ def certify(
         recipe: engine and sampling settings, prompts, and the certificate's size.
     """
     run = start_run(recipe=recipe, workload=workload, num_steps=0, seed=seed, run_root=run_root)
-    data = prepare_data(context=run.context, recipe=run.recipe, policy=policy)
+    data = prepare_data_for(context=run.context, recipe=run.recipe, policy=policy)
     certificate = certify_draft(
         context=run.context, recipe=run.recipe, policy=policy, data=data, draft=draft, k=num_speculative_tokens
     )

@@ -1,4 +1,4 @@
-"""The whole chain: policy, data, draft, draft length, both arms of GRPO, evaluation, certificate, report."""
+"""The whole chain: data, policy, draft, draft length, both arms of GRPO, evaluation, certificate, report."""
 
 # Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
@@ -39,8 +39,8 @@ def speculative_rl(
         run_root: directory that every task sees; checkpoints and the tracking spool lie there.
     """
     run = start_run(recipe=recipe, workload=workload, num_steps=num_steps, seed=seed, run_root=run_root)
-    policy = prepare_policy(context=run.context, recipe=run.recipe)
-    data = prepare_data(context=run.context, recipe=run.recipe, policy=policy)
+    data = prepare_data(context=run.context, recipe=run.recipe)
+    policy = prepare_policy(context=run.context, recipe=run.recipe, data=data)
     draft = pretrain_draft(context=run.context, recipe=run.recipe, policy=policy, data=data)
     tuning = tune_draft_length(context=run.context, recipe=run.recipe, policy=policy, data=data, draft=draft)
     baseline = train_grpo(

@@ -46,6 +46,15 @@ class PromptSets:
         check_disjoint({"train": self.train, "validation": self.validation, "draft_in_domain": self.draft_in_domain})
         check_disjoint({"train": self.train, "validation": self.validation, "draft_general": self.draft_general})
 
+    def sizes(self) -> dict[Split, int]:
+        """Number of distinct prompts, by set."""
+        return {
+            "train": len(self.train),
+            "draft_in_domain": len(self.draft_in_domain),
+            "draft_general": len(self.draft_general),
+            "validation": len(self.validation),
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptStream:
@@ -61,7 +70,7 @@ class PromptStream:
     def __post_init__(self) -> None:
         require(
             0 < self.batch_size <= len(self.prompts),
-            "grpo.num_prompts_per_step",
+            "grpo.prompts_per_step",
             f"must lie in [1, {len(self.prompts)}], the number of training prompts",
             self.batch_size,
         )

@@ -12,18 +12,18 @@ Document = tuple[Sequence[int], int]
 """Token ids, and the index from which they are learned (0: all of them)."""
 
 
-class LanguageModel(Protocol):
-    """What pretraining asks of a policy, whether it lives in this process or in another."""
+class Step(Protocol):
+    """One update on the next-token loss, in this process or in another; returns the mean loss a learned token."""
 
-    def lm_step(
+    def __call__(
         self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
     ) -> float:
-        """One update on the next-token loss; returns the mean loss a learned token, in nats."""
+        """Update, with `learning_rate` or the optimizer's own."""
         ...
 
 
 def pretrain(
-    policy: LanguageModel,
+    lm_step: Step,
     documents: Iterable[Document],
     config: ScratchConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
@@ -31,6 +31,7 @@ def pretrain(
     """Train for `config.num_steps` updates of about `config.tokens_per_step` tokens each.
 
     Args:
+        lm_step: of a learner that was made with random weights.
         documents: taken in order; a sequence starts again when it is exhausted, an iterator must not run out.
         on_step: told each step, from 0, and its loss.
     Returns:
@@ -45,7 +46,7 @@ def pretrain(
         if not batch:
             raise ValueError(f"documents ended after {step} of {config.num_steps} pretraining steps")
         sequences, loss_starts = zip(*batch, strict=True)
-        loss = policy.lm_step(sequences, loss_starts, learning_rate=learning_rate_at(step, config))
+        loss = lm_step(sequences, loss_starts, learning_rate=learning_rate_at(step, config))
         losses.append(loss)
         on_step(step, loss)
     return losses

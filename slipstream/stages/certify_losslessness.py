@@ -7,8 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.certify import LOSSLESS, Sample, Subject, certify, draw
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint

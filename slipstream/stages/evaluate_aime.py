@@ -9,7 +9,7 @@ from slipstream import evaluation
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records import write_record
-from slipstream.rewards import Verifier
+from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import decode, settled, tokenizer, tracked
 from slipstream.workers.engines import start_engine

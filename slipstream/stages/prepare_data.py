@@ -1,26 +1,34 @@
-"""Load, filter and tokenize the prompt sets."""
+"""Load, filter and tokenize the prompt sets, and check that they suffice."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from slipstream.data.prompts import load_prompt_sets, write_prompt_sets
+from slipstream.data.prompts import write_prompt_sets
+from slipstream.policy.source import write_policy_tokenizer
 from slipstream.recipe import Recipe
-from slipstream.rewards import Verifier
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import tokenizer, tracked
+from slipstream.stages.support import policy_needs, recipe_prompt_sets, tokenizer, tracked
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_data(context: RunContext, recipe: Recipe, policy: Path) -> Path:
-    """Load, filter and tokenize the four prompt sets; a directory with them and their manifest."""
+def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = None) -> Path:
+    """Load, filter and tokenize the four prompt sets; a directory with them, their manifest and the tokenizer.
+
+    This comes before the policy, so that minutes of its training are not lost to prompts that do not suffice.
+
+    Args:
+        policy: a model directory whose tokenizer is taken; None takes that of the recipe's policy.
+    """
     directory = context.directory("prepare_data")
-    with tracked(context, recipe, "prepare_data") as tracker, Verifier(recipe.reward) as verifier:
-        sets = load_prompt_sets(
-            recipe.data, tokenizer=tokenizer(policy), parseable=verifier.parseable, directory=directory / "sources"
-        )
+    with tracked(context, recipe, "prepare_data") as tracker:
+        if policy is None:
+            write_policy_tokenizer(recipe.policy, policy_needs(recipe), directory / "tokenizer")
+        else:
+            tokenizer(policy).save_pretrained(directory / "tokenizer")
+        sets = recipe_prompt_sets(recipe, tokenizer(directory / "tokenizer"), directory / "sources")
         write_prompt_sets(sets, directory)
         tracker.log_artifact(directory / "manifest.json")
         for record in sets.records:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.data.prompts import render
 from slipstream.data.synthetic import pretraining_corpus
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.config import SCRATCH
+from slipstream.policy.pretrain import pretrain
+from slipstream.policy.source import resolve
 from slipstream.recipe import Recipe
-from slipstream.records import write_record
+from slipstream.records import PolicyRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import settled, tracked
+from slipstream.stages.support import policy_needs, settled, tokenizer, tracked
+from slipstream.workers.learners import start_learner
+from slipstream.workers.session import connect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,10 +29,12 @@ logger = logging.getLogger(__name__)
 _LOG_EVERY_STEPS = 25
 
 
-def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
-    """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format."""
-    from slipstream.policy.prepare import resolve, train_from_scratch
+def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
+    """Resolve and check the policy, or train the recipe's own from random weights; a directory in HF format.
 
+    Args:
+        data: what `prepare_data` wrote: the recipe's own policy takes its tokenizer from there.
+    """
     recipe = settled(context, recipe)
     directory = context.directory("prepare_policy") / "policy"
     with tracked(context, recipe, "prepare_policy") as tracker:
@@ -37,9 +45,9 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
                 logger.info("prepare_policy: step %d, loss %.3f", step, loss)
 
         if recipe.policy.scratch is None:
-            record = resolve(recipe, directory)
+            record = resolve(recipe.policy, policy_needs(recipe), directory)
         else:
-            record = train_from_scratch(recipe, directory, documents=partial(_documents, recipe), on_step=on_step)
+            record = train_from_scratch(recipe, directory, tokenizer_dir=data / "tokenizer", on_step=on_step)
         write_record(record, directory / "policy.json")
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
@@ -52,11 +60,44 @@ def prepare_policy(context: RunContext, recipe: Recipe) -> Path:
     return directory
 
 
-def _documents(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
+def train_from_scratch(
+    recipe: Recipe, directory: Path, *, tokenizer_dir: Path, on_step: Callable[[int, float], None]
+) -> PolicyRecord:
+    """Train the recipe's own policy on its synthetic corpus and write it in HF format, with its tokenizer."""
+    scratch = recipe.policy.scratch
+    assert scratch is not None, "the recipe's own policy has an architecture"
+    start = time.perf_counter()
+    words = tokenizer(tokenizer_dir)
+    assert isinstance(words.eos_token_id, int)
+    connect()
+    with start_learner(recipe.learner) as learner:
+        num_parameters = learner.create(
+            scratch,
+            len(words),
+            words.eos_token_id,
+            OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate),
+        )
+        losses = pretrain(learner.lm_step, _documents(recipe, words), scratch, on_step)
+        learner.save_hf(directory, tokenizer_dir)
+    return PolicyRecord(
+        model=SCRATCH,
+        architecture="Qwen3ForCausalLM",
+        num_parameters=num_parameters,
+        vocab_size=len(words),
+        max_position_embeddings=scratch.max_position_embeddings,
+        eos_token_id=words.eos_token_id,
+        pretrain_steps=scratch.num_steps,
+        pretrain_loss=losses[-1] if losses else 0.0,
+        pretrain_losses=tuple(losses),
+        elapsed_s=time.perf_counter() - start,
+    )
+
+
+def _documents(recipe: Recipe, words: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
     """Chats of the synthetic corpus; only the responses are learned."""
     corpus = pretraining_corpus(recipe.data.synthetic, workload=recipe.workload, seed=recipe.data.seed)
     for example in corpus:
-        prompt = list(render(example.problem, tokenizer=tokenizer, instruction=recipe.data.instruction))
-        response = tokenizer.encode(example.response, add_special_tokens=False)
-        assert isinstance(tokenizer.eos_token_id, int)
-        yield [*prompt, *response, tokenizer.eos_token_id], len(prompt)
+        prompt = list(render(example.problem, tokenizer=words, instruction=recipe.data.instruction))
+        response = words.encode(example.response, add_special_tokens=False)
+        assert isinstance(words.eos_token_id, int)
+        yield [*prompt, *response, words.eos_token_id], len(prompt)

@@ -1,4 +1,4 @@
-"""What the stages share: the MLflow run of a task, an engine as a recipe describes it, versions and machine."""
+"""What the stages share: the MLflow run of a task, a recipe's prompts and its engine, versions and machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.drafts.config import speculative_config
+from slipstream.data.prompts import PromptSets, load_prompt_sets
+from slipstream.data.sizes import require_sizes
+from slipstream.drafts.config import DraftInit, speculative_config
+from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records import NumericsRecord, read_record, write_record
+from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.tracking import Tracker
 from slipstream.types import Dtype
@@ -53,12 +57,40 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
         yield tracker
 
 
+def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+    """The recipe's four prompt sets, large enough for all that its stages take from them.
+
+    Args:
+        directory: where synthetic sources are written before they are read.
+    Raises:
+        ConfigError: a source cannot be read, or a set leaves too few prompts.
+    """
+    with Verifier(recipe.reward) as verifier:
+        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
+    require_sizes(
+        sets,
+        draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
+        num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts,
+        prompts_per_step=recipe.grpo.prompts_per_step,
+        group_size=recipe.grpo.group_size,
+        tuning_batch=max(recipe.tuning.batch_sizes),
+        num_repeated_prompts=recipe.losslessness.num_repeated_prompts,
+        num_greedy_prompts=recipe.losslessness.num_greedy_prompts,
+    )
+    return sets
+
+
 @contextmanager
 def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
     """An engine with k draft tokens; everything but speculation is the same for every k."""
     speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
     with start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
         yield engine
+
+
+def policy_needs(recipe: Recipe) -> Needs:
+    """What the recipe asks of its policy."""
+    return Needs(max_model_len=recipe.engine.max_model_len, draft_layer_ids=recipe.draft.aux_hidden_state_layer_ids)
 
 
 def settled(context: RunContext, recipe: Recipe) -> Recipe:

@@ -14,7 +14,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import transfer_directory
-from slipstream.rewards import RewardResult, Verifier
+from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import SyncLoop

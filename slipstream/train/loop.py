@@ -17,7 +17,7 @@ from slipstream.grpo.config import GrpoConfig
 from slipstream.grpo.update import Update, combined, minibatches
 from slipstream.records import StepRecord, TrainStats
 from slipstream.refit.gate import RefitGate
-from slipstream.rewards import RewardResult
+from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
 from slipstream.train.acceptance_guard import AcceptanceGuard

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.records import Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.rewards import RewardResult
+from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.certify import BIASED, LOSSLESS, Sample, Subject, certify, draw
 from slipstream.drafts.config import DraftMethod, speculative_config
-from slipstream.losslessness import LosslessnessConfig
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
 from slipstream.records import CertificateRecord
 from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import WeightPart

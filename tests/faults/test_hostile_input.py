@@ -15,7 +15,8 @@ from slipstream.data.config import DataConfig, SourceConfig
 from slipstream.data.prompts import load_prompt_sets
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.rewards import RewardConfig, Verifier
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.verifier import Verifier
 
 SOURCE = Path(slipstream.__file__).parent
 ARABIC_34 = "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT FOUR}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rewards import RewardConfig, RewardResult, Verifier
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.verifier import RewardResult, Verifier
 
 # What the worker imports instead of math-verify: it fails at the answer 66 and is right about all others.
 _MODULE = """

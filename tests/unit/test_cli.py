@@ -7,7 +7,20 @@ from slipstream.cli import main
 
 def test_check_accepts_the_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "tiny"]) == 0
-    assert "tiny, rl_zero: fine" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": train ")[0] for line in lines] == [
+        "tiny, rl_zero: fine; prompts kept",
+        "tiny, rl_think: fine; prompts kept",
+    ]
+    assert all(line.endswith("validation 30") for line in lines)
+
+
+def test_check_reads_no_hub_and_says_when_sizes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "qwen3_8b"]) == 0
+    rest = "fine; the sizes of its prompt sets are checked when the data are read"
+    assert capsys.readouterr().out.splitlines() == [
+        f"qwen3_8b, {workload}: {rest}" for workload in ("rl_zero", "rl_think")
+    ]
 
 
 def test_an_unknown_recipe_ends_in_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,7 +230,9 @@ def test_a_batch_never_has_a_prompt_twice_when_epochs_do_not_fill_batches() -> N
 
 
 def test_a_batch_larger_than_the_set_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must lie in \[1, 1\], the number of training prompts, got 8"):
+    with pytest.raises(
+        ConfigError, match=r"grpo\.prompts_per_step must lie in \[1, 1\], the number of training prompts, got 8"
+    ):
         PromptStream(prompts=(prompt("1=?"),), batch_size=8, seed=0)
 
 

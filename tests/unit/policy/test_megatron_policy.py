@@ -227,7 +227,7 @@ def test_pretraining_learns_a_pattern() -> None:
     policy = _policy()
     documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
     config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, learning_rate=1e-2, warmup_steps=5)
-    losses = pretrain(policy, documents, config)
+    losses = pretrain(policy.lm_step, documents, config)
     assert len(losses) == 60
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.2)
     assert losses[-1] < 0.3
@@ -242,7 +242,7 @@ def test_pretraining_warms_up_then_decays_towards_zero() -> None:
 
 def test_exhausted_documents_are_an_error() -> None:
     with pytest.raises(ValueError, match="ended after 1 of 30"):
-        pretrain(_policy(), iter([((1, 2, 3), 0)]), SCRATCH)
+        pretrain(_policy().lm_step, iter([((1, 2, 3), 0)]), SCRATCH)
 
 
 def test_a_response_without_a_token_is_refused() -> None:

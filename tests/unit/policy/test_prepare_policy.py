@@ -12,8 +12,10 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.policy.config import PolicyConfig
-from slipstream.policy.prepare import resolve
+from slipstream.policy.source import resolve
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import PolicyRecord
+from slipstream.stages.support import policy_needs
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -21,7 +23,7 @@ QWEN3 = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 24,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -45,10 +47,14 @@ def recipe(path: str) -> Recipe:
     return replace(load_recipe("tiny"), policy=PolicyConfig(model=path))
 
 
+def resolve_policy(recipe: Recipe, directory: Path) -> PolicyRecord:
+    return resolve(recipe.policy, policy_needs(recipe), directory)
+
+
 def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
 
-    record = resolve(recipe(str(source)), tmp_path / "out")
+    record = resolve_policy(recipe(str(source)), tmp_path / "out")
 
     assert (record.architecture, record.vocab_size, record.max_position_embeddings) == ("Qwen3ForCausalLM", 64, 512)
     assert record.eos_token_id == 3
@@ -60,19 +66,32 @@ def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> 
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
-        resolve(recipe("a/b"), tmp_path / "out")
+        resolve_policy(recipe("a/b"), tmp_path / "out")
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "model", model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(ConfigError, match=r"(?i)qwen3.*llama"):
-        resolve(recipe(str(source)), tmp_path / "out")
+        resolve_policy(recipe(str(source)), tmp_path / "out")
 
 
 def test_a_context_shorter_than_the_engines_is_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "model", max_position_embeddings=128)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 128 positions, got 256"):
-        resolve(recipe(str(source)), tmp_path / "out")
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_policy_with_fewer_layers_than_the_draft_reads_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", num_hidden_layers=21)
+    with pytest.raises(ConfigError, match=r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model must have weights in \*\.safetensors files, got '.*model'"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
 
 
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
@@ -82,4 +101,4 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
     config.pop("chat_template", None)
     (source / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"policy\.model must have a chat template"):
-        resolve(recipe(str(source)), tmp_path / "out")
+        resolve_policy(recipe(str(source)), tmp_path / "out")

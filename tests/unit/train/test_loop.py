@@ -21,7 +21,7 @@ from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
-from slipstream.rewards import RewardResult
+from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slipstream.config import ConfigError
-from slipstream.rewards import RewardConfig, RewardResult, Verifier, extract_answer, normalise_answer
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.verifier import RewardResult, Verifier
 
 
 @pytest.fixture(scope="module")
@@ -21,53 +21,6 @@ def verifier() -> Iterator[Verifier]:
 
 def box(answer: str) -> str:
     return f"so it is \\boxed{{{answer}}}"
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("\\boxed{1} then \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
-        ("\\boxed{1+\\boxed{2}}", "1+\\boxed{2}"),
-        ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
-        ("\\boxed {7}", "7"),
-        ("a set {1, \\boxed{3}", "3"),
-        ("\\boxed{4} and a box cut off \\boxed{5", "4"),
-        ("\\boxed{}", None),
-        ("text\nAnswer: $12$.\n", "12"),
-        ("Answer: 1\nthe final answer: 2", "2"),
-        ("\\boxed{3}\nAnswer: 4", "3"),
-        ("no answer at all", None),
-        ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
-        ("\\boxed{1}</think>\\boxed{2}", "2"),
-        ("<think>\\boxed{1}</think>I do not know", None),
-        ("<think>\\boxed{1} and cut off", None),
-    ],
-)
-def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
-    assert extract_answer(response) == answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "plain"),
-    [
-        ("025", "25"),
-        ("-0", "0"),
-        ("+7", "7"),
-        ("-012", "-12"),
-        ("$1,234$", "1234"),
-        ("1\\,234.", "1234"),
-        ("$12$.", "12"),
-        (".5", ".5"),
-        ("\N{MINUS SIGN}3", "-3"),
-        ("\N{ARABIC-INDIC DIGIT FOUR}\N{ARABIC-INDIC DIGIT TWO}", "42"),
-        ("\N{FULLWIDTH DIGIT NINE}", "9"),
-        ("1,23", "1,23"),
-        ("(1, 2)", "(1,2)"),
-    ],
-)
-def test_equal_answers_are_spelled_equally(answer: str, plain: str) -> None:
-    assert normalise_answer(answer) == plain
 
 
 @pytest.mark.parametrize(
@@ -121,6 +74,11 @@ def test_a_bomb_in_python_syntax_scores_0(verifier: Verifier) -> None:
     assert verifier.score([box("9**9**9**9")], ["7"]).rewards == (0.0,)
 
 
+def test_references_that_no_response_could_match_are_not_parseable(verifier: Verifier) -> None:
+    answers = ["34", "-3", "\\frac{1}{2}", "2\\sqrt{3}", "x+1", "", "no answer", "???", "\\frac{1", "9" * 5000]
+    assert verifier.parseable(answers) == (True, True, True, True, True, False, False, False, False, False)
+
+
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     before = set(psutil.Process().children())
     with Verifier(RewardConfig()) as verifier:
@@ -133,16 +91,8 @@ def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     assert set(psutil.Process().children()) <= before
 
 
-def test_references_that_no_response_could_match_are_not_parseable(verifier: Verifier) -> None:
-    answers = ["34", "-3", "\\frac{1}{2}", "2\\sqrt{3}", "x+1", "", "no answer", "???", "\\frac{1", "9" * 5000]
-    assert verifier.parseable(answers) == (True, True, True, True, True, False, False, False, False, False)
-
-
 def test_importing_rewards_loads_neither_torch_nor_vllm_nor_math_verify() -> None:
-    check = "import sys, slipstream.rewards; print(sorted({'torch', 'vllm', 'math_verify'} & set(sys.modules)))"
+    check = (
+        "import sys, slipstream.rewards.verifier; print(sorted({'torch', 'vllm', 'math_verify'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_a_bad_time_out_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.timeout_s must be > 0, got 0"):
-        RewardConfig(timeout_s=0)

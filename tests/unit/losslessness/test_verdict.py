@@ -1,17 +1,16 @@
-"""The certificate's statistics, on samplers whose bias is known because it was made here."""
+"""The verdict on engines whose bias is known because it was made here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
-from slipstream import losslessness
-from slipstream.certify import BIASED, LOSSLESS, TOO_WEAK, Sample, Subject, certify, draw, positions
-from slipstream.losslessness import LosslessnessConfig
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, TOO_WEAK, certify
 from slipstream.policy.conditionals import conditionals, processed_logprobs
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
@@ -157,108 +156,3 @@ def test_too_few_tokens_certify_nothing() -> None:
     )
 
     assert verdict(Engine(k=3), config=few) == TOO_WEAK
-
-
-def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:
-    trace = Trace(
-        prompt_token_ids=(1,), token_ids=(5, 6, 7, 8, 9), window_lengths=(1, 3, 1), policy_version=0, draft_version=0
-    )
-
-    assert positions(trace) == [0, 1, 2, 3, 1]
-
-
-def test_an_exact_engine_fails_about_as_often_as_the_family_level_says() -> None:
-    """400 families at a level of 10 %: 40 expected at most, and a broken test fails nearly all."""
-    random = np.random.default_rng(0)
-    rejected = 0
-    for _ in range(400):
-        draws = exact_draws(600, random)
-        found = losslessness.conditional_tests(draws, seed=int(random.integers(2**31)))
-        rejected += any(finding.reject for finding in losslessness.family(found, level=0.1))
-
-    assert rejected <= 60
-
-
-def test_more_tokens_find_smaller_biases() -> None:
-    random = np.random.default_rng(3)
-    small, large = (
-        losslessness.detectable_bias(exact_draws(n, random), num_tests=5, config=CONFIG) for n in (500, 8000)
-    )
-
-    for few, many in zip(small, large, strict=True):
-        assert few.alternative == many.alternative
-        assert many.detectable_total_variation < 0.6 * few.detectable_total_variation
-
-
-def exact_draws(num: int, random: np.random.Generator) -> losslessness.Draws:
-    """Draws from their own conditionals, at four positions."""
-    logits_NV = torch.tensor(random.normal(size=(num, VOCABULARY)) * 1.5)
-    labels = torch.tensor([random.choice(VOCABULARY, p=p) for p in logits_NV.softmax(-1).numpy()])
-    generator = torch.Generator().manual_seed(int(random.integers(2**31)))
-    c = conditionals(logits_NV, labels, temperature=1.0, top_p=1.0, top_k=0, generator=generator).numpy().T
-    return losslessness.Draws(
-        mass_before=c[0],
-        probability=c[1],
-        logprob_mean=c[2],
-        logprob_variance=c[3],
-        position=random.integers(0, 4, size=num),
-        sharper=losslessness.Bias(mass_before=c[4], probability=c[5], total_variation=c[6]),
-        flatter=losslessness.Bias(mass_before=c[7], probability=c[8], total_variation=c[9]),
-    )
-
-
-def test_conditionals_of_three_tokens_by_hand() -> None:
-    """p = (0.5, 0.3, 0.2); token 1 has 0.5 before it."""
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    row = conditionals(logits, torch.tensor([1]), temperature=1.0, top_p=1.0, top_k=0, generator=generator)[0]
-
-    mean = 0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2)
-    variance = 0.5 * np.log(0.5) ** 2 + 0.3 * np.log(0.3) ** 2 + 0.2 * np.log(0.2) ** 2 - mean**2
-    squares = np.array([0.25, 0.09, 0.04]) / 0.38
-    assert row[:4].tolist() == pytest.approx([0.5, 0.3, mean, variance], abs=1e-6)
-    assert float(row[6]) == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
-
-
-def test_top_p_keeps_the_smallest_set_that_holds_it_and_top_k_the_k_likeliest() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-
-    nucleus = processed_logprobs(logits, temperature=1.0, top_p=0.6, top_k=0).exp()[0]
-    first = processed_logprobs(logits, temperature=1.0, top_p=1.0, top_k=1).exp()[0]
-
-    assert nucleus.tolist() == pytest.approx([0.625, 0.375, 0.0], abs=1e-6)
-    assert first.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_a_token_that_cannot_be_drawn_has_no_place() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    row = conditionals(logits, torch.tensor([2]), temperature=1.0, top_p=0.6, top_k=0, generator=generator)[0]
-
-    assert np.isnan(float(row[0]))
-    assert float(row[1]) == 0.0
-
-
-def test_holm_by_hand() -> None:
-    """Sorted 0.01, 0.02, 0.04 times 3, 2, 1 are 0.03, 0.04, 0.04."""
-    assert losslessness.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
-
-
-def test_chi_square_of_counts_by_hand() -> None:
-    """Expected 50, 50: (60 - 50)^2 / 50 + (40 - 50)^2 / 50 = 4."""
-    assert losslessness.count_test(np.array([60, 40]), np.array([0.5, 0.5])) == (pytest.approx(4.0), 1)
-
-
-def test_rare_cells_are_pooled() -> None:
-    """Expected 94, 3, 3: the last two make one cell of 6."""
-    statistic, dof = losslessness.count_test(np.array([94, 6, 0]), np.array([0.94, 0.03, 0.03]))
-
-    assert (statistic, dof) == (pytest.approx(0.0), 1)
-
-
-def test_two_equal_samples_are_homogeneous() -> None:
-    assert losslessness.homogeneity_test(np.array([30, 70]), np.array([30, 70])) == (pytest.approx(0.0), 1)
-    statistic, _ = losslessness.homogeneity_test(np.array([60, 40]), np.array([40, 60]))
-    assert statistic == pytest.approx(8.0)

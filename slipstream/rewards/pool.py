@@ -16,7 +16,7 @@ from typing import IO
 
 logger = logging.getLogger(__name__)
 
-_SCRIPT = Path(__file__).with_name("reward_worker.py")
+_SCRIPT = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120.0  # imports on a busy machine
 _ORPHAN_GRACE_S = 5.0  # a worker ends itself so long after its deadline: only when the parent is gone
 
@@ -113,8 +113,7 @@ class _Worker:
     """One process and the job (index and request) that it works on."""
 
     def __init__(self, *, memory_bytes: int, alarm_s: float) -> None:
-        # -P: the script's directory stays off the path, where types.py would hide the standard library's.
-        command = [sys.executable, "-P", str(_SCRIPT), str(memory_bytes), str(alarm_s)]
+        command = [sys.executable, str(_SCRIPT), str(memory_bytes), str(alarm_s)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.job: tuple[int, Request] | None = None
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S

@@ -1,26 +1,22 @@
-"""The losslessness certificate: what is sampled, what the exact policy says about it, and the verdict.
-
-`losslessness` holds the statistics. Here two engines draw, one after the other, and the learner judges.
-"""
+"""The certificate: what the exact policy, as the learner computes it, says about two engines' samples."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream import losslessness
-from slipstream.config import require
-from slipstream.losslessness import Bias, Draws, LosslessnessConfig
+from slipstream.losslessness import statistics
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject, positions
+from slipstream.losslessness.statistics import Bias, Draws
 from slipstream.records import CertificateRecord, Finding, GreedyRecord, Power
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
-from slipstream.types import Prompt
 
 CLAIM = (
     "Tokens sampled by the speculative engine follow the policy's own conditional distributions "
@@ -30,14 +26,6 @@ LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
 _LARGEST_GAP = 1e9  # nats: where one token is impossible
 _Found = dict[str, tuple[int, float, float]]
-
-
-class TracingEngine(Protocol):
-    """An engine that tells which tokens came out of it together."""
-
-    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
-        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
-        ...
 
 
 class ExactPolicy(Protocol):
@@ -54,72 +42,6 @@ class ExactPolicy(Protocol):
     ) -> NDArray[np.float64]:
         """See `slipstream.workers.learner_process.LearnerProcess.next_token_probabilities`."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """What one engine drew."""
-
-    traces: tuple[Trace, ...]
-    repeats: tuple[tuple[Trace, ...], ...]  # responses of at most two tokens, by repeated prompt
-    greedy: tuple[Trace, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the traces."""
-        return sum(len(trace.token_ids) for trace in self.traces)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What the certificate is about, as it is written into it."""
-
-    num_speculative_tokens: int
-    policy_fingerprint: str
-    draft_fingerprint: str
-    versions: Mapping[str, str]
-
-
-def draw(
-    engine: TracingEngine,
-    prompts: Sequence[Prompt],
-    *,
-    config: LosslessnessConfig,
-    sampling: SamplingConfig,
-    batch: int,
-    seed: int,
-) -> Sample:
-    """Draw what the certificate needs from one engine.
-
-    Args:
-        batch: responses at a time: as many as in training, for the best draft length depends on it.
-    """
-    require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
-    traces: list[Trace] = []
-    num_tokens = 0
-    for call in range(config.num_tokens):  # each gives a token at least
-        if num_tokens >= config.num_tokens:
-            break
-        chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
-        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + call)
-        traces += drawn
-        num_tokens += sum(len(trace.token_ids) for trace in drawn)
-    repeated = prompts[: config.num_repeated_prompts]
-    pairs = engine.trace(
-        repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed
-    )
-    greedy = engine.trace(
-        prompts[: config.num_greedy_prompts],
-        sampling=replace(sampling, temperature=0.0, top_p=1.0, top_k=0),
-        group_size=1,
-        seed=seed,
-    )
-    n = config.num_repeats
-    return Sample(
-        traces=tuple(traces),
-        repeats=tuple(tuple(pairs[i * n : (i + 1) * n]) for i in range(len(repeated))),
-        greedy=tuple(greedy),
-    )
 
 
 def certify(
@@ -141,14 +63,14 @@ def certify(
     control = _draws(baseline.traces, policy, sampling, config.seed + 1)
     exact = _PairProbabilities(policy, sampling)
     found = {
-        **losslessness.conditional_tests(draws, seed=config.seed),
+        **statistics.conditional_tests(draws, seed=config.seed),
         **_count_tests(sample, exact),
-        **losslessness.two_sample_tests(control, draws, seed=config.seed),
+        **statistics.two_sample_tests(control, draws, seed=config.seed),
         **_pair_comparison(baseline, sample),
     }
-    controlled = {**losslessness.conditional_tests(control, seed=config.seed), **_count_tests(baseline, exact)}
-    findings = losslessness.family(found, level=config.family_level)
-    detectable = losslessness.detectable_bias(draws, num_tests=len(findings), config=config)
+    controlled = {**statistics.conditional_tests(control, seed=config.seed), **_count_tests(baseline, exact)}
+    findings = statistics.family(found, level=config.family_level)
+    detectable = statistics.detectable_bias(draws, num_tests=len(findings), config=config)
     greedy = _greedy(sample.greedy, baseline.greedy, policy, config.near_tie_nats)
     verdict, reason = _verdict(findings, detectable, greedy, config)
     return CertificateRecord(
@@ -166,7 +88,7 @@ def certify(
         num_tokens=sample.num_tokens,
         num_baseline_tokens=baseline.num_tokens,
         findings=findings,
-        control=losslessness.family(controlled, level=config.family_level),
+        control=statistics.family(controlled, level=config.family_level),
         detectable=detectable,
         greedy=greedy,
         pit_histograms=_histograms(draws, config.seed),
@@ -175,12 +97,6 @@ def certify(
         versions=dict(subject.versions),
         elapsed_s=time.perf_counter() - started_s,
     )
-
-
-def positions(trace: Trace) -> list[int]:
-    """Position in its draft window of every token: 0 for the prefill's, else from 1."""
-    first, *later = trace.window_lengths
-    return [0] * first + [position for length in later for position in range(1, length + 1)]
 
 
 def _draws(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> Draws:
@@ -222,16 +138,16 @@ def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
         prompt = traces[0].prompt_token_ids
         (first_V,) = exact.after([prompt])
         counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
-        firsts.append(losslessness.count_test(counts_V, first_V))
+        firsts.append(statistics.count_test(counts_V, first_V))
         common = [token for token, count in enumerate(counts_V) if count]
         followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
         for token, second_V in zip(followed, exact.after([(*prompt, token) for token in followed]), strict=True):
             drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
-            pairs.append(losslessness.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
+            pairs.append(statistics.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
     num = sum(map(len, sample.repeats))
     return {
-        "first token of repeated prompts": (num, *losslessness.summed_chi_square(firsts)),
-        "second token given the first": (num, *losslessness.summed_chi_square(pairs)),
+        "first token of repeated prompts": (num, *statistics.summed_chi_square(firsts)),
+        "second token given the first": (num, *statistics.summed_chi_square(pairs)),
     }
 
 
@@ -241,9 +157,9 @@ def _pair_comparison(first: Sample, second: Sample) -> _Found:
         counted = [Counter(trace.token_ids for trace in side) for side in traces]
         cells = sorted(counted[0].keys() | counted[1].keys())
         counts = [np.asarray([side[cell] for cell in cells], dtype=np.int64) for side in counted]
-        parts.append(losslessness.homogeneity_test(*counts))
+        parts.append(statistics.homogeneity_test(*counts))
     num = sum(map(len, (*first.repeats, *second.repeats)))
-    return {"autoregressive beside speculative, first pair": (num, *losslessness.summed_chi_square(parts))}
+    return {"autoregressive beside speculative, first pair": (num, *statistics.summed_chi_square(parts))}
 
 
 def _greedy(
@@ -303,7 +219,7 @@ def _verdict(
 
 
 def _histograms(draws: Draws, seed: int) -> dict[str, tuple[int, ...]]:
-    u = losslessness.uniforms(draws.mass_before, draws.probability, seed)
+    u = statistics.uniforms(draws.mass_before, draws.probability, seed)
     edges = np.linspace(0.0, 1.0, _PIT_BINS + 1)
-    masks: dict[str, Any] = losslessness.window_positions(draws.position)
+    masks: dict[str, Any] = statistics.window_positions(draws.position)
     return {name: tuple(int(n) for n in np.histogram(u[mask], edges)[0]) for name, mask in masks.items()}

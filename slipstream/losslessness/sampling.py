@@ -1,0 +1,93 @@
+"""What one engine draws for the certificate: long responses, repeated first pairs, and greedy responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from slipstream.config import require
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Trace
+from slipstream.types import Prompt
+
+
+class TracingEngine(Protocol):
+    """An engine that tells which tokens came out of it together."""
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What one engine drew."""
+
+    traces: tuple[Trace, ...]
+    repeats: tuple[tuple[Trace, ...], ...]  # responses of at most two tokens, by repeated prompt
+    greedy: tuple[Trace, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the traces."""
+        return sum(len(trace.token_ids) for trace in self.traces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What the certificate is about, as it is written into it."""
+
+    num_speculative_tokens: int
+    policy_fingerprint: str
+    draft_fingerprint: str
+    versions: Mapping[str, str]
+
+
+def draw(
+    engine: TracingEngine,
+    prompts: Sequence[Prompt],
+    *,
+    config: LosslessnessConfig,
+    sampling: SamplingConfig,
+    batch: int,
+    seed: int,
+) -> Sample:
+    """Draw what the certificate needs from one engine.
+
+    Args:
+        batch: responses at a time: as many as in training, for the best draft length depends on it.
+    """
+    require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
+    traces: list[Trace] = []
+    num_tokens = 0
+    for call in range(config.num_tokens):  # each gives a token at least
+        if num_tokens >= config.num_tokens:
+            break
+        chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
+        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + call)
+        traces += drawn
+        num_tokens += sum(len(trace.token_ids) for trace in drawn)
+    repeated = prompts[: config.num_repeated_prompts]
+    pairs = engine.trace(
+        repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed
+    )
+    greedy = engine.trace(
+        prompts[: config.num_greedy_prompts],
+        sampling=replace(sampling, temperature=0.0, top_p=1.0, top_k=0),
+        group_size=1,
+        seed=seed,
+    )
+    n = config.num_repeats
+    return Sample(
+        traces=tuple(traces),
+        repeats=tuple(tuple(pairs[i * n : (i + 1) * n]) for i in range(len(repeated))),
+        greedy=tuple(greedy),
+    )
+
+
+def positions(trace: Trace) -> list[int]:
+    """Position in its draft window of every token: 0 for the prefill's, else from 1."""
+    first, *later = trace.window_lengths
+    return [0] * first + [position for length in later for position in range(1, length + 1)]

@@ -1,0 +1,72 @@
+"""What is drawn for the certificate, on an engine that records what it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import draw, positions
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Trace
+from slipstream.types import Prompt
+
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)
+PROMPTS = [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(5)]
+CONFIG = LosslessnessConfig(num_tokens=10, num_repeated_prompts=2, num_repeats=3, num_greedy_prompts=4)
+
+
+class Engine:
+    """Answers every prompt with two tokens, the second of them the number of the call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], SamplingConfig, int, int]] = []
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        self.calls.append(([prompt.id for prompt in prompts], sampling, group_size, seed))
+        return [
+            Trace(
+                prompt_token_ids=prompt.token_ids,
+                token_ids=(9, len(self.calls)),
+                window_lengths=(1, 1),
+                policy_version=0,
+                draft_version=0,
+            )
+            for prompt in prompts
+            for _ in range(group_size)
+        ]
+
+
+def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_and_greedy_responses() -> None:
+    engine = Engine()
+
+    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
+
+    # Two tokens a response, three responses a batch: the second batch passes 10 tokens, and takes the next prompts.
+    greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0)
+    assert engine.calls == [
+        (["0", "1", "2"], SAMPLING, 1, 7),
+        (["3", "4", "0"], SAMPLING, 1, 8),
+        (["0", "1"], replace(SAMPLING, max_response_tokens=2), 3, 7),
+        (["0", "1", "2", "3"], greedy, 1, 7),
+    ]
+    assert sample.num_tokens == 12
+    assert [trace.token_ids[1] for trace in sample.traces] == [1, 1, 1, 2, 2, 2]
+    assert [[trace.prompt_token_ids for trace in traces] for traces in sample.repeats] == [[(0,)] * 3, [(1,)] * 3]
+    assert [trace.token_ids[1] for trace in sample.greedy] == [4] * 4
+
+
+def test_nothing_is_drawn_without_prompts() -> None:
+    with pytest.raises(ConfigError, match="losslessness must have prompts, got 0"):
+        draw(Engine(), [], config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
+
+
+def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:
+    trace = Trace(
+        prompt_token_ids=(1,), token_ids=(5, 6, 7, 8, 9), window_lengths=(1, 3, 1), policy_version=0, draft_version=0
+    )
+
+    assert positions(trace) == [0, 1, 2, 3, 1]

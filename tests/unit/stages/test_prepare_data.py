@@ -1,0 +1,200 @@
+"""The data stage of every recipe at its real size, and that it refuses prompts that a later stage would find too few.
+
+No policy exists here: the stage has nothing but the recipe, and of a model to load its configs and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.cli import main
+from slipstream.config import ConfigError, merge
+from slipstream.data.config import SourceConfig
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
+from slipstream.recipe import CONFIGS, Recipe, load_recipe
+from slipstream.stages.context import RunContext
+from slipstream.stages.prepare_data import prepare_data
+from slipstream.stages.support import recipe_prompt_sets, tokenizer
+from slipstream.tracking import TrackingConfig
+from slipstream.types import Workload
+
+# Nothing listens there: points stay in the spool, and no store is set up.
+UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
+FEW_ROWS = {"data": {"synthetic": {"num_draft_rows": 1800}}}
+
+
+def context(root: Path, recipe: Recipe) -> RunContext:
+    return RunContext(execution="e", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> tuple[SourceConfig, ...]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (SourceConfig(path=str(path)),)
+
+
+def model(path: Path, *, num_layers: int, num_positions: int) -> Path:
+    """A model directory without weights: a tokenizer and the config of a Qwen3."""
+    write_tokenizer(path, max_length=num_positions)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": num_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 3,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
+    """`recipe` without a hub: files of the hub sets' columns, and a draft as much smaller as they are.
+
+    The tests have no network, and the real sets have tens of thousands of rows; the columns, the filters and all
+    other numbers of the recipe are the real ones.
+    """
+    user = [{"role": "user", "content": ""}]
+    data = replace(
+        recipe.data,
+        train=write_rows(
+            directory / "dapo.jsonl",
+            [
+                {"prompt": [{**user[0], "content": f"{i}+1=?"}], "reward_model": {"ground_truth": str(i + 1)}}
+                for i in range(40)
+            ],
+        ),
+        draft_in_domain=write_rows(
+            directory / "open_r1.jsonl",
+            [{"prompt": f"{i}+2=?", "solution": str(i + 2), "source_prompt": user} for i in range(30)],
+        ),
+        draft_general=(
+            *write_rows(
+                directory / "ultrachat.jsonl",
+                [{"prompt": "", "prompt_id": "", "messages": [{**user[0], "content": f"say {i}"}]} for i in range(15)],
+            ),
+            *write_rows(
+                directory / "magpie.jsonl",
+                [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)],
+            ),
+        ),
+        validation=write_rows(
+            directory / "aime.jsonl", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]
+        ),
+    )
+    source = model(
+        directory / "model",
+        num_layers=recipe.draft.aux_hidden_state_layer_ids[-1] + 1,
+        num_positions=recipe.engine.max_model_len,
+    )
+    draft = replace(recipe.draft, num_prompts=24, num_heldout_prompts=6)
+    return replace(recipe, data=data, draft=draft, policy=replace(recipe.policy, model=str(source)))
+
+
+@pytest.mark.parametrize("workload", list(Workload))
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: Workload, tmp_path: Path) -> None:
+    recipe = replace(load_recipe(name, workload=workload), tracking=UNTRACKED)
+    if recipe.policy.scratch is None:
+        recipe = on_local_files(recipe, tmp_path)
+
+    data = prepare_data(context(tmp_path / "runs", recipe), recipe)
+
+    sets = read_prompt_sets(data)
+    needed = recipe.draft.num_prompts + recipe.draft.num_heldout_prompts
+    # Either draft set serves: a recipe changes `draft.init` alone to compare them.
+    assert min(len(sets.draft_in_domain), len(sets.draft_general)) >= needed
+    assert len(sets.train) >= max(recipe.grpo.prompts_per_step, recipe.losslessness.num_greedy_prompts)
+    assert len(sets.train) * recipe.grpo.group_size >= max(recipe.tuning.batch_sizes)
+    assert len(sets.validation) == 30
+    text = str(tokenizer(data / "tokenizer").decode(list(sets.validation[0].token_ids)))
+    assert sets.validation[0].text in text
+    assert text.endswith("<|im_start|><|assistant|>")
+
+
+def test_too_few_draft_prompts_are_refused_before_there_is_a_policy(tmp_path: Path) -> None:
+    recipe = replace(load_recipe("tiny", workload=Workload.RL_THINK, overrides=FEW_ROWS), tracking=UNTRACKED)
+    message = (
+        r"draft\.num_prompts \+ draft\.num_heldout_prompts must be <= \d+, the number of distinct prompts in "
+        r"data\.draft_in_domain, got 1600; of 1800 rows read \d+ duplicates were dropped: lower it, or read more rows "
+        r"\(synthetic: raise data\.synthetic\.num_draft_rows;"
+    )
+    with pytest.raises(ConfigError, match=message):
+        prepare_data(context(tmp_path, recipe), recipe)
+
+
+def test_check_refuses_too_few_draft_prompts_of_any_workload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    values["workloads"]["rl_think"]["data"]["synthetic"]["num_draft_rows"] = 1800
+    path = tmp_path / "few.yaml"
+    path.write_text(yaml.safe_dump(values))
+
+    assert main(["check", str(path)]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out.startswith("tiny, rl_zero: fine; prompts kept: train ")
+    assert captured.err.startswith("error: draft.num_prompts + draft.num_heldout_prompts must be <= ")
+    assert "raise data.synthetic.num_draft_rows" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_model_is_refused_by_its_configs_before_any_row_is_read(tmp_path: Path) -> None:
+    recipe = replace(load_recipe("qwen3_8b"), tracking=UNTRACKED)
+    source = model(tmp_path / "model", num_layers=36, num_positions=4096)
+    recipe = replace(recipe, policy=replace(recipe.policy, model=str(source)))
+
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 4096 positions, got 12288"):
+        prepare_data(context(tmp_path / "runs", recipe), recipe)
+
+
+def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", overrides={"data": {"synthetic": {"num_draft_rows": 40}}})
+    draft = replace(recipe.draft, num_prompts=20, num_heldout_prompts=2)
+    recipe = replace(recipe, draft=draft, tracking=UNTRACKED)
+    other = model(tmp_path / "model", num_layers=2, num_positions=333)
+
+    data = prepare_data(context(tmp_path / "runs", recipe), recipe, policy=other)
+
+    assert tokenizer(data / "tokenizer").model_max_length == 333
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"draft": {"init": "general", "num_prompts": 90}}, r"data\.draft_general, got 94"),
+        ({"grpo": {"prompts_per_step": 41}}, r"^grpo\.prompts_per_step must be <= \d+, .* data\.train, got 41"),
+        (
+            {"tuning": {"batch_sizes": [16, 328]}},
+            r"^tuning\.batch_sizes must be <= \d+: 8 rollouts .* data\.train, got 328",
+        ),
+        ({"losslessness": {"num_repeated_prompts": 41}}, r"^losslessness\.num_repeated_prompts must be <= .* got 41"),
+        ({"losslessness": {"num_greedy_prompts": 42}}, r"^losslessness\.num_greedy_prompts must be <= .* got 42"),
+    ],
+)
+def test_every_number_of_a_recipe_that_takes_prompts_is_held_against_its_own_set(
+    overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """40 problems of training at most, and 40 rows in each of the three draft files."""
+    small = {
+        "data": {"synthetic": {"num_train_problems": 40, "num_draft_rows": 40}},
+        "draft": {"num_prompts": 20, "num_heldout_prompts": 4},
+    }
+    recipe = load_recipe("tiny", overrides=merge(small, overrides))
+    with pytest.raises(ConfigError, match=message):
+        recipe_prompt_sets(recipe, build_tokenizer(max_length=512), tmp_path)
