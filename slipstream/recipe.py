@@ -25,7 +25,7 @@ from slipstream.policy.config import LearnerConfig, OptimizerMethod, PolicyConfi
 from slipstream.refit import RefitConfig
 from slipstream.rewards import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.sim.config import SimulatorConfig
+from slipstream.simulator.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
 from slipstream.tuning import TuningConfig, require_groups
 from slipstream.types import Workload

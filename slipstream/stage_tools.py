@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.context import RunContext
 from slipstream.drafts.config import speculative_config
 from slipstream.recipe import Recipe
+from slipstream.records import LayoutRecord
 from slipstream.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -74,6 +75,22 @@ def tokenizer(policy: Path) -> PreTrainedTokenizerBase:
 def decode(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Tokens to text, for scoring."""
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
+    """On what a run of `recipe` runs, if it says so."""
+    if recipe.simulator is None:
+        return None
+    engine = recipe.engine
+    return LayoutRecord(
+        model=recipe.simulator.model,
+        hardware=recipe.simulator.hardware,
+        precision=engine.dtype,
+        learner_precision=recipe.learner.dtype,
+        num_gpus=engine.num_engines * engine.tensor_parallel_size,
+        gpus_per_engine=engine.tensor_parallel_size,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+    )
 
 
 def versions() -> dict[str, str]:

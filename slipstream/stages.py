@@ -17,7 +17,6 @@ from slipstream.context import RunContext
 from slipstream.data.prompts import load_prompt_sets, read_prompt_sets, render, write_prompt_sets
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.drafts.config import DraftInit
-from slipstream.projection import ProjectionRecord, recipe_layout
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import (
     ArmRecord,
@@ -31,7 +30,9 @@ from slipstream.records import (
     write_record,
 )
 from slipstream.rewards import Verifier
-from slipstream.stage_tools import decode, machine, recipe_engine, tokenizer, tracked, versions
+from slipstream.simulator.project.records import ProjectionRecord
+from slipstream.simulator.project.runs import project_speedup as project
+from slipstream.stage_tools import decode, machine, recipe_engine, recipe_layout, tokenizer, tracked, versions
 from slipstream.tracking import Tracker, store_uri
 from slipstream.types import Arm, Workload
 
@@ -241,6 +242,19 @@ def evaluate_aime(context: RunContext, recipe: Recipe, data: Path, model: Path, 
             }
         )
     logger.info("evaluate_aime: %s avg@%d %.3f", policy, record.k, record.avg_at_k)
+    return directory
+
+
+def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path, arms: list[Path]) -> Path:
+    """Calibrate the simulator on the run and project from it; a directory with projection.json."""
+    directory = context.directory("project_speedup")
+    record = project(
+        [read_record(ArmRecord, arm / "arm.json") for arm in arms],
+        read_record(TuningRecord, tuning / "tuning.json"),
+        layout=recipe_layout(recipe),
+        execution=context.execution,
+    )
+    write_record(record, directory / "projection.json")
     return directory
 
 

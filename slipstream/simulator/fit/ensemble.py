@@ -9,39 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import require
-from slipstream.sim.calibration import Calibration
-from slipstream.sim.cells import Cell
-from slipstream.sim.iteration import Engine
-from slipstream.sim.parameters import CostParameters, Regime
+from slipstream.simulator.cost.parameters import CostParameters, Regime
+from slipstream.simulator.fit.calibration import Calibration
+from slipstream.simulator.fit.cells import Cell
+from slipstream.statistics import Spread, spread
 
 Array = NDArray[np.float64]
 
-NUM_DRAWS = 96
 _BAND_DRAWS = 400
-_LEVELS = (10, 50, 90)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
-    """10th percentile, median and 90th percentile."""
-
-    p10: float
-    median: float
-    p90: float
-
-    def holds(self, value: float) -> bool:
-        """Whether `value` lies inside."""
-        return self.p10 <= value <= self.p90
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """One way the world may be, given the measurements."""
+    """One way the world may be, given the measurements. The errors are factors on generation times: the model's own."""
 
     parameters: CostParameters
     regime: Regime
-    mean_tokens: dict[str, float]  # of each calibrated group
-    autoregressive_error: float  # factors on generation times: the model's own error
+    autoregressive_error: float
     speculative_error: float
 
 
@@ -66,30 +50,26 @@ class Ensemble:
         """The most probable member."""
         return self.members[0]
 
-    @property
-    def fitted_s(self) -> Array:
-        """Seconds of the calibrated cells, averaged over the members as `predict_s` does."""
-        return np.exp(self.weights @ np.log([member.fitted_s for member in self.members]))
-
-    def predict_s(self, engine: Engine, cells: Sequence[Cell]) -> Array:
+    def predict_s(self, cells: Sequence[Cell]) -> Array:
         """Seconds of `cells` of the calibrated groups: the members' weighted geometric mean."""
-        return np.exp(self.weights @ np.log([member.predict_s(engine, cells) for member in self.members]))
+        predicted = [member.variant.predict_s(cells, member.log_values) for member in self.members]
+        return np.exp(self.weights @ np.log(predicted))
 
-    def bands_s(self, engine: Engine, cells: Sequence[Cell], *, seed: int = 0) -> tuple[Band, ...]:
+    def bands_s(self, cells: Sequence[Cell], *, seed: int = 0) -> tuple[Spread, ...]:
         """The band of each of `cells`: members, covariance, model error, and what extrapolation adds."""
         random = np.random.default_rng(seed)
         sampled = []
         for index in random.choice(len(self.members), size=_BAND_DRAWS, p=self.weights):
             member = self.members[index]
-            batches = [float(member.groups[cell.group].shape.per_engine) for cell in cells]
+            batches = [float(member.variant.groups[cell.group].shape.per_engine) for cell in cells]
             extra = [
                 member.validity.extra_log_sd(k=cell.k, batch=batch) for cell, batch in zip(cells, batches, strict=True)
             ]
             error = np.hypot(member.model_log_sd, extra) * random.standard_normal(len(cells))
-            sampled.append(member.predict_s(engine, cells, member.sample(random)) * np.exp(error))
-        return tuple(band(column) for column in np.stack(sampled, axis=1))
+            sampled.append(member.variant.predict_s(cells, member.sample(random)) * np.exp(error))
+        return tuple(spread(column) for column in np.stack(sampled, axis=1).tolist())
 
-    def draws(self, *, k: int, batch: float, count: int = NUM_DRAWS, seed: int = 0) -> tuple[Draw, ...]:
+    def draws(self, *, k: int, batch: float, count: int, seed: int) -> tuple[Draw, ...]:
         """Sample members by their weight and parameters by their covariance.
 
         Args:
@@ -105,20 +85,13 @@ class Ensemble:
         return self.best.validity.warnings(k=k, batch=batch)
 
 
-def band(values: Sequence[float] | Array) -> Band:
-    """The band of sampled `values`."""
-    p10, median, p90 = np.percentile(np.asarray(values), _LEVELS)
-    return Band(p10=float(p10), median=float(median), p90=float(p90))
-
-
 def _draw(member: Calibration, random: np.random.Generator, *, k: int, batch: float) -> Draw:
     log_values = member.sample(random)
     extra = member.validity.extra_log_sd(k=k, batch=batch)
     first, second = random.standard_normal(2)
     return Draw(
-        parameters=member.parameters(log_values),
-        regime=member.regime,
-        mean_tokens=member.means(log_values),
+        parameters=member.variant.parameters(log_values),
+        regime=member.variant.regime,
         autoregressive_error=float(np.exp(member.model_log_sd * first)),
         speculative_error=float(np.exp(np.hypot(member.model_log_sd, extra) * second)),
     )
