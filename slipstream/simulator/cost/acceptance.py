@@ -31,10 +31,10 @@ class AcceptanceProfile:
         return acceptance_length(self.rates(k))
 
 
-def check_length(k: int, length: float) -> None:
+def check_length(k: int, length: float, field: str = "acceptance_length") -> None:
     """Refuse an acceptance length that `k` draft tokens cannot have."""
     require(k >= 0, "k", "must be >= 0", k)
-    require(1.0 <= length <= k + 1, "acceptance_length", f"must lie in [1, k + 1 = {k + 1}]", length)
+    require(1.0 <= length <= k + 1, field, f"must lie in [1, k + 1 = {k + 1}]", length)
 
 
 def acceptance_length(rates: Sequence[float]) -> float:

@@ -17,14 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.lengths import Lengths, longest_of
 from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine, steady_state
 from slipstream.types import StageTimes
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

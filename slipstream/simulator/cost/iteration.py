@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.hardware import BYTES, Precision
 from slipstream.simulator.cost.parameters import CostParameters, Regime
 from slipstream.simulator.cost.rollout import Trace
 from slipstream.simulator.cost.settings import Setting
-
-Array = NDArray[np.float64]
 
 QUERY_TILE = 16
 """Query rows that one tile of a paged-attention kernel holds: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import require
-
-Array = NDArray[np.float64]
+from slipstream.simulator.cost.arrays import Array
 
 _TABLE_LIMIT = 6.0
 _TABLE_POINTS = 4001

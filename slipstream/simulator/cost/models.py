@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import from_mapping, require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.data_files import section
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import from_mapping, require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.data_files import section
-
-Array = NDArray[np.float64]
 
 
 class Regime(StrEnum):

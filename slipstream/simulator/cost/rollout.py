@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.config import require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.lengths import Lengths, stratified
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,21 +28,11 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutShape:
-    """How many responses a step has and over how many engines they are spread."""
+    """How many responses a step has and over how many engines they are spread, at least one an engine."""
 
     num_rollouts: int
     num_engines: int
     prompt_tokens: float
-
-    def __post_init__(self) -> None:
-        require(self.num_engines >= 1, "num_engines", "must be >= 1", self.num_engines)
-        require(
-            self.num_rollouts >= self.num_engines,
-            "num_rollouts",
-            f"must give each of the {self.num_engines} engines a response",
-            self.num_rollouts,
-            "use fewer GPUs, or more of them an engine",
-        )
 
     @property
     def per_engine(self) -> int:

@@ -10,16 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.iteration import CostModel, Drafting
 from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, cost_parameters, names_of
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.fit.cells import Cell, Group
 from slipstream.simulator.fit.solver import Problem, minimise, sample_posterior
-
-Array = NDArray[np.float64]
 
 _NUM_SAMPLES = 200
 _WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import require
+from slipstream.simulator.cost.acceptance import check_length
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting
@@ -46,9 +47,4 @@ class Cell:
     def __post_init__(self) -> None:
         require(self.generation_s > 0, f"cell {self.label}.generation_s", "must be > 0", self.generation_s)
         require(self.log_sd > 0, f"cell {self.label}.log_sd", "must be > 0", self.log_sd)
-        require(
-            1.0 <= self.acceptance_length <= self.k + 1,
-            f"cell {self.label}.acceptance_length",
-            f"must lie in [1, k + 1 = {self.k + 1}]",
-            self.acceptance_length,
-        )
+        check_length(self.k, self.acceptance_length, f"cell {self.label}.acceptance_length")

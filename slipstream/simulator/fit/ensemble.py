@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slipstream.config import require
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.parameters import CostParameters, Regime
 from slipstream.simulator.fit.calibration import Calibration
 from slipstream.simulator.fit.cells import Cell
 from slipstream.statistics import Spread, spread
-
-Array = NDArray[np.float64]
 
 _BAND_DRAWS = 400
 
@@ -34,9 +31,6 @@ class Ensemble:
     """Calibrations of the same cells under different structures, the most probable first."""
 
     members: tuple[Calibration, ...]
-
-    def __post_init__(self) -> None:
-        require(len(self.members) > 0, "ensemble", "must hold at least one calibration", 0)
 
     @property
     def weights(self) -> Array:
@@ -61,10 +55,8 @@ class Ensemble:
         sampled = []
         for index in random.choice(len(self.members), size=_BAND_DRAWS, p=self.weights):
             member = self.members[index]
-            batches = [float(member.variant.groups[cell.group].shape.per_engine) for cell in cells]
-            extra = [
-                member.validity.extra_log_sd(k=cell.k, batch=batch) for cell, batch in zip(cells, batches, strict=True)
-            ]
+            groups, validity = member.variant.groups, member.validity
+            extra = [validity.extra_log_sd(k=cell.k, batch=groups[cell.group].shape.per_engine) for cell in cells]
             error = np.hypot(member.model_log_sd, extra) * random.standard_normal(len(cells))
             sampled.append(member.variant.predict_s(cells, member.sample(random)) * np.exp(error))
         return tuple(spread(column) for column in np.stack(sampled, axis=1).tolist())
@@ -79,10 +71,6 @@ class Ensemble:
         random = np.random.default_rng(seed)
         chosen = random.choice(len(self.members), size=count, p=self.weights)
         return tuple(_draw(self.members[index], random, k=k, batch=batch) for index in chosen)
-
-    def warnings(self, *, k: int, batch: float) -> tuple[str, ...]:
-        """What of a projection lies outside what was measured, one sentence each."""
-        return self.best.validity.warnings(k=k, batch=batch)
 
 
 def _draw(member: Calibration, random: np.random.Generator, *, k: int, batch: float) -> Draw:

@@ -12,7 +12,6 @@ from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
 from slipstream.simulator.cost.acceptance import AcceptanceProfile
 from slipstream.simulator.cost.lengths import log_sd_of_truncation
 from slipstream.simulator.cost.parameters import Regime, load_priors
-from slipstream.simulator.cost.rollout import RolloutShape
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.cost.step import stagewise
 from slipstream.simulator.fit.calibration import calibrate
@@ -98,9 +97,7 @@ def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -
     truncated = sum(step.num_truncated for step in steps) / sum(step.num_rollouts for step in steps)
     if not 0 < truncated < 0.5:
         return setting.length_log_sd
-    pooled = log_sd_of_truncation(
-        mean=mean, max_tokens=float(setting.max_response_tokens), truncated_fraction=truncated
-    )
+    pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
     between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
     return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
 
@@ -163,21 +160,13 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
 
 
 def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
-    def group(name: str, rollouts: int, engines: int, mean_tokens: float, log_sd: float) -> Group:
-        return Group(
-            name=name,
-            shape=RolloutShape(num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)),
-            mean_tokens=mean_tokens,
-            mean_log_sd=log_sd,
-        )
-
-    # Tuning runs one engine on a batch of its own.
-    sweep = []
+    groups = [Group(name=_ARM_GROUP, shape=setting.shape(), mean_tokens=mean, mean_log_sd=0.0)]
     for batch in sorted({point.batch for point in points}):
         tokens = [point.autoregressive_response_tokens for point in points if point.batch == batch]
         own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
-        sweep.append(group(_sweep_group(batch), batch, 1, own_mean, log_sd))
-    return [group(_ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, mean, 0.0), *sweep]
+        shape = replace(setting.shape(), num_rollouts=batch, num_engines=1)  # tuning runs one engine
+        groups.append(Group(name=_sweep_group(batch), shape=shape, mean_tokens=own_mean, mean_log_sd=log_sd))
+    return groups
 
 
 def _speedup(point: SweepPoint) -> float:

@@ -73,15 +73,8 @@ def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
 def paper_groups() -> tuple[Group, ...]:
     """The two workloads, with unknown mean response lengths."""
     setting = load_setting(PAPER_SETTING)
-    return tuple(
-        Group(
-            name=name,
-            shape=setting.shape(),
-            mean_tokens=setting.mean_response_tokens[name],
-            mean_log_sd=_MEAN_LOG_SD,
-        )
-        for name in WORKLOADS
-    )
+    means, shape = setting.mean_response_tokens, setting.shape()
+    return tuple(Group(name=name, shape=shape, mean_tokens=means[name], mean_log_sd=_MEAN_LOG_SD) for name in WORKLOADS)
 
 
 def calibrate_paper(cells: Sequence[Cell] | None = None) -> Ensemble:

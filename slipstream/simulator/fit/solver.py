@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from slipstream.simulator.cost.arrays import Array
 
 _DIFFERENCE = 1e-5
 _MAX_STEP = 1.0  # of a parameter on its own scale: logarithms mostly, so e-fold

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import Overlap, overlap
 from slipstream.simulator.cost.iteration import CostModel
 from slipstream.simulator.cost.parameters import IDEAL, Regime
@@ -22,8 +22,6 @@ from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.project.scenarios import Scenario
 from slipstream.statistics import Spread, spread
 from slipstream.types import StageTimes
-
-Array = NDArray[np.float64]
 
 _NUM_DRAWS = 96
 _IDEAL_STACK = "an ideal stack: no host, launch or draft overhead, all peaks reached"
@@ -74,7 +72,7 @@ def project(
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
     arms_of = [_arms_of(each, learner) for each in scenarios]
     arms = [arms_of[index % len(arms_of)](draw) for index, draw in enumerate(sampled)]
-    return _summary(scenario, arms, ensemble.warnings(k=scenario.k, batch=batch))
+    return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
 def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
@@ -108,24 +106,8 @@ def best_of_map(scenario: Scenario, calibration: Calibration, *, max_k: int = 7)
     return replace(scenario, k=ks[row], acceptance_length=lengths[column])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arms:
-    """One draw's result: generation's sustainable period and the step of both arms."""
-
-    autoregressive: Overlap
-    speculative: Overlap
-
-    @property
-    def rollout_speedup(self) -> float:
-        return self.autoregressive.period_s / self.speculative.period_s
-
-    @property
-    def step_speedup(self) -> float:
-        return self.autoregressive.step.step_s / self.speculative.step.step_s
-
-
-def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw], _Arms]:
-    """Both arms of `scenario` for a draw; what no draw changes is worked out once."""
+def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw], tuple[Overlap, Overlap]]:
+    """The autoregressive and the speculative arm of a draw; what no draw changes is worked out once."""
     setting, shape = scenario.setting, scenario.shape
     lengths = setting.lengths(scenario.mean_tokens)
     trainer = learner_stages(learner, setting, num_gpus=scenario.training_gpus)
@@ -138,14 +120,15 @@ def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw],
 
         return overlap(trainer, lengths=lengths, shape=shape, lag=scenario.lag, seconds=seconds)
 
-    return lambda draw: _Arms(
-        autoregressive=arm(draw, 0, 1.0, draw.autoregressive_error),
-        speculative=arm(draw, scenario.k, scenario.acceptance_length, draw.speculative_error),
+    return lambda draw: (
+        arm(draw, 0, 1.0, draw.autoregressive_error),
+        arm(draw, scenario.k, scenario.acceptance_length, draw.speculative_error),
     )
 
 
-def _summary(scenario: Scenario, arms: Sequence[_Arms], warnings: tuple[str, ...]) -> Projection:
-    middle = sorted(arms, key=lambda each: each.step_speedup)[len(arms) // 2]
+def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:
+    step_speedups = [base.step.step_s / spec.step.step_s for base, spec in arms]
+    middle = int(np.argsort(step_speedups, kind="stable")[len(arms) // 2])
     point = ProjectedPoint(
         model=scenario.setting.model_shape.name,
         hardware=scenario.setting.accelerator.name,
@@ -153,10 +136,11 @@ def _summary(scenario: Scenario, arms: Sequence[_Arms], warnings: tuple[str, ...
         lag=scenario.lag,
         k=scenario.k,
         acceptance_length=scenario.acceptance_length,
-        rollout_speedup=spread([each.rollout_speedup for each in arms]),
-        step_speedup=spread([each.step_speedup for each in arms]),
-        autoregressive_step_s=spread([each.autoregressive.step.step_s for each in arms]),
-        speculative_step_s=spread([each.speculative.step.step_s for each in arms]),
+        rollout_speedup=spread([base.period_s / spec.period_s for base, spec in arms]),
+        step_speedup=spread(step_speedups),
+        autoregressive_step_s=spread([base.step.step_s for base, _ in arms]),
+        speculative_step_s=spread([spec.step.step_s for _, spec in arms]),
         warnings=warnings,
     )
-    return Projection(point=point, autoregressive=middle.autoregressive.step, speculative=middle.speculative.step)
+    base, spec = arms[middle]
+    return Projection(point=point, autoregressive=base.step, speculative=spec.step)
