@@ -1,4 +1,4 @@
-"""The command line: run the demo, check a recipe, replay a tracking spool. Prints, as `slipstream.simulate` does."""
+"""The command line: run the demo, check a recipe, replay a tracking spool. Prints, as `simulator.cli` does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import logs, simulate
+from slipstream import logs
 from slipstream.config import ConfigError
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import RunRecord, read_record
+from slipstream.simulator import cli as simulator
 from slipstream.types import Workload
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
     replay.set_defaults(run=_replay)
-    simulate.add_parser(commands)
+    simulator.add_parser(commands, fetch_run=_fetch_run)
     return parser
 
 
@@ -124,6 +125,19 @@ def _replay(options: argparse.Namespace) -> int:
     uri = options.uri or store_uri(TrackingConfig(), root)
     print(replay(spool_directory(root), uri))
     return 0
+
+
+def _fetch_run(execution: str, uri: str) -> RunRecord:
+    """The records that `execution` logged on the tracking server at `uri`."""
+    from slipstream.tracking import TrackingError, fetch_artifact
+
+    with tempfile.TemporaryDirectory() as directory:
+        key = f"{execution}/report_speedup"
+        try:
+            path = fetch_artifact(uri, key=key, name="run.json", directory=Path(directory))
+        except TrackingError as error:
+            raise ConfigError(f"--mlflow-run: {error}") from error
+        return read_record(RunRecord, path)
 
 
 if __name__ == "__main__":

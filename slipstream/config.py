@@ -1,4 +1,4 @@
-"""Strict configs: frozen dataclasses read from plain mappings, with errors that name field, rule, value and mend.
+"""Strict configs: frozen dataclasses read from plain mappings, with errors that name field, rule, value and fix.
 
 Every config class of the library stands beside the code that it configures; this file only knows how to read one.
 """
@@ -20,10 +20,10 @@ class ConfigError(ValueError):
     """A value that the user gave and that breaks a rule."""
 
 
-def require(condition: bool, field: str, rule: str, value: object, mend: str = "") -> None:
-    """Raise a `ConfigError` that reads `<field> <rule>, got <value>; <mend>` unless `condition` holds."""
+def require(condition: bool, field: str, rule: str, value: object, fix: str = "") -> None:
+    """Raise a `ConfigError` that reads `<field> <rule>, got <value>; <fix>` unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{field} {rule}, got {value!r}" + (f"; {mend}" if mend else ""))
+        raise ConfigError(f"{field} {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -72,8 +72,8 @@ def _join(path: str, key: str) -> str:
 
 def _unknown_key(key: str, fields: Mapping[str, Any], path: str) -> str:
     near = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.5)
-    mend = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
-    return f"unknown recipe key {_join(path, str(key))!r}; {mend}"
+    fix = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
+    return f"unknown recipe key {_join(path, str(key))!r}; {fix}"
 
 
 def _plain(value: Any) -> Any:

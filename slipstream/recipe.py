@@ -26,7 +26,7 @@ from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.refit.config import RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.sim.config import SimulatorConfig
+from slipstream.simulator.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
 from slipstream.types import Workload
 

@@ -18,6 +18,9 @@ from slipstream.types import Arm, StageTimes
 R = TypeVar("R")
 _READABLE = 0o644
 
+NUM_WARMUP_STEPS = 1
+"""First steps of an arm that pay for first allocations and cold caches."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceStats:
@@ -96,6 +99,11 @@ class ArmRecord:
     arm: Arm
     num_speculative_tokens: int  # 0 in the autoregressive arm
     steps: tuple[StepRecord, ...]
+
+    @property
+    def timed_steps(self) -> tuple[StepRecord, ...]:
+        """The steps whose times count: all but the warm-up, unless there is nothing else."""
+        return self.steps[NUM_WARMUP_STEPS:] or self.steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,6 +82,21 @@ def bootstrap_ratio(
     return Estimate(value=value, ci95=(float(low), float(high)))
 
 
+def amdahl(share: float, speedup: float) -> float:
+    """Speedup of the whole when a part of `share` becomes `speedup` times as fast.
+
+    Raises:
+        ValueError: the share is not in [0, 1] or the speedup not positive.
+    Source:
+        Amdahl, AFIPS 30 (1967) 483.
+    """
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share must lie in [0, 1], got {share}")
+    if not speedup > 0:
+        raise ValueError(f"speedup must be > 0, got {speedup}")
+    return 1 / (share / speedup + 1 - share)
+
+
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Mean over at most `window` entries centred on each one; at the ends over those that exist."""
     if window < 1:

@@ -7,7 +7,7 @@ only by the learner.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
@@ -98,6 +98,29 @@ class StageTimes:
     logprob_s: float
     train_s: float
     step_s: float
+
+    @classmethod
+    def in_sequence(
+        cls, *, data_s: float, prepare_s: float, generation_s: float, logprob_s: float, train_s: float
+    ) -> StageTimes:
+        """A step whose stages run one after another with nothing between them."""
+        return cls(
+            data_s=data_s,
+            prepare_s=prepare_s,
+            generation_s=generation_s,
+            logprob_s=logprob_s,
+            train_s=train_s,
+            step_s=data_s + prepare_s + logprob_s + train_s + generation_s,
+        )
+
+    @property
+    def other_s(self) -> float:
+        """All stages but generation."""
+        return self.data_s + self.prepare_s + self.logprob_s + self.train_s
+
+    def with_generation(self, generation_s: float) -> StageTimes:
+        """The same stages one after another with another generation time."""
+        return replace(self, generation_s=generation_s, step_s=self.other_s + generation_s)
 
     def by_stage(self) -> dict[str, float]:
         """Seconds by stage name, in the order of `STAGES`."""

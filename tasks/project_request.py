@@ -7,7 +7,9 @@ from pathlib import Path
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, projection
+from slipstream import logs
+from slipstream.simulator.project.published import write_request
+from slipstream.simulator.project.scenarios import ProjectionRequest
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
@@ -24,7 +26,7 @@ def project_request(
 ) -> FlyteFile:
     """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
     logs.configure()
-    request = projection.ProjectionRequest(
+    request = ProjectionRequest(
         model=model,
         hardware=hardware,
         num_gpus=num_gpus,
@@ -34,4 +36,4 @@ def project_request(
         generation_fraction=generation_fraction,
         mean_tokens=mean_response_tokens,
     )
-    return FlyteFile(str(projection.write_request(request, Path(current_context().working_directory))))
+    return FlyteFile(str(write_request(request, Path(current_context().working_directory))))

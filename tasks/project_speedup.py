@@ -8,8 +8,9 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs, projection
+from slipstream import logs
 from slipstream.recipe import load_recipe
+from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
 from tasks.resources import IMAGE, RETRIES, SMALL
 
@@ -20,12 +21,7 @@ def project_speedup(
 ) -> FlyteDirectory:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
-    directory = context.directory("project_speedup")
-    projection.write_projection(
-        directory,
-        arms=[Path(arm) for arm in arms],
-        tuning=Path(tuning),
-        layout=projection.recipe_layout(load_recipe(str(recipe))),
-        execution=context.execution,
+    directory = stage.project_speedup(
+        context, load_recipe(str(recipe)), tuning=Path(tuning), arms=[Path(arm) for arm in arms]
     )
     return FlyteDirectory(str(directory))

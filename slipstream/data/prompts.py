@@ -208,8 +208,8 @@ class _SetReader:
         if self.split not in _SCORED:
             return frozenset(answers)
         scorable = frozenset(answer for answer, ok in zip(answers, self.parseable(answers), strict=True) if ok)
-        mend = "no response could be scored against any of them"
-        require(bool(scorable), f"data.{self.split}", "must have parseable answers", answers[:5], mend)
+        fix = "no response could be scored against any of them"
+        require(bool(scorable), f"data.{self.split}", "must have parseable answers", answers[:5], fix)
         return scorable
 
     def _judge(self, id_: str, group: Sequence[Item], kept: dict[str, Prompt]) -> tuple[str, int]:

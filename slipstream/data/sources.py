@@ -28,9 +28,9 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
     try:
         rows: Any = datasets.load_dataset(**arguments)
     except (OSError, ValueError, DatasetGenerationError) as error:
-        mend = "is it JSON Lines or Parquet?" if local else "is the hub reachable and the split right?"
+        fix = "is it JSON Lines or Parquet?" if local else "is the hub reachable and the split right?"
         cause = str(error.__cause__ or error).split("\n")[0]
-        raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {mend}") from error
+        raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.shuffle(seed=seed).select(range(source.max_rows))

@@ -128,8 +128,8 @@ def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) ->
                 continue
             other = file.get_tensor(policy_name)
             same = other.shape == tensor.shape and bool((other.float() == tensor.float()).all())
-            mend = "leave embed_tokens out and train the head: vLLM shares equal modules, and a refit of the draft "
-            require(not same, f"draft {name}", "must differ from the policy's", "equal", mend + "overwrites the policy")
+            fix = "leave embed_tokens out and train the head: vLLM shares equal modules, and a refit of the draft "
+            require(not same, f"draft {name}", "must differ from the policy's", "equal", fix + "overwrites the policy")
 
 
 def _config(path: Path, field: str) -> dict[str, Any]:

@@ -330,13 +330,13 @@ class MegatronPolicy:
     ) -> list[_Result]:
         """Forward, and backward unless `forward_only`, over this rank's share of the micro-batches."""
         num_ranks = parallel_state.get_data_parallel_world_size()
-        mend = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
+        fix = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
         require(
             len(batches) >= num_ranks,
             "a step",
             f"must have a micro-batch for each of {num_ranks} data-parallel ranks",
             len(batches),
-            mend,
+            fix,
         )
         mine = batches[parallel_state.get_data_parallel_rank() :: num_ranks]
 

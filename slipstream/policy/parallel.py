@@ -63,8 +63,8 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
     shard = current_shard()
     joined = (shard.tensor_size, shard.pipeline_size)
     wanted = (parallel.tensor, parallel.pipeline)
-    mend = f"this process has joined as {joined}; call parallel.teardown() first"
-    require(joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline)", wanted, mend)
+    fix = f"this process has joined as {joined}; call parallel.teardown() first"
+    require(joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline)", wanted, fix)
 
 
 def teardown() -> None:

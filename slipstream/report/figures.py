@@ -12,8 +12,8 @@ from slipstream.records import CertificateRecord, EvaluationRecord, RunRecord, S
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
-from slipstream.report.summary import RunSummary, step_speedup_bound
-from slipstream.statistics import moving_average
+from slipstream.report.summary import RunSummary
+from slipstream.statistics import amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
 _UNIFORMS_IN_A_ROW = 5
@@ -56,7 +56,7 @@ def bound(run: RunSummary) -> str:
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]
-        ax.plot(lengths, [step_speedup_bound(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
+        ax.plot(lengths, [amdahl(share, x) for x in lengths], color=INK, label="bound 1 / (g / AL + 1 - g)")
         ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--", label="no gain")
         low, high = step.ci95 or (step.value, step.value)
         errors = [[max(0.0, step.value - low)], [max(0.0, high - step.value)]]

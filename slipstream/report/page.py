@@ -10,11 +10,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from slipstream.projection import ProjectionRecord
-from slipstream.records import RunRecord, write_atomic
+from slipstream.records import NUM_WARMUP_STEPS, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.reference import Reference, read_reference
-from slipstream.report.summary import NUM_WARMUP_STEPS, RunSummary, summarise, summarise_run
+from slipstream.report.summary import RunSummary, summarise, summarise_run
+from slipstream.simulator.project.records import ProjectionRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from slipstream.projection import ProjectedBand, ProjectionRecord
 from slipstream.report.formats import seconds, speedup
 from slipstream.report.tables import ColumnGroup, Row, Table
+from slipstream.simulator.project.records import ProjectionRecord
+from slipstream.statistics import Spread
 
 
 def check_table(projection: ProjectionRecord) -> Table | None:
@@ -67,5 +68,5 @@ def published_table(projection: ProjectionRecord) -> Table:
     return Table(label="Qwen3-235B-A22B", groups=groups, rows=rows)
 
 
-def _band(band: ProjectedBand) -> str:
+def _band(band: Spread) -> str:
     return f"{speedup(band.median)} ({band.p10:.2f} to {band.p90:.2f})"

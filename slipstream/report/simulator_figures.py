@@ -8,12 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from slipstream.projected_figures import LagLine, RunningBatch, SpeedupMap
-from slipstream.projection import CalibrationRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import seconds
-from slipstream.sim.step import Step
-from slipstream.types import Arm
+from slipstream.simulator.project.figures import LagLine, RunningBatch, SpeedupMap
+from slipstream.simulator.project.records import CalibrationRecord
+from slipstream.types import Arm, StageTimes
 
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
@@ -59,7 +58,7 @@ def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
     return draw_svg(1, 2.7, draw, width=5.6)
 
 
-def stage_waterfall(autoregressive: Step, speculative: Step) -> str:
+def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
     """From the projected autoregressive step to the speculative one, stage by stage."""
     before, after = autoregressive.by_stage(), speculative.by_stage()
 

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.records import AcceptanceStats, ArmRecord, EvaluationRecord, RunRecord, StepRecord
-from slipstream.statistics import Estimate, Spread, bootstrap_ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
-
-NUM_WARMUP_STEPS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,7 @@ class Comparison:
     generation: Estimate
     step: Estimate
     generation_per_token: Estimate  # the arms' responses differ in length once their policies differ
-    step_bound: float
+    step_bound: float  # if drafting and verifying were free: generation shrinks by the whole acceptance length
     paired: bool
 
 
@@ -81,19 +79,6 @@ def summarise_run(record: RunRecord) -> RunSummary:
         comparison=_compare(base, spec, acceptance) if both else None,
         acceptance=acceptance,
     )
-
-
-def step_speedup_bound(generation_share: float, mean_acceptance_length: float) -> float:
-    """Step speedup if generation shrank by the whole acceptance length: drafting and verifying for free.
-
-    Source: Amdahl's law with generation share g sped up by AL: 1 / (g / AL + 1 - g).
-    """
-    return 1 / (generation_share / mean_acceptance_length + 1 - generation_share)
-
-
-def timed_steps(steps: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """The steps whose times count: all but the warm-up, unless there is nothing else."""
-    return tuple(steps[NUM_WARMUP_STEPS:] or steps)
 
 
 def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
@@ -155,7 +140,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
 
 
 def _summarise_arm(arm: ArmRecord) -> ArmSummary:
-    steps = timed_steps(arm.steps)
+    steps = arm.timed_steps
     rewards = tuple(step.reward_mean for step in arm.steps)
     quarter = max(1, len(rewards) // 4)
     return ArmSummary(
@@ -179,7 +164,7 @@ def _summarise_arm(arm: ArmRecord) -> ArmSummary:
 
 def _compare(base: ArmRecord | None, spec: ArmRecord | None, acceptance: AcceptanceStats | None) -> Comparison:
     assert base is not None and spec is not None
-    base_steps, spec_steps = timed_steps(base.steps), timed_steps(spec.steps)
+    base_steps, spec_steps = base.timed_steps, spec.timed_steps
     paired = [step.step for step in base_steps] == [step.step for step in spec_steps]
 
     def ratio(value: Callable[[StepRecord], float]) -> Estimate:
@@ -190,9 +175,7 @@ def _compare(base: ArmRecord | None, spec: ArmRecord | None, acceptance: Accepta
         generation=ratio(lambda step: step.times.generation_s),
         step=ratio(lambda step: step.times.step_s),
         generation_per_token=ratio(lambda step: step.times.generation_s / step.num_response_tokens),
-        step_bound=step_speedup_bound(
-            summary.share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
-        ),
+        step_bound=amdahl(summary.share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0),
         paired=paired,
     )
 

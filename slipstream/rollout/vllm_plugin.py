@@ -22,7 +22,7 @@ SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 
 
 def register() -> None:
-    """Install the sampler's mend (CPU only) and the weight transfer. Safe to call again."""
+    """Install the sampler's fix (CPU only) and the weight transfer. Safe to call again."""
     engine_transfer.register()
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.projection import ProjectionRecord, recipe_layout
 from slipstream.recipe import Recipe
 from slipstream.records import (
     ArmRecord,
@@ -19,8 +18,9 @@ from slipstream.records import (
     write_record,
 )
 from slipstream.report import summarise, write_report
+from slipstream.simulator.project.records import ProjectionRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import machine, numerics, settled, tracked, versions
+from slipstream.stages.support import machine, numerics, recipe_layout, settled, tracked, versions
 from slipstream.tracking import store_uri
 
 

@@ -17,7 +17,7 @@ from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftInit, speculative_config
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
-from slipstream.records import NumericsRecord, read_record, write_record
+from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.tracking import Tracker
@@ -140,6 +140,22 @@ def tokenizer(policy: Path) -> PreTrainedTokenizerBase:
 def decode(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Tokens to text, for scoring."""
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
+    """On what a run of `recipe` runs, in the simulator's words, if the recipe says so."""
+    if recipe.simulator is None:
+        return None
+    engine = recipe.engine
+    return LayoutRecord(
+        model=recipe.simulator.model,
+        hardware=recipe.simulator.hardware,
+        precision=engine.dtype,
+        learner_precision=recipe.learner.dtype,
+        num_gpus=engine.num_engines * engine.tensor_parallel_size,
+        gpus_per_engine=engine.tensor_parallel_size,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+    )
 
 
 def versions() -> dict[str, str]:

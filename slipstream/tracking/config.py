@@ -74,7 +74,5 @@ def check_tags(tags: Mapping[str, str]) -> None:
 def _check_fields(kind: str, fields: Mapping[str, str], max_characters: int) -> None:
     for name, value in fields.items():
         require(bool(_FIELD_NAME.fullmatch(name)), f"{kind} name", "must be letters, digits and _.-", name)
-        mend = "log it as an artifact"
-        require(
-            len(value) <= max_characters, f"{kind} {name}", f"must have <= {max_characters} characters", value, mend
-        )
+        fix = "log it as an artifact"
+        require(len(value) <= max_characters, f"{kind} {name}", f"must have <= {max_characters} characters", value, fix)

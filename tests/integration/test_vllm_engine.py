@@ -1,4 +1,4 @@
-"""The real engine: reproducible, refitted exactly, its sampler mended, and drafts that do not fit refused."""
+"""The real engine: reproducible, refitted exactly, its sampler fixed, and drafts that do not fit refused."""
 
 from collections.abc import Callable
 from pathlib import Path

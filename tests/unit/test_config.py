@@ -1,4 +1,4 @@
-"""Recipes are read strictly: every refusal names the field, the rule and the value, and offers a mend."""
+"""Recipes are read strictly: every refusal names the field, the rule and the value, and offers a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe is refused as a whole before anything starts, with a message that says how to mend it."""
+"""A recipe is refused as a whole before anything starts, with a message that says how to fix it."""
 
 from pathlib import Path
 from typing import Any

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from slipstream.config import ConfigError
 from slipstream.sim.hardware import Precision, known_hardware, load_hardware
 from slipstream.sim.iteration import Drafting, Engine, IterationCost, generation_s, iteration_cost
 from slipstream.sim.models import known_models, load_model
 from slipstream.sim.parameters import IDEAL, CostParameters, Regime
 from slipstream.sim.rollout import batch_continuously
+
+from slipstream.config import ConfigError
 
 MODELS = {name: load_model(name) for name in known_models()}
 GB200 = load_hardware("gb200")

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from slipstream.projection import project_run, recipe_layout, run_setting
+from slipstream.sim.observed import calibrate_run
 
 from slipstream.config import ConfigError
-from slipstream.projection import project_run, recipe_layout, run_setting
 from slipstream.recipe import load_recipe
 from slipstream.records import ArmRecord, TuningRecord
-from slipstream.sim.observed import calibrate_run
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
 LAYOUT = recipe_layout(load_recipe("tiny"))

@@ -12,7 +12,6 @@ from functools import cache
 import numpy as np
 import pytest
 import yaml
-
 from slipstream.projection import paper_learner, project_published
 from slipstream.sim.asynchronous import Overlap, overlap
 from slipstream.sim.cells import Cell

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from slipstream.config import ConfigError
 from slipstream.sim.acceptance import AcceptanceProfile, acceptance_length, conditional_rates, fit_profile
 from slipstream.sim.asynchronous import overlap
 from slipstream.sim.lengths import (
@@ -24,6 +22,8 @@ from slipstream.sim.paper import WORKLOADS, paper_lengths
 from slipstream.sim.rollout import RolloutShape, Trace, batch_continuously, slowest_engine
 from slipstream.sim.solver import Problem, minimise
 from slipstream.sim.step import Step, amdahl, exposed_generation_s
+
+from slipstream.config import ConfigError
 
 TRAINER = Step(data_s=1.0, prepare_s=2.0, generation_s=0.0, logprob_s=3.0, train_s=4.0)
 SHAPE = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0)

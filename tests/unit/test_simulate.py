@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from slipstream.cli import main
-from slipstream.config import ConfigError
 from slipstream.projection import ProjectionRecord, ProjectionRequest, project_request, recipe_layout, write_projection
-from slipstream.recipe import load_recipe
-from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 from slipstream.sim.ensemble import Ensemble
 from slipstream.sim.paper import calibrate_paper
 from slipstream.sim.projection import Scenario, project, speedup_map
 from slipstream.sim.settings import load_setting
 from slipstream.sim.step import Step
+
+from slipstream.cli import main
+from slipstream.config import ConfigError
+from slipstream.recipe import load_recipe
+from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
 
 DEMO_LAYOUT = recipe_layout(load_recipe("tiny"))
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
@@ -125,6 +125,7 @@ def test_draws_are_the_same_for_the_same_seed(ensemble: Ensemble) -> None:
 def test_every_figure_is_an_svg_that_says_what_is_projected(ensemble: Ensemble) -> None:
     from slipstream.projected_figures import LagLine, SpeedupMap, running_batches
     from slipstream.projection import calibration_record
+
     from slipstream.report import simulator_figures as figures
 
     running = running_batches(load_setting("paper-8b"), ensemble, mean_tokens=5000.0, acceptance_lengths={3: 2.77})
@@ -151,6 +152,7 @@ def test_the_page_keeps_measured_and_projected_apart(
     demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
 ) -> None:
     from slipstream.projection import project_speedup
+
     from slipstream.report.projection_tables import check_table, own_table, published_table
 
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")

@@ -17,29 +17,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import require
-from slipstream.sim.lengths import Lengths, longest_of, mean_tokens
-from slipstream.sim.rollout import RolloutShape, Trace, slowest_engine, steady_state
-from slipstream.sim.step import Step, exposed_generation_s
-
-Array = NDArray[np.float64]
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.lengths import Lengths, longest_of
+from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine, steady_state
+from slipstream.types import StageTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
     """How a step's generation is hidden. `period_s`: the shortest step that generation alone could sustain."""
 
-    lag: int
     period_s: float
-    latency_bound_s: float  # longest response / (1 + lag), at that period's running batch
-    running: float  # sequences of an engine
-    step: Step  # its generation_s is the exposed part
+    step: StageTimes  # its generation_s is the exposed part
 
 
 def overlap(
-    trainer: Step, *, lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array]
+    trainer: StageTimes, *, lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array]
 ) -> Overlap:
     """Join a trainer's stages (`trainer.generation_s` is ignored) with engines that run `lag` steps ahead at most.
 
@@ -50,27 +45,13 @@ def overlap(
     require(lag >= 0, "lag", "must be >= 0", lag)
     drained_s = float(seconds(slowest_engine(lengths, shape)).sum())
     if lag == 0:
-        return Overlap(
-            lag=0,
-            period_s=drained_s,
-            latency_bound_s=drained_s,
-            running=float(shape.per_engine),
-            step=trainer.with_generation(drained_s),
-        )
+        return Overlap(period_s=drained_s, step=trainer.with_generation(drained_s))
     per_engine = shape.num_rollouts / shape.num_engines
-    mean, longest = mean_tokens(lengths), longest_of(lengths, shape.num_rollouts)
-    most = max(1.0, min(per_engine * (1 + lag) * mean / longest, float(shape.max_running)))
+    mean, longest = lengths.mean_tokens, longest_of(lengths, shape.num_rollouts)
+    most = max(1.0, per_engine * (1 + lag) * mean / longest)
     running_R = np.append(np.arange(1.0, most), most)
     token_s_R = seconds(steady_state(lengths, running_S=running_R, prompt_tokens=shape.prompt_tokens)) / mean
-    latency_s_R = longest * token_s_R / (1 + lag)
-    period_s_R = np.maximum(latency_s_R, per_engine * mean * token_s_R / running_R)
-    best = int(np.argmin(period_s_R))
+    period_s_R = np.maximum(longest * token_s_R / (1 + lag), per_engine * mean * token_s_R / running_R)
     # A batch ahead, drained as a synchronous one, is always allowed: lag 1 or more can use it.
-    period_s = min(float(period_s_R[best]), drained_s)
-    return Overlap(
-        lag=lag,
-        period_s=period_s,
-        latency_bound_s=float(latency_s_R[best]),
-        running=float(running_R[best]),
-        step=trainer.with_generation(exposed_generation_s(period_s, trainer.other_s)),
-    )
+    period_s = min(float(period_s_R.min()), drained_s)
+    return Overlap(period_s=period_s, step=trainer.with_generation(max(0.0, period_s - trainer.other_s)))

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from slipstream.simulator.cost.arrays import Array
 
 _DIFFERENCE = 1e-5
 _MAX_STEP = 1.0  # of a parameter on its own scale: logarithms mostly, so e-fold
@@ -31,23 +30,21 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """The most probable parameters. `cost` = sum of squares over residuals and priors."""
+    """The most probable parameters."""
 
     solution: Array  # [P]
     covariance: Array  # [P, P], the Gauss-Newton (Laplace) approximation
-    cost: float
     log_evidence: float  # of the data under this structure, up to a constant that all structures share
-    converged: bool
 
 
-def minimise(problem: Problem, *, start: Array | None = None) -> Solution:
-    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2 from `start` (default: the prior).
+def minimise(problem: Problem) -> Solution:
+    """Minimise |residuals|^2 + |(x - prior) / prior_sd|^2, starting from the prior.
 
     Source: Marquardt, SIAM J. Appl. Math. 11 (1963) 431; evidence by Laplace's method, MacKay, Neural Computation 4
         (1992) 415, equation 2.10.
     """
-    x = (problem.prior if start is None else start).astype(np.float64)
-    damping, converged = 1e-2, False
+    x = problem.prior.astype(np.float64)
+    damping = 1e-2
     residuals = _stacked(problem, x)
     cost = float(residuals @ residuals)
     for _ in range(_MAX_ITERATIONS):
@@ -62,37 +59,18 @@ def minimise(problem: Problem, *, start: Array | None = None) -> Solution:
                 break
             damping *= 4.0
         else:
-            converged = True  # no step of any length helps
-            break
+            break  # no step of any length helps
         gained = cost - new_cost
         x, residuals, cost, damping = tried, new_residuals, new_cost, max(damping / 5.0, 1e-9)
         if gained < 1e-7 * (1.0 + cost):
-            converged = True
             break
-    covariance = _covariance(_jacobian(problem, x, residuals))
+    jacobian = _jacobian(problem, x, residuals)
+    # The priors' rows make the product positive definite.
+    covariance = np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)
     sign, log_volume = np.linalg.slogdet(covariance)
     assert sign > 0
     log_evidence = 0.5 * (log_volume - 2.0 * float(np.sum(np.log(problem.prior_sd))) - cost)
-    return Solution(solution=x, covariance=covariance, cost=cost, log_evidence=float(log_evidence), converged=converged)
-
-
-def _stacked(problem: Problem, x: Array) -> Array:
-    return np.concatenate([problem.residuals(x), (x - problem.prior) / problem.prior_sd])
-
-
-def _jacobian(problem: Problem, x: Array, residuals: Array) -> Array:
-    """Forward differences, [R + P, P]."""
-    columns = []
-    for i in range(len(x)):
-        moved = x.copy()
-        moved[i] += _DIFFERENCE
-        columns.append((_stacked(problem, moved) - residuals) / _DIFFERENCE)
-    return np.stack(columns, axis=1)
-
-
-def _covariance(jacobian: Array) -> Array:
-    # The priors' rows make the product positive definite.
-    return np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)
+    return Solution(solution=x, covariance=covariance, log_evidence=float(log_evidence))
 
 
 def sample_posterior(problem: Problem, found: Solution, *, count: int, seed: int = 0) -> Array:
@@ -111,3 +89,17 @@ def sample_posterior(problem: Problem, found: Solution, *, count: int, seed: int
     weights = np.exp(log_weights - log_weights.max())
     weights = np.minimum(weights, weights.mean() * np.sqrt(_PROPOSALS))
     return proposed[random.choice(_PROPOSALS, size=count, p=weights / weights.sum())]
+
+
+def _stacked(problem: Problem, x: Array) -> Array:
+    return np.concatenate([problem.residuals(x), (x - problem.prior) / problem.prior_sd])
+
+
+def _jacobian(problem: Problem, x: Array, residuals: Array) -> Array:
+    """Forward differences, [R + P, P]."""
+    columns = []
+    for i in range(len(x)):
+        moved = x.copy()
+        moved[i] += _DIFFERENCE
+        columns.append((_stacked(problem, moved) - residuals) / _DIFFERENCE)
+    return np.stack(columns, axis=1)

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
-import yaml
-from numpy.typing import NDArray
 
 from slipstream.config import from_mapping, require
-from slipstream.sim.hardware import CONFIGS
-
-Array = NDArray[np.float64]
-_FILE = CONFIGS / "sim" / "models.yaml"
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.data_files import section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,22 +87,6 @@ class ModelShape:
         layer = self._attention() + extra_input + self._ffn(self.draft_ffn_hidden_size)
         return fused + layer + self.hidden_size * self.draft_vocab_size
 
-    def matrices(self, num_gpus: int) -> list[tuple[int, int, int]]:
-        """(how many, outputs, inputs) of the multiplications that every token takes part in, on each of `num_gpus`.
-
-        Tensor parallelism splits query, key, value, gate, up and head by outputs, the other two by inputs.
-        """
-        heads = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
-        found = [
-            (self.num_layers, heads // num_gpus, self.hidden_size),
-            (self.num_layers, self.hidden_size, self.num_attention_heads * self.head_dim // num_gpus),
-            (1, self.vocab_size // num_gpus, self.hidden_size),
-        ]
-        if self.dense_ffn_hidden_size:
-            width = self.dense_ffn_hidden_size // num_gpus
-            found += [(self.num_layers, 2 * width, self.hidden_size), (self.num_layers, self.hidden_size, width)]
-        return found
-
     def key_value_elements(self) -> float:
         """Elements of the key-value cache a token of context."""
         return 2.0 * self.num_layers * self.num_query_groups * self.head_dim
@@ -148,11 +127,4 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ConfigError: there is no such section, or it breaks a rule.
     """
-    sections = yaml.safe_load(Path(_FILE).read_text())
-    require(name in sections, "model", "must be a known model", name, f"known: {', '.join(sections)}")
-    return from_mapping(ModelShape, sections[name], f"model.{name}")
-
-
-def known_models() -> tuple[str, ...]:
-    """Names that `load_model` takes."""
-    return tuple(yaml.safe_load(Path(_FILE).read_text()))
+    return from_mapping(ModelShape, section("models", name), f"model.{name}")

@@ -7,14 +7,10 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 import numpy as np
-import yaml
-from numpy.typing import NDArray
 
 from slipstream.config import from_mapping, require
-from slipstream.sim.hardware import CONFIGS
-
-Array = NDArray[np.float64]
-_FILE = CONFIGS / "sim" / "priors.yaml"
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.data_files import section
 
 
 class Regime(StrEnum):
@@ -44,18 +40,7 @@ class CostParameters:
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(CostParameters))
 _OF_REGIME = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
 
-IDEAL = CostParameters(
-    bandwidth_efficiency=1.0,
-    compute_efficiency=1.0,
-    host_s=0.0,
-    host_per_token_s=0.0,
-    speculation_s=0.0,
-    draft_pass_s=0.0,
-    attention_per_draft_token=0.0,
-    ngram_s_per_token=0.0,
-    eager_s_per_layer=0.0,
-    tile_factor=0.0,
-)
+IDEAL = CostParameters(**{name: 1.0 if name.endswith("_efficiency") else 0.0 for name in NAMES})
 """A stack without overhead: the roofline alone."""
 
 
@@ -80,9 +65,8 @@ def names_of(regime: Regime, *, ngram: bool) -> tuple[str, ...]:
 
 def load_priors(target: str) -> dict[str, Prior]:
     """Beliefs for a kind of target, `gpu` or `cpu`, by parameter."""
-    sections = yaml.safe_load(_FILE.read_text())
-    require(target in sections, "priors", "must be of a known kind of target", target, f"known: {', '.join(sections)}")
-    priors = {name: from_mapping(Prior, values, f"priors.{name}") for name, values in sections[target].items()}
+    sections = section("priors", target)
+    priors = {name: from_mapping(Prior, values, f"priors.{name}") for name, values in sections.items()}
     require(set(priors) == set(NAMES), f"priors.{target}", "must hold every cost parameter", sorted(priors))
     return priors
 

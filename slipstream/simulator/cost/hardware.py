@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
-
-import yaml
 
 from slipstream.config import from_mapping, require
+from slipstream.simulator.cost.data_files import section
 
-# `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-_FILE = CONFIGS / "sim" / "hardware.yaml"
 _NOT_CONSTANTS = ("name", "sources")
 
 
@@ -36,7 +31,6 @@ class Hardware:
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float  # one direction, to accelerators of the same NVLink domain
-    network_bytes_per_s: float
     flops_per_s: dict[str, float]  # dense, by `Precision`
     sources: dict[str, str]
 
@@ -63,11 +57,4 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: there is no such section, or it breaks a rule.
     """
-    sections = yaml.safe_load(_FILE.read_text())
-    require(name in sections, "hardware", "must be a known target", name, f"known: {', '.join(sections)}")
-    return from_mapping(Hardware, sections[name], f"hardware.{name}")
-
-
-def known_hardware() -> tuple[str, ...]:
-    """Names that `load_hardware` takes."""
-    return tuple(yaml.safe_load(_FILE.read_text()))
+    return from_mapping(Hardware, section("hardware", name), f"hardware.{name}")

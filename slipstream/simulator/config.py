@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import require
-from slipstream.sim.hardware import known_hardware
-from slipstream.sim.models import known_models
+from slipstream.simulator.cost.data_files import section_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +17,7 @@ class SimulatorConfig:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("model", self.model, known_models()),
-            ("hardware", self.hardware, known_hardware()),
+            ("model", self.model, section_names("models")),
+            ("hardware", self.hardware, section_names("hardware")),
         ):
             require(value in known, f"simulator.{name}", "must be known", value, f"known: {', '.join(known)}")

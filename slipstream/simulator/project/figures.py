@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.sim.ensemble import Ensemble
-from slipstream.sim.iteration import span_seconds
-from slipstream.sim.projection import Scenario, project, speedup_map
-from slipstream.sim.rollout import slowest_engine
-from slipstream.sim.settings import Setting
-from slipstream.sim.step import LearnerEfficiency, Step
+from slipstream.simulator.cost.rollout import slowest_engine
+from slipstream.simulator.cost.settings import Setting
+from slipstream.simulator.cost.step import LearnerEfficiency
+from slipstream.simulator.fit.ensemble import Ensemble
+from slipstream.simulator.project.projection import project, speedup_map
+from slipstream.simulator.project.scenarios import Scenario
+from slipstream.types import StageTimes
 
 _KS = (1, 2, 3, 4, 5, 6, 7)
 _LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
@@ -55,8 +56,8 @@ class ProjectedFigures:
     acceptance_length: float
     speedup_map: SpeedupMap
     lag_lines: tuple[LagLine, ...]
-    autoregressive: Step
-    speculative: Step
+    autoregressive: StageTimes
+    speculative: StageTimes
     running: tuple[RunningBatch, ...]
 
 
@@ -87,18 +88,17 @@ def running_batches(
     setting: Setting, ensemble: Ensemble, *, mean_tokens: float, acceptance_lengths: Mapping[int, float]
 ) -> tuple[RunningBatch, ...]:
     """The most probable schedule of the slowest engine, for autoregressive decoding and each k with its length."""
-    trace, best = slowest_engine(setting.lengths(mean_tokens), setting.shape()), ensemble.best
+    trace = slowest_engine(setting.lengths(mean_tokens), setting.shape())
+    model = ensemble.best.model(setting)
     found = []
     for k, length in {0: 1.0, **acceptance_lengths}.items():
-        seconds = span_seconds(
-            trace, setting.engine(), best.parameters(), k=k, tokens_per_iteration=length, regime=best.regime
-        )
+        seconds = model.span_s(trace, k=k, tokens_per_iteration=length)
         label = f"k = {k}, acceptance length {length:.2f}" if k else "autoregressive"
         found.append(RunningBatch(label=label, batch=tuple(trace.batch_S.tolist()), span_s=tuple(seconds.tolist())))
     return tuple(found)
 
 
 def _lag_line(scenario: Scenario, ensemble: Ensemble, learner: LearnerEfficiency, lag: int) -> LagLine:
-    points = [replace(scenario, setting=scenario.setting.on(gpus), lag=lag) for gpus in _GPUS]
-    medians = [project(point, ensemble, learner, num_draws=_NUM_DRAWS).step_speedup.median for point in points]
+    points = [replace(scenario, setting=replace(scenario.setting, num_gpus=gpus), lag=lag) for gpus in _GPUS]
+    medians = [project(point, ensemble, learner, num_draws=_NUM_DRAWS).point.step_speedup.median for point in points]
     return LagLine(lag=lag, num_gpus=_GPUS, step_speedups=tuple(medians))

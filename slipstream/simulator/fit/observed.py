@@ -9,41 +9,35 @@ from statistics import fmean, median, pstdev
 
 from slipstream.config import require
 from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
-from slipstream.sim.acceptance import AcceptanceProfile, fit_profile
-from slipstream.sim.calibration import calibrate
-from slipstream.sim.cells import Cell, Group
-from slipstream.sim.ensemble import Band, Ensemble
-from slipstream.sim.iteration import Drafting
-from slipstream.sim.lengths import log_sd_of_truncation
-from slipstream.sim.parameters import Regime, load_priors
-from slipstream.sim.rollout import RolloutShape
-from slipstream.sim.settings import Setting
-from slipstream.sim.step import Step
-from slipstream.types import Arm
+from slipstream.simulator.cost.acceptance import AcceptanceProfile
+from slipstream.simulator.cost.lengths import log_sd_of_truncation
+from slipstream.simulator.cost.parameters import Regime, load_priors
+from slipstream.simulator.cost.settings import Setting
+from slipstream.simulator.cost.step import stagewise
+from slipstream.simulator.fit.calibration import calibrate
+from slipstream.simulator.fit.cells import Cell, Group
+from slipstream.simulator.fit.ensemble import Ensemble
+from slipstream.simulator.fit.profile import fit_profile
+from slipstream.types import Arm, StageTimes
 
-ARM_GROUP = "grpo"
+_ARM_GROUP = "grpo"
 # The CPU engine captures no graphs, so nothing can leave the captured sizes.
-REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
-_NUM_WARMUP_STEPS = 1  # first allocations and cold caches
+_REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 _LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
 _CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
 _SWEEP_MEAN_LOG_SD = 0.3  # of a sweep that did not record its tokens: its prompts are others than the arm's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SelfCheck:
-    """Predicted beside measured for the arm that the calibration never saw."""
+class CheckRecord:
+    """Predicted beside measured for the arm that the calibration never saw: mean seconds of a step's generation."""
 
     k: int
     acceptance_length: float  # of the sweep, which the prediction uses
-    measured_s: float  # mean generation of a step
+    measured_s: float
     predicted_s: float
-    band: Band
-
-    @property
-    def relative_error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted_s / self.measured_s - 1.0
+    predicted_p10_s: float
+    predicted_p90_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,13 +48,11 @@ class RunCalibration:
     mean_tokens: float
     ensemble: Ensemble
     profile: AcceptanceProfile
-    step: Step  # medians of the autoregressive arm
-    check: SelfCheck | None  # None: there is no speculative arm with k > 0
+    step: StageTimes  # medians of the autoregressive arm
+    check: CheckRecord | None  # None: there is no speculative arm with k > 0
 
 
-def calibrate_run(
-    arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, *, target: str = "cpu"
-) -> RunCalibration:
+def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, *, target: str) -> RunCalibration:
     """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
@@ -73,7 +65,7 @@ def calibrate_run(
     require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
     require(bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
     assert base is not None
-    steps = _timed(base)
+    steps = base.timed_steps
     rollouts = sum(step.num_rollouts for step in steps)
     mean = sum(step.num_response_tokens for step in steps) / rollouts
     counted = replace(
@@ -83,7 +75,7 @@ def calibrate_run(
     )
     groups = _groups(counted, mean, tuning.points)
     cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(tuning.points))
-    ensemble = Ensemble(members=calibrate(counted.engine(), cells, groups, load_priors(target), REGIMES[target]))
+    ensemble = Ensemble(members=calibrate(counted, cells, groups, load_priors(target), _REGIMES[target]))
     largest = max(point.batch for point in tuning.points)
     lengths = {p.k: p.mean_acceptance_length for p in tuning.points if p.k > 0 and p.batch == largest}
     require(bool(lengths), "run.tuning.points", "must hold a draft length k >= 1", sorted(lengths))
@@ -92,7 +84,7 @@ def calibrate_run(
         mean_tokens=mean,
         ensemble=ensemble,
         profile=fit_profile(lengths),
-        step=_median_step(steps),
+        step=stagewise(median, [step.times for step in steps]),
         check=_check(arms, tuning, counted, ensemble),
     )
 
@@ -105,14 +97,12 @@ def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -
     truncated = sum(step.num_truncated for step in steps) / sum(step.num_rollouts for step in steps)
     if not 0 < truncated < 0.5:
         return setting.length_log_sd
-    pooled = log_sd_of_truncation(
-        mean=mean, max_tokens=float(setting.max_response_tokens), truncated_fraction=truncated
-    )
+    pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
     between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
     return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
 
 
-def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> SelfCheck | None:
+def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> CheckRecord | None:
     arm = _arm(arms, Arm.SPECULATIVE)
     if arm is None or arm.num_speculative_tokens == 0:
         return None
@@ -120,13 +110,15 @@ def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, en
     at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
     nearest = min(at_k, key=lambda point: abs(point.batch - setting.num_rollouts))
-    cell = _arm_cell("speculative arm", k, nearest.mean_acceptance_length, _timed(arm))
-    return SelfCheck(
+    cell = _arm_cell("speculative arm", k, nearest.mean_acceptance_length, arm.timed_steps)
+    band = ensemble.bands_s([cell])[0]
+    return CheckRecord(
         k=k,
         acceptance_length=cell.acceptance_length,
         measured_s=cell.generation_s,
-        predicted_s=float(ensemble.predict_s(setting.engine(), [cell])[0]),
-        band=ensemble.bands_s(setting.engine(), [cell])[0],
+        predicted_s=float(ensemble.predict_s([cell])[0]),
+        predicted_p10_s=band.p10,
+        predicted_p90_s=band.p90,
     )
 
 
@@ -134,16 +126,11 @@ def _arm(arms: Sequence[ArmRecord], wanted: Arm) -> ArmRecord | None:
     return next((arm for arm in arms if arm.arm is wanted and arm.steps), None)
 
 
-def _timed(arm: ArmRecord) -> tuple[StepRecord, ...]:
-    return tuple(arm.steps[_NUM_WARMUP_STEPS:] or arm.steps)
-
-
 def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) -> Cell:
     return Cell(
         label=label,
-        group=ARM_GROUP,
+        group=_ARM_GROUP,
         k=k,
-        drafting=Drafting.EAGLE3 if k else Drafting.NONE,
         acceptance_length=length,
         generation_s=fmean(step.times.generation_s for step in steps),
         log_sd=_CELL_LOG_SD,
@@ -164,7 +151,6 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
                 label=f"sweep, batch {point.batch}, k = {point.k}",
                 group=_sweep_group(point.batch),
                 k=point.k,
-                drafting=Drafting.EAGLE3 if point.k else Drafting.NONE,
                 acceptance_length=point.mean_acceptance_length,
                 generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
                 log_sd=_CELL_LOG_SD,
@@ -174,23 +160,13 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
 
 
 def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
-    def group(name: str, rollouts: int, engines: int, mean_tokens: float, log_sd: float) -> Group:
-        return Group(
-            name=name,
-            shape=RolloutShape(num_rollouts=rollouts, num_engines=engines, prompt_tokens=float(setting.prompt_tokens)),
-            mean_tokens=mean_tokens,
-            mean_log_sd=log_sd,
-            length_log_sd=setting.length_log_sd,
-            max_tokens=float(setting.max_response_tokens),
-        )
-
-    # Tuning runs one engine on a batch of its own.
-    sweep = []
+    groups = [Group(name=_ARM_GROUP, shape=setting.shape(), mean_tokens=mean, mean_log_sd=0.0)]
     for batch in sorted({point.batch for point in points}):
         tokens = [point.autoregressive_response_tokens for point in points if point.batch == batch]
         own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
-        sweep.append(group(_sweep_group(batch), batch, 1, own_mean, log_sd))
-    return [group(ARM_GROUP, setting.num_rollouts, setting.shape().num_engines, mean, 0.0), *sweep]
+        shape = replace(setting.shape(), num_rollouts=batch, num_engines=1)  # tuning runs one engine
+        groups.append(Group(name=_sweep_group(batch), shape=shape, mean_tokens=own_mean, mean_log_sd=log_sd))
+    return groups
 
 
 def _speedup(point: SweepPoint) -> float:
@@ -202,13 +178,3 @@ def _speedup(point: SweepPoint) -> float:
 
 def _sweep_group(batch: int) -> str:
     return f"sweep, batch {batch}"
-
-
-def _median_step(steps: Sequence[StepRecord]) -> Step:
-    return Step(
-        data_s=median(step.times.data_s for step in steps),
-        prepare_s=median(step.times.prepare_s for step in steps),
-        generation_s=median(step.times.generation_s for step in steps),
-        logprob_s=median(step.times.logprob_s for step in steps),
-        train_s=median(step.times.train_s for step in steps),
-    )

@@ -1,4 +1,4 @@
-"""The commands `slipstream simulate project`, `calibrate` and `audit`, and what they print.
+"""The commands `slipstream simulate project` and `calibrate`, and what they print.
 
 Beside `slipstream.cli` the only file that prints. Measured and projected figures never share a column.
 """
@@ -6,29 +6,26 @@ Beside `slipstream.cli` the only file that prints. Measured and projected figure
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slipstream.config import ConfigError, require
-from slipstream.kernel_tables import audit_gemms
-from slipstream.projection import (
-    CalibrationRecord,
-    CheckRecord,
-    ProjectedBand,
-    ProjectedPoint,
-    ProjectionRequest,
-    RequestedProjection,
-    calibration_record,
-    project_request,
-    project_speedup,
-)
+from slipstream.config import require
 from slipstream.records import RunRecord, read_record
-from slipstream.sim import paper
-from slipstream.sim.hardware import known_hardware
-from slipstream.sim.models import known_models
+from slipstream.simulator.cost.data_files import section_names
+from slipstream.simulator.fit.observed import CheckRecord
+from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
+from slipstream.simulator.project.projection import ProjectedPoint
+from slipstream.simulator.project.published import project_request
+from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
+from slipstream.simulator.project.runs import PAPER_SOURCE, project_speedup
+from slipstream.simulator.project.scenarios import ProjectionRequest
+from slipstream.statistics import Spread
+
+FetchRun = Callable[[str, str], RunRecord]
+"""Reads the records that an execution logged, from its name and the tracking server's address."""
 
 _RUN_FILE = "run.json"
+_REPORT = "report_speedup"  # where in a run's own directory its report lies
 _PUBLISHED_MODEL, _PUBLISHED_HARDWARE = "qwen3-235b-a22b", "gb200"
 _BANDS = (
     ("rollout speedup", "rollout_speedup"),
@@ -38,13 +35,13 @@ _BANDS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *, fetch_run: FetchRun) -> None:
     """Add `simulate` with its commands."""
     simulate = commands.add_parser("simulate", help="project speculation to other models, GPUs, k and lags")
     inner = simulate.add_subparsers(required=True, metavar="command")
     projected = inner.add_parser("project", help="project from the paper's measurements, with bands")
-    projected.add_argument("--model", choices=known_models(), required=True)
-    projected.add_argument("--hardware", choices=known_hardware(), default="gb200")
+    projected.add_argument("--model", choices=section_names("models"), required=True)
+    projected.add_argument("--hardware", choices=section_names("hardware"), default="gb200")
     projected.add_argument("--gpus", type=int, required=True)
     projected.add_argument("--k", type=int, required=True, help="draft tokens an iteration")
     projected.add_argument("--acceptance-length", type=float, required=True, help="the bonus token counted")
@@ -53,20 +50,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or what holds the weights")
     projected.add_argument("--rollouts", type=int, default=0, help="responses a step; 0 keeps the layout's")
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="of a response; 0 keeps the layout's")
-    projected.add_argument(
-        "--kernel-tables", action="store_true", help="multiplications as NVIDIA measured them (extra kernel-tables)"
-    )
     projected.set_defaults(run=_project)
-    audited = inner.add_parser("audit", help="check NVIDIA's kernel tables of a system: larger must not be faster")
-    audited.add_argument("--hardware", choices=known_hardware(), required=True)
-    audited.set_defaults(run=_audit)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
     source = calibrated.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", dest="run_path", help=f"directory of a report, or its {_RUN_FILE}")
+    source.add_argument("--run", dest="run_path", help=f"directory of a run or of its report, or {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")
     source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
     calibrated.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
-    calibrated.set_defaults(run=_calibrate)
+    calibrated.set_defaults(run=_calibrate, fetch_run=fetch_run)
 
 
 def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> list[str]:
@@ -144,21 +135,16 @@ def _project(options: argparse.Namespace) -> int:
         num_rollouts=options.rollouts,
         mean_tokens=options.mean_tokens,
     )
-    _show(projection_lines(request, project_request(request, kernel_tables=options.kernel_tables)))
+    _show(projection_lines(request, project_request(request)))
     return 0
-
-
-def _audit(options: argparse.Namespace) -> int:
-    audits = audit_gemms(options.hardware)
-    _show([str(audit) for audit in audits])
-    return 0 if all(audit.accepted for audit in audits) else 1
 
 
 def _calibrate(options: argparse.Namespace) -> int:
     if options.paper:
-        _show(calibration_lines(calibration_record("arXiv 2604.26779, measured", paper.calibrate_paper())))
+        _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
         return 0
-    run = _read_run(options)
+    by_name = options.run_path is None
+    run = options.fetch_run(options.mlflow_run, options.uri) if by_name else _read_run(Path(options.run_path))
     require(
         run.layout is not None,
         "--run",
@@ -172,28 +158,20 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_run(options: argparse.Namespace) -> RunRecord:
-    if options.run_path is not None:
-        path = Path(options.run_path)
-        path = path / _RUN_FILE if path.is_dir() else path
-        require(path.is_file(), "--run", f"must be a report's directory or its {_RUN_FILE}", str(options.run_path))
-        return read_record(RunRecord, path)
-    from slipstream.tracking import TrackingError, fetch_artifact
-
-    with tempfile.TemporaryDirectory() as directory:
-        key = f"{options.mlflow_run}/report_speedup"
-        try:
-            path = fetch_artifact(options.uri, key=key, name=_RUN_FILE, directory=Path(directory))
-        except TrackingError as error:
-            raise ConfigError(f"--mlflow-run: {error}") from error
-        return read_record(RunRecord, path)
+def _read_run(path: Path) -> RunRecord:
+    places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
+    found = next((place for place in places if place.is_file()), None)
+    rule = f"must be a run's directory, its report's, or the report's {_RUN_FILE}"
+    require(found is not None, "--run", rule, str(path), "give one whose report is written")
+    assert found is not None
+    return read_record(RunRecord, found)
 
 
 def _published(request: ProjectionRequest) -> dict[str, float]:
     """The paper's own projection of the same point, if it has one."""
     if (request.model, request.hardware) != (_PUBLISHED_MODEL, _PUBLISHED_HARDWARE):
         return {}
-    for point in paper.read_simulator_reference().projected:
+    for point in read_simulator_reference().projected:
         same = (point.num_gpus, point.lag, point.k) == (request.num_gpus, request.lag, request.k)
         if same and point.acceptance_length == request.acceptance_length:
             return {"rollout_speedup": point.rollout_speedup, "step_speedup": point.step_speedup}
@@ -204,7 +182,7 @@ def _beside(label: str, measured_s: float, simulated_s: float) -> str:
     return f"{label:44} {measured_s:11.3f} {simulated_s:12.3f} {simulated_s / measured_s - 1:+8.1%}"
 
 
-def _band(band: ProjectedBand) -> str:
+def _band(band: Spread) -> str:
     return f"{band.p10:.2f} / {band.median:.2f} / {band.p90:.2f}"
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-
-import yaml
+from dataclasses import dataclass, fields
 
 from slipstream.config import from_mapping, require
-from slipstream.sim.hardware import CONFIGS, Hardware, Precision, load_hardware
-from slipstream.sim.iteration import Engine
-from slipstream.sim.kernels import GemmTable
-from slipstream.sim.lengths import LongTailed, long_tailed_with_mean
-from slipstream.sim.models import ModelShape, load_model
-from slipstream.sim.rollout import RolloutShape
+from slipstream.simulator.cost.data_files import section
+from slipstream.simulator.cost.hardware import BYTES, Hardware, Precision, load_hardware
+from slipstream.simulator.cost.lengths import Lengths, lengths_with_mean
+from slipstream.simulator.cost.models import ModelShape, load_model
+from slipstream.simulator.cost.rollout import RolloutShape
 
-_FILE = CONFIGS / "sim" / "settings.yaml"
-_NAMED = ("model", "hardware", "precision", "learner_precision", "sources", "gemms")
+_NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +31,6 @@ class Setting:
     length_log_sd: float
     captured_tokens: int
     sources: dict[str, str]
-    gemms: GemmTable | None = None  # measured multiplications instead of the roofline
 
     def __post_init__(self) -> None:
         missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
@@ -45,6 +40,13 @@ class Setting:
             "setting.num_gpus",
             f"must be >= gpus_per_engine {self.gpus_per_engine}",
             self.num_gpus,
+        )
+        needed, memory = self.model_shape.total_parameters * BYTES[self.precision], self.accelerator.memory_bytes
+        require(
+            needed <= self.gpus_per_engine * memory,
+            "setting.gpus_per_engine",
+            f"must hold {needed / 1e9:.0f} GB of weights at {memory / 1e9:.0f} GB a GPU",
+            self.gpus_per_engine,
         )
 
     @property
@@ -65,17 +67,6 @@ class Setting:
         """
         return float(self.num_rollouts * (self.prompt_tokens + self.max_response_tokens))
 
-    def engine(self) -> Engine:
-        """One replica of the policy."""
-        return Engine(
-            model=self.model_shape,
-            hardware=self.accelerator,
-            num_gpus=self.gpus_per_engine,
-            precision=self.precision,
-            captured_tokens=self.captured_tokens,
-            gemms=self.gemms,
-        )
-
     def shape(self, num_gpus: int | None = None) -> RolloutShape:
         """The rollouts, over the engines that `num_gpus` GPUs hold (default: all of them)."""
         gpus = self.num_gpus if num_gpus is None else num_gpus
@@ -87,15 +78,11 @@ class Setting:
             prompt_tokens=float(self.prompt_tokens),
         )
 
-    def lengths(self, mean_tokens: float) -> LongTailed:
+    def lengths(self, mean_tokens: float) -> Lengths:
         """Responses of `mean_tokens` tokens on average."""
-        return long_tailed_with_mean(
+        return lengths_with_mean(
             mean=mean_tokens, log_sd=self.length_log_sd, max_tokens=float(self.max_response_tokens)
         )
-
-    def on(self, num_gpus: int) -> Setting:
-        """The same layout on another number of GPUs."""
-        return replace(self, num_gpus=num_gpus)
 
 
 def load_setting(name: str) -> Setting:
@@ -104,6 +91,4 @@ def load_setting(name: str) -> Setting:
     Raises:
         ConfigError: there is no such section, or it breaks a rule.
     """
-    sections = yaml.safe_load(_FILE.read_text())
-    require(name in sections, "setting", "must be a known layout", name, f"known: {', '.join(sections)}")
-    return from_mapping(Setting, sections[name], f"setting.{name}")
+    return from_mapping(Setting, section("settings", name), f"setting.{name}")

@@ -1,19 +1,15 @@
-"""How long responses are: a truncated log-normal where only a mean is known, or what was observed."""
+"""How long responses are: a truncated log-normal, of which the mean and the spread are known or fitted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.config import require
-
-Array = NDArray[np.float64]
+from slipstream.simulator.cost.arrays import Array
 
 _TABLE_LIMIT = 6.0
 _TABLE_POINTS = 4001
@@ -21,16 +17,8 @@ _BISECTIONS = 60
 _LEVELS = (np.arange(512) + 0.5) / 512
 
 
-class Lengths(Protocol):
-    """A distribution of response lengths, in tokens."""
-
-    def at(self, levels: Array) -> Array:
-        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LongTailed:
+class Lengths:
     """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
 
     median: float
@@ -43,35 +31,22 @@ class LongTailed:
         require(self.max_tokens >= 1, "lengths.max_tokens", "must be >= 1", self.max_tokens)
 
     def at(self, levels: Array) -> Array:
-        """See `Lengths`."""
-        return np.clip(self.median * np.exp(self.log_sd * normal_quantile(levels)), 1.0, self.max_tokens)
+        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
+        return np.clip(self.median * np.exp(self.log_sd * _normal_quantile(levels)), 1.0, self.max_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens of a response."""
+        return float(np.mean(self.at(_LEVELS)))
+
+    @property
+    def mean_square_tokens(self) -> float:
+        """Mean of the square of a response's tokens."""
+        return float(np.mean(self.at(_LEVELS) ** 2))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
-    """Responses that were seen: `tokens` ascend."""
-
-    tokens: tuple[float, ...]
-
-    def at(self, levels: Array) -> Array:
-        """See `Lengths`; beyond the outermost response it stays there."""
-        count = len(self.tokens)
-        return np.interp(levels, (np.arange(count) + 0.5) / count, np.asarray(self.tokens))
-
-
-def observed(lengths: Sequence[int]) -> Observed:
-    """The distribution of responses that were seen.
-
-    Raises:
-        ConfigError: there is none, or one has no token.
-    """
-    require(len(lengths) > 0, "lengths", "must hold at least one response", 0)
-    require(min(lengths) > 0, "lengths", "must be > 0 tokens", min(lengths))
-    return Observed(tokens=tuple(float(length) for length in sorted(lengths)))
-
-
-def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> LongTailed:
-    """The `LongTailed` distribution whose mean, truncated responses included, is `mean`.
+def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
+    """The distribution whose mean, truncated responses included, is `mean`.
 
     A mean of `max_tokens` says that all of them are truncated.
 
@@ -79,13 +54,13 @@ def long_tailed_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> L
         ConfigError: the mean is above `max_tokens`.
     """
     require(1 <= mean <= max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g}]", mean)
-    shape = np.exp(log_sd * normal_quantile(_LEVELS))
+    shape = np.exp(log_sd * _normal_quantile(_LEVELS))
     low, high = 1e-3, 1e6 * max_tokens
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
         reached = float(np.mean(np.clip(middle * shape, 1.0, max_tokens)))
         low, high = (middle, high) if reached < mean else (low, middle)
-    return LongTailed(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
+    return Lengths(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
 
 
 def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
@@ -95,24 +70,14 @@ def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: 
         ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
     """
     require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
-    z = float(normal_quantile(np.array([1.0 - truncated_fraction]))[0])
+    z = float(_normal_quantile(np.array([1.0 - truncated_fraction]))[0])
     low, high = 0.01, 3.0
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
         # A wider distribution of the same mean has more of its mass beyond the limit.
-        median = long_tailed_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
+        median = lengths_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
         low, high = (middle, high) if median * math.exp(middle * z) < max_tokens else (low, middle)
     return 0.5 * (low + high)
-
-
-def mean_tokens(lengths: Lengths) -> float:
-    """Mean tokens of a response."""
-    return float(np.mean(lengths.at(_LEVELS)))
-
-
-def mean_square_tokens(lengths: Lengths) -> float:
-    """Mean of the square of a response's tokens."""
-    return float(np.mean(lengths.at(_LEVELS) ** 2))
 
 
 def longest_of(lengths: Lengths, count: int) -> float:
@@ -127,7 +92,7 @@ def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
     return lengths.at(levels)
 
 
-def normal_quantile(levels: Array) -> Array:
+def _normal_quantile(levels: Array) -> Array:
     """Inverse of the standard normal distribution function, by table: numpy has none."""
     table, values = _normal_table()
     return np.interp(levels, table, values)

@@ -1,0 +1,1 @@
+"""What an iteration, a rollout and a step cost: pure functions of a layout and of the cost model's parameters."""

@@ -1,0 +1,131 @@
+"""Seconds of one decode iteration, and of the spans of a rollout, by roofline plus what the roofline does not know.
+
+Legend: `S` spans of a trace (any broadcastable shape), `n` = batch x (k + 1) tokens of an iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.hardware import BYTES, Precision
+from slipstream.simulator.cost.parameters import CostParameters, Regime
+from slipstream.simulator.cost.rollout import Trace
+from slipstream.simulator.cost.settings import Setting
+
+QUERY_TILE = 16
+"""Query rows that one tile of a paged-attention kernel holds: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""
+
+TILE_FIXED_SHARE = 0.5
+"""Assumed share of a tile's cost that it has however few rows it holds (keys read again); the rest grows with them."""
+
+COLLECTIVE_S = 10e-6
+"""Assumed latency of one all-reduce inside an NVLink domain; two a layer with tensor parallelism."""
+
+
+class Drafting(StrEnum):
+    """Who proposes tokens, when any are proposed."""
+
+    EAGLE3 = "eagle3"
+    NGRAM = "ngram"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IterationCost:
+    """Seconds of one iteration, by cause."""
+
+    weights_s: Array
+    attention_s: Array
+    draft_s: Array
+    host_s: Array
+    regime_s: Array
+
+    @property
+    def total_s(self) -> Array:
+        """All causes together: they run one after another."""
+        return self.weights_s + self.attention_s + self.draft_s + self.host_s + self.regime_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """One engine of a layout, what the roofline does not know of it, and the structure of that knowledge."""
+
+    setting: Setting
+    parameters: CostParameters
+    regime: Regime
+
+    def span_s(
+        self, trace: Trace, *, k: int, tokens_per_iteration: float, drafting: Drafting = Drafting.EAGLE3
+    ) -> Array:
+        """Seconds of each span [S] of `trace` when an iteration gives each sequence `tokens_per_iteration` tokens."""
+        cost = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
+        return trace.tokens_S * cost.total_s / tokens_per_iteration
+
+    def iteration(
+        self, *, batch_S: Array, context_S: Array, k: int, drafting: Drafting = Drafting.EAGLE3
+    ) -> IterationCost:
+        """Cost of verifying `k` draft tokens for each of `batch_S` sequences with `context_S` cached tokens together.
+
+        Weights: the larger of reading what n tokens need (experts: those that n tokens hit) and of multiplying it.
+        Attention: the larger of reading keys and values once and of its flops, times 1 + k x attention_per_draft_token.
+        Draft: a fixed cost, and k passes over the batch. Host: an iteration, a token, a collective.
+        """
+        model, parameters = self.setting.model_shape, self.parameters
+        tokens_S = batch_S * (k + 1)
+        multiplied_S = 2.0 * model.parameters_per_token * tokens_S * self._flop_s
+        read_S = context_S * model.key_value_elements() * self._read_s
+        attended_S = context_S * (k + 1) * model.attention_flops() * self._flop_s
+        return IterationCost(
+            weights_s=np.maximum(model.parameters_read(tokens_S) * self._read_s, multiplied_S),
+            attention_s=np.maximum(read_S * (1.0 + k * parameters.attention_per_draft_token), attended_S),
+            draft_s=self._draft(batch_S, context_S, k, drafting),
+            host_s=parameters.host_s + parameters.host_per_token_s * tokens_S + self._collectives(tokens_S),
+            regime_s=self._regime(tokens_S, read_S, k),
+        )
+
+    @property
+    def _read_s(self) -> float:
+        """Seconds to read one element of weights or of keys and values."""
+        memory = self.setting.gpus_per_engine * self.setting.accelerator.memory_bytes_per_s
+        return BYTES[self.setting.precision] / (memory * self.parameters.bandwidth_efficiency)
+
+    @property
+    def _flop_s(self) -> float:
+        flops = self.setting.gpus_per_engine * self.setting.accelerator.flops_per_s[self.setting.precision]
+        return 1.0 / (flops * self.parameters.compute_efficiency)
+
+    def _draft(self, batch_S: Array, context_S: Array, k: int, drafting: Drafting) -> Array:
+        model, parameters = self.setting.model_shape, self.parameters
+        if k == 0:
+            return np.zeros_like(batch_S)
+        if drafting is Drafting.NGRAM:
+            return parameters.speculation_s + parameters.ngram_s_per_token * context_S
+        size = model.draft_parameters
+        one_pass = np.maximum(size * self._read_s, 2.0 * size * batch_S * self._flop_s)
+        keys = context_S * model.key_value_elements() / model.num_layers * self._read_s
+        return parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s)
+
+    def _regime(self, tokens_S: Array, read_S: Array, k: int) -> Array:
+        model, parameters = self.setting.model_shape, self.parameters
+        if self.regime is Regime.CAPTURED:
+            return np.where(
+                tokens_S > self.setting.captured_tokens, parameters.eager_s_per_layer * model.num_layers, 0.0
+            )
+        if self.regime is Regime.TILE:
+            rows = (k + 1) * model.queries_per_group
+            first = -(-model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
+            begun, filled = -(-rows // QUERY_TILE) - first, max(0.0, rows / QUERY_TILE - first)
+            return parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled) * read_S
+        return np.zeros_like(tokens_S)
+
+    def _collectives(self, tokens_S: Array) -> Array:
+        """Two all-reduces a layer over the engine's GPUs: latency, and the ring's bytes on the links."""
+        num_gpus, model = self.setting.gpus_per_engine, self.setting.model_shape
+        if num_gpus == 1:
+            return np.zeros_like(tokens_S)
+        share = 2.0 * (num_gpus - 1) / num_gpus
+        bytes_S = share * tokens_S * model.hidden_size * BYTES[Precision.BFLOAT16]
+        return 2.0 * model.num_layers * (COLLECTIVE_S + bytes_S / self.setting.accelerator.link_bytes_per_s)

@@ -1,0 +1,61 @@
+"""Seconds of the learner's stages of a GRPO step, from flops, the peak and a measured efficiency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.simulator.cost.settings import Setting
+from slipstream.types import STAGES, StageTimes
+
+_FORWARD_FLOPS = 2.0  # a parameter and token
+_TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerEfficiency:
+    """How near the learner comes to the dense peak, and what does not scale: from measured steps.
+
+    `logprob` and `train` are fractions of the peak over all tokens, padding included.
+    """
+
+    data_s: float
+    prepare_s: float
+    logprob: float
+    train: float
+
+
+def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficiency:
+    """The efficiency that a measured step implies for a batch of `setting` on all of its GPUs."""
+    ideal_s = _ideal_s(setting, setting.num_gpus)
+    return LearnerEfficiency(
+        data_s=measured.data_s,
+        prepare_s=measured.prepare_s,
+        logprob=_FORWARD_FLOPS * ideal_s / measured.logprob_s,
+        train=_TRAIN_FLOPS * ideal_s / measured.train_s,
+    )
+
+
+def learner_stages(efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int) -> StageTimes:
+    """A step without its generation: flops over peak and efficiency; data and prepare stay as measured."""
+    ideal_s = _ideal_s(setting, num_gpus)
+    logprob_s, train_s = _FORWARD_FLOPS * ideal_s / efficiency.logprob, _TRAIN_FLOPS * ideal_s / efficiency.train
+    return StageTimes.in_sequence(
+        data_s=efficiency.data_s,
+        prepare_s=efficiency.prepare_s,
+        generation_s=0.0,
+        logprob_s=logprob_s,
+        train_s=train_s,
+    )
+
+
+def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[StageTimes]) -> StageTimes:
+    """`statistic` of each stage over several steps."""
+    by_stage = [step.by_stage() for step in times]
+    return StageTimes.in_sequence(**{f"{stage}_s": statistic([each[stage] for each in by_stage]) for stage in STAGES})
+
+
+def _ideal_s(setting: Setting, num_gpus: int) -> float:
+    """Seconds of one flop a parameter and token of the batch at the peak."""
+    peak = setting.accelerator.flops_per_s[setting.learner_precision]
+    return setting.model_shape.parameters_per_token * setting.learner_tokens / (num_gpus * peak)

@@ -1,0 +1,191 @@
+"""Fit the cost model to measured generation times, once for each structural variant, and weigh the variants.
+
+A calibration is a Gaussian over the logarithms of its free parameters, the ranges in which it was measured, and the
+error that it leaves. Legend: `P` free parameters, `N` cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.config import require
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.iteration import CostModel, Drafting
+from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, cost_parameters, names_of
+from slipstream.simulator.cost.settings import Setting
+from slipstream.simulator.fit.cells import Cell, Group
+from slipstream.simulator.fit.solver import Problem, minimise, sample_posterior
+
+_NUM_SAMPLES = 200
+_WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validity:
+    """What was measured: nothing outside is more than a guess."""
+
+    min_k: int  # of the speculative cells; 0 when there are none
+    max_k: int
+    max_batch: float  # a rollout's batch shrinks to its last sequence, so everything below was run
+
+    def warnings(self, *, k: int, batch: float) -> tuple[str, ...]:
+        """What lies outside, one sentence each."""
+        found = []
+        if k > 0 and not self.min_k <= k <= self.max_k:
+            measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
+            found.append(
+                f"k = {k} was not measured ({measured if self.max_k else 'no speculation'}): the band is wider"
+            )
+        if batch > self.max_batch:
+            found.append(
+                f"a running batch of {batch:.0f} was not measured (1 to {self.max_batch:.0f}): the band is wider"
+            )
+        return tuple(found)
+
+    def extra_log_sd(self, *, k: int, batch: float) -> float:
+        """Standard deviation that extrapolation adds: in doublings of k + 1 and of the batch beyond the range."""
+        drafts = max(1.0, (k + 1) / (self.max_k + 1), (self.min_k + 1) / (k + 1)) if k > 0 else 1.0
+        return _WIDENING * float(np.hypot(np.log2(drafts), np.log2(max(1.0, batch / self.max_batch))))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One structure of the cost model on the layout that was measured.
+
+    `free` are cost parameters, then names of the groups whose mean length is not known; a point of the fit holds the
+    logarithms of both.
+    """
+
+    regime: Regime
+    setting: Setting
+    groups: Mapping[str, Group]
+    priors: Mapping[str, Prior]
+    free: tuple[str, ...]
+
+    def parameters(self, log_values: Array) -> CostParameters:
+        """Cost parameters at `log_values` [P]."""
+        costs = [name for name in self.free if name in NAMES]
+        return cost_parameters(costs, log_values[: len(costs)], regime=self.regime, priors=self.priors)
+
+    def means(self, log_values: Array) -> dict[str, float]:
+        """Mean response tokens of each group at `log_values` [P]."""
+        free = dict(zip(self.free, np.exp(log_values).tolist(), strict=True))
+        return {name: free.get(name, group.mean_tokens) for name, group in self.groups.items()}
+
+    def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
+        """Seconds [N] of `cells` of the groups, measured or not."""
+        means = self.means(log_values)
+        traces = {name: self.groups[name].trace(self.setting, means[name]) for name in {cell.group for cell in cells}}
+        model = CostModel(setting=self.setting, parameters=self.parameters(log_values), regime=self.regime)
+        spans = (
+            model.span_s(
+                traces[cell.group], k=cell.k, tokens_per_iteration=cell.acceptance_length, drafting=cell.drafting
+            )
+            for cell in cells
+        )
+        return np.array([float(span_s.sum()) for span_s in spans])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """One structural variant, fitted."""
+
+    variant: Variant
+    log_values: Array  # [P], the most probable ones
+    samples: Array  # [draws, P]
+    effective_parameters: float  # what the data decided, rather than the priors
+    log_evidence: float
+    cells: tuple[Cell, ...]
+    fitted_s: Array  # [N]
+    validity: Validity
+
+    @property
+    def relative_errors(self) -> Array:
+        """Fitted over measured, less 1, of each cell."""
+        return self.fitted_s / np.array([cell.generation_s for cell in self.cells]) - 1.0
+
+    @property
+    def rms_error(self) -> float:
+        """Root mean square of the relative errors."""
+        return float(np.sqrt(np.mean(self.relative_errors**2)))
+
+    @property
+    def max_error(self) -> float:
+        """Largest absolute relative error."""
+        return float(np.abs(self.relative_errors).max())
+
+    @property
+    def model_log_sd(self) -> float:
+        """Error of a prediction apart from its parameters': what the fit left, for the degrees that were left."""
+        free = max(1.0, len(self.cells) - self.effective_parameters)
+        residuals = np.log1p(self.relative_errors)
+        return float(np.sqrt(residuals @ residuals / free))
+
+    def model(self, setting: Setting) -> CostModel:
+        """The most probable cost model, on the engines of `setting`."""
+        parameters = self.variant.parameters(self.log_values)
+        return CostModel(setting=setting, parameters=parameters, regime=self.variant.regime)
+
+    def sample(self, random: np.random.Generator) -> Array:
+        """Logarithms of one draw of the free parameters."""
+        return self.samples[random.integers(len(self.samples))]
+
+
+def calibrate(
+    setting: Setting,
+    cells: Sequence[Cell],
+    groups: Sequence[Group],
+    priors: Mapping[str, Prior],
+    regimes: Sequence[Regime],
+) -> tuple[Calibration, ...]:
+    """One calibration a regime, the most probable first.
+
+    Raises:
+        ConfigError: there are no cells, or one belongs to no group.
+    """
+    require(len(cells) > 0, "cells", "must hold at least one measured time", 0)
+    by_name = {group.name: group for group in groups}
+    for cell in cells:
+        require(cell.group in by_name, f"cell {cell.label}.group", "must be a known group", cell.group)
+    fitted = [_fit(setting, tuple(cells), by_name, priors, regime) for regime in regimes]
+    return tuple(sorted(fitted, key=lambda calibration: -calibration.log_evidence))
+
+
+def _fit(
+    setting: Setting, cells: tuple[Cell, ...], groups: Mapping[str, Group], priors: Mapping[str, Prior], regime: Regime
+) -> Calibration:
+    costs = names_of(regime, ngram=any(cell.drafting is Drafting.NGRAM for cell in cells))
+    used = {cell.group for cell in cells}
+    lengths = [group for group in groups.values() if group.mean_log_sd > 0 and group.name in used]
+    free = (*costs, *(group.name for group in lengths))
+    prior = np.log([priors[name].median for name in costs] + [group.mean_tokens for group in lengths])
+    prior_sd = np.array([priors[name].log_sd for name in costs] + [group.mean_log_sd for group in lengths])
+    variant = Variant(regime=regime, setting=setting, groups=groups, priors=priors, free=free)
+    measured = np.log([cell.generation_s for cell in cells])
+    noise = np.array([cell.log_sd for cell in cells])
+
+    def residuals(log_values: Array) -> Array:
+        return (np.log(variant.predict_s(cells, log_values)) - measured) / noise
+
+    problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
+    found = minimise(problem)
+    return Calibration(
+        variant=variant,
+        log_values=found.solution,
+        samples=sample_posterior(problem, found, count=_NUM_SAMPLES),
+        effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
+        log_evidence=found.log_evidence,
+        cells=cells,
+        fitted_s=variant.predict_s(cells, found.solution),
+        validity=_validity(cells, groups),
+    )
+
+
+def _validity(cells: Sequence[Cell], groups: Mapping[str, Group]) -> Validity:
+    ks = [cell.k for cell in cells if cell.k > 0] or [0]
+    return Validity(
+        min_k=min(ks), max_k=max(ks), max_batch=float(max(groups[cell.group].shape.per_engine for cell in cells))
+    )

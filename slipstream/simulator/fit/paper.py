@@ -1,0 +1,126 @@
+"""The published measurements (arXiv 2604.26779) as cells of a calibration, and what it projected by other means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from slipstream.config import from_mapping
+from slipstream.simulator.cost.data_files import CONFIGS
+from slipstream.simulator.cost.iteration import Drafting
+from slipstream.simulator.cost.parameters import Regime, load_priors
+from slipstream.simulator.cost.settings import load_setting
+from slipstream.simulator.cost.step import LearnerEfficiency, learner_efficiency, stagewise
+from slipstream.simulator.fit.calibration import calibrate
+from slipstream.simulator.fit.cells import Cell, Group
+from slipstream.simulator.fit.ensemble import Ensemble
+from slipstream.types import Arm, StageTimes
+
+PAPER_SETTING = "paper-8b"
+WORKLOADS = ("rl_zero", "rl_think")
+_REFERENCE = CONFIGS / "reference" / "paper.yaml"
+_MORE = CONFIGS / "reference" / "paper_simulator.yaml"
+_MEAN_LOG_SD = 0.7  # no publication says how long the responses were
+_CELL_LOG_SD = 0.04  # one run each, speedups printed with two decimals
+_OFFLINE = "EAGLE-3, DAPO, offline"  # is the k = 3 cell itself
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectedReference:
+    """A point of the authors' closed simulator; `k` None is the best point of their map."""
+
+    num_gpus: int
+    lag: int
+    k: int | None
+    acceptance_length: float | None
+    rollout_speedup: float
+    step_speedup: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatorReference:
+    """Figures beside those of configs/reference/paper.yaml. `asynchronous` is measured and never fitted."""
+
+    ngram_generation_s: dict[str, float]
+    asynchronous: dict[str, float]
+    projected: tuple[ProjectedReference, ...]
+
+
+def read_simulator_reference() -> SimulatorReference:
+    """The paper's n-gram and asynchronous times, and its projections."""
+    return from_mapping(SimulatorReference, yaml.safe_load(_MORE.read_text()), "paper_simulator")
+
+
+def paper_cells() -> tuple[Cell, ...]:
+    """The 16 measured generation times: 2 workloads x {AR, k = 3, 5, 7, n-gram, 3 other drafts}.
+
+    AR, k = 3 and n-gram were published in seconds; the others are the AR seconds over the published speedup.
+    """
+    workloads, ngram_s = _workloads(), read_simulator_reference().ngram_generation_s
+    return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
+
+
+def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
+    """The four measured steps."""
+    workloads = _workloads()
+    return {(name, arm): StageTimes(**workloads[name][arm.value]) for name in WORKLOADS for arm in Arm}
+
+
+def paper_groups() -> tuple[Group, ...]:
+    """The two workloads, with unknown mean response lengths."""
+    setting = load_setting(PAPER_SETTING)
+    means, shape = setting.mean_response_tokens, setting.shape()
+    return tuple(Group(name=name, shape=shape, mean_tokens=means[name], mean_log_sd=_MEAN_LOG_SD) for name in WORKLOADS)
+
+
+def calibrate_paper(cells: Sequence[Cell] | None = None) -> Ensemble:
+    """Fit to the paper's cells (default: all 16), one calibration a structural variant, the most probable first."""
+    measured = paper_cells() if cells is None else cells
+    members = calibrate(load_setting(PAPER_SETTING), measured, paper_groups(), load_priors("gpu"), tuple(Regime))
+    return Ensemble(members=members)
+
+
+def mean_paper_step() -> StageTimes:
+    """Mean of each stage over the four measured steps."""
+    return stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+
+
+def paper_learner() -> LearnerEfficiency:
+    """How efficiently the paper's learner ran."""
+    return learner_efficiency(mean_paper_step(), load_setting(PAPER_SETTING))
+
+
+@cache
+def _workloads() -> dict[str, Any]:
+    return yaml.safe_load(_REFERENCE.read_text())["workloads"]
+
+
+def _of_workload(name: str, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
+    base_s = values["autoregressive"]["generation_s"]
+
+    def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:
+        return Cell(
+            label=f"{name}, {label}",
+            group=name,
+            k=k,
+            drafting=drafting,
+            acceptance_length=length,
+            generation_s=seconds,
+            log_sd=_CELL_LOG_SD,
+        )
+
+    yield cell("autoregressive", 0, 1.0, base_s)
+    for entry in values["draft_lengths"]:
+        k = entry["k"]
+        published = values["speculative"]["generation_s"] if k == values["num_speculative_tokens"] else None
+        yield cell(f"k = {k}", k, entry["mean_acceptance_length"], published or base_s / entry["generation_speedup"])
+    for entry in values["drafts"]:
+        length, k = entry["mean_acceptance_length"], values["num_speculative_tokens"]
+        if entry["draft"] == "n-gram":
+            yield cell("n-gram", k, length, ngram_s, Drafting.NGRAM)
+        elif entry["draft"] != _OFFLINE:
+            yield cell(entry["draft"].removeprefix("EAGLE-3, "), k, length, base_s / entry["generation_speedup"])

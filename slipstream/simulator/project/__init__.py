@@ -1,0 +1,1 @@
+"""Projections with bands, and the records and commands' results that they become."""

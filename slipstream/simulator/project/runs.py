@@ -1,0 +1,85 @@
+"""What is projected from a run's own calibration, and beside it from the paper's: the record of a stage of the chain.
+
+The run's calibration gives other draft lengths on its own machine, the paper's gives models and clusters of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.records import ArmRecord, LayoutRecord, TuningRecord
+from slipstream.simulator.cost.hardware import Precision
+from slipstream.simulator.cost.settings import Setting, load_setting
+from slipstream.simulator.cost.step import learner_efficiency
+from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
+from slipstream.simulator.fit.paper import PAPER_SETTING, calibrate_paper, paper_learner
+from slipstream.simulator.project.figures import RunningBatch, projected_figures, running_batches
+from slipstream.simulator.project.projection import ProjectedPoint, project
+from slipstream.simulator.project.published import project_published
+from slipstream.simulator.project.records import CalibrationRecord, ProjectionRecord
+from slipstream.simulator.project.scenarios import Scenario, published_scenario
+
+PAPER_SOURCE = "arXiv 2604.26779, measured"
+_CPU_SETTING = "cpu-2core"
+_DRAWN_K, _DRAWN_LENGTH = 3, 3.0  # of the figures: the first point that the paper projects
+
+
+def project_speedup(
+    arms: Sequence[ArmRecord], tuning: TuningRecord, *, layout: LayoutRecord | None, execution: str
+) -> ProjectionRecord:
+    """Calibrate on a run, check on its speculative arm, and project; separately, project from the paper's figures.
+
+    Args:
+        layout: on what the run ran; None leaves out everything that would be projected from it.
+    Raises:
+        ConfigError: the run has no autoregressive arm or no sweep.
+    """
+    from_paper, run = calibrate_paper(), None
+    if layout is not None:
+        run = calibrate_run(arms, tuning, run_setting(layout), target=_target(layout.hardware))
+    drawn = published_scenario(k=_DRAWN_K, acceptance_length=_DRAWN_LENGTH)
+    ks = sorted({point.k for point in tuning.points if point.k > 0})
+    return ProjectionRecord(
+        run_calibration=CalibrationRecord.of(execution, run.ensemble) if run else None,
+        run_check=run.check if run else None,
+        from_run=tuple(project_run(run, ks)) if run else (),
+        paper_calibration=CalibrationRecord.of(PAPER_SOURCE, from_paper),
+        from_paper=tuple(project_published(from_paper)),
+        figures=projected_figures(drawn, from_paper, paper_learner(), running=_running(run) if run else ()),
+    )
+
+
+def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
+    """Every k of `ks` on the run's own machine, at the acceptance lengths of its sweep's profile."""
+    learner = learner_efficiency(run.step, run.setting)
+    scenarios = [
+        Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
+        for k in ks
+    ]
+    return [project(scenario, run.ensemble, learner).point for scenario in scenarios]
+
+
+def run_setting(layout: LayoutRecord) -> Setting:
+    """The layout of a run. What it does not hold (prompts, spread of lengths) is assumed as for its kind of machine."""
+    base = load_setting(_CPU_SETTING if _target(layout.hardware) == "cpu" else PAPER_SETTING)
+    return replace(
+        base,
+        model=layout.model,
+        hardware=layout.hardware,
+        precision=Precision(layout.precision),
+        learner_precision=Precision(layout.learner_precision),
+        num_gpus=layout.num_gpus,
+        gpus_per_engine=layout.gpus_per_engine,
+        max_response_tokens=layout.max_response_tokens,
+    )
+
+
+def _target(hardware: str) -> str:
+    """Whose priors a calibration starts from."""
+    return "cpu" if hardware.startswith("cpu") else "gpu"
+
+
+def _running(run: RunCalibration) -> tuple[RunningBatch, ...]:
+    drafted = {} if run.check is None else {run.check.k: run.check.acceptance_length}
+    return running_batches(run.setting, run.ensemble, mean_tokens=run.mean_tokens, acceptance_lengths=drafted)
