@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from slipstream.records import (
     TuningRecord,
     write_record,
 )
+from slipstream.simulator.cli import add_parser
 from slipstream.stage_tools import recipe_layout
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
@@ -35,6 +38,17 @@ def test_project_prints_our_bands_beside_the_papers(capsys: pytest.CaptureFixtur
     assert rollout.endswith("3.50")
     assert next(line for line in lines if line.startswith("step speedup")).endswith("2.50")
     assert any(line.startswith("of the layout: max_response_tokens: assumed") for line in lines)
+
+
+def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--model", "mimo-7b", "--hardware", "h200", "--gpus", "40", "--gpus-per-engine", "4"]
+    rollouts = ["--rollouts", "96", "--mean-tokens", "1234", "--lag", "3", "--generation-fraction", "0.6"]
+    assert main(["simulate", "project", *layout, *rollouts, "--k", "4", "--acceptance-length", "2.25"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "MiMo-7B, 40 x H200 SXM, bfloat16",
+        "96 rollouts of 1234 tokens on average, 4 GPUs an engine",
+        "k = 4, acceptance length 2.25, lag 3, 24 GPUs generate",
+    ]
 
 
 def test_an_acceptance_length_above_k_plus_1_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +140,21 @@ def test_a_run_is_read_from_its_own_directory_its_reports_or_the_file(
     assert printed[0].startswith("calibrated on: recorded")
     assert "speculative arm, k = 5" in printed[0]
     assert "projected on this machine" in printed[0]
+
+
+def test_a_run_is_fetched_by_its_name_from_the_server_that_is_given(run: RunRecord) -> None:
+    asked = []
+
+    def fetch(execution: str, uri: str) -> RunRecord:
+        asked.append((execution, uri))
+        return replace(run, layout=None)
+
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(), fetch_run=fetch)
+    options = parser.parse_args(["simulate", "calibrate", "--mlflow-run", "demo-1", "--uri", "sqlite:///x.db"])
+    with pytest.raises(ConfigError, match="must be of a recipe that names its simulator.model"):
+        options.run(options)
+    assert asked == [("demo-1", "sqlite:///x.db")]
 
 
 @pytest.mark.parametrize("name", ["", "absent"])

@@ -74,7 +74,7 @@ def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
     found = project_ideal(split, LEARNER)
     trainer = learner_stages(LEARNER, split.setting, num_gpus=16)
     assert found.autoregressive.train_s == trainer.train_s
-    assert found.autoregressive.step_s == pytest.approx(max(trainer.other_s, found.autoregressive.step_s))
+    assert found.autoregressive.step_s >= trainer.other_s
     # A longer lag lets the engines sustain more; it changes nothing of the trainer.
     longer = project_ideal(replace(split, lag=4), LEARNER)
     assert longer.speculative.train_s == trainer.train_s
