@@ -152,7 +152,7 @@ def test_a_run_is_fetched_by_its_name_from_the_server_that_is_given(run: RunReco
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers(), fetch_run=fetch)
     options = parser.parse_args(["simulate", "calibrate", "--mlflow-run", "demo-1", "--uri", "sqlite:///x.db"])
-    with pytest.raises(ConfigError, match="must be of a recipe that names its simulator.model"):
+    with pytest.raises(ConfigError, match=r"must be of a recipe that names its simulator\.model"):
         options.run(options)
     assert asked == [("demo-1", "sqlite:///x.db")]
 
