@@ -136,6 +136,7 @@ def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBloc
 
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std: float | None) -> TransformerConfig:
+    assert learner.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
     return TransformerConfig(
         num_layers=arch.num_layers,

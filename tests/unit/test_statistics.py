@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.statistics import Estimate, Spread, bootstrap_ratio, moving_average, spread
+from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, moving_average, spread
 
 
 def test_spread_interpolates_between_order_statistics() -> None:
@@ -93,3 +93,15 @@ def test_moving_average_shrinks_at_the_ends() -> None:
     assert moving_average([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, pytest.approx(11 / 3), 4.5]
     assert moving_average([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
     assert moving_average([], 3) == []
+
+
+def test_a_share_of_065_joins_the_papers_projected_pairs() -> None:
+    assert amdahl(0.65, 2.72) == pytest.approx(1.70, abs=0.005)
+    assert amdahl(0.65, 6.49) == pytest.approx(2.22, abs=0.005)
+
+
+def test_a_share_outside_0_to_1_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"share must lie in \[0, 1\], got 1.5"):
+        amdahl(1.5, 2.0)
+    with pytest.raises(ValueError, match="speedup must be > 0, got 0"):
+        amdahl(0.5, 0.0)

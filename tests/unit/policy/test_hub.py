@@ -76,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
             body, tag = json.dumps({"id": "a/b", "sha": _COMMIT, "siblings": files}).encode(), "info"
         else:
             name = self.path.rpartition("/")[2]
+            if not (self.server.files / name).is_file():  # the hub's client also looks around for itself
+                self.send_error(404)
+                return
             self.server.fetched.add(name)
             body, tag = (self.server.files / name).read_bytes(), name
         self.send_response(200)

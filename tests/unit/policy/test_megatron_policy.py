@@ -114,7 +114,7 @@ def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
     batch, logprobs = _batch(policy)
@@ -140,7 +140,7 @@ def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_
     assert sum(moved) > 0
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: Dtype) -> None:
     learner = dataclasses.replace(LEARNER, dtype=dtype)
     rate = 1e-2
@@ -167,7 +167,7 @@ def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", list(Dtype))
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize("method", list(OptimizerMethod))
 def test_a_resumed_policy_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, tmp_path: Path) -> None:
     learner = dataclasses.replace(LEARNER, dtype=dtype)

@@ -31,7 +31,8 @@ from slipstream.records import (
     TuningRecord,
 )
 from slipstream.report import read_reference, render, speedup_table, summarise, write_report
-from slipstream.report.summary import pooled_acceptance, step_speedup_bound, summarise_run
+from slipstream.report.summary import pooled_acceptance, summarise_run
+from slipstream.statistics import amdahl
 from slipstream.types import STAGES, Arm, StageTimes
 
 REFERENCE = read_reference()
@@ -309,9 +310,9 @@ def test_json_of_one_arm_has_no_speedup() -> None:
 
 def test_the_bound_is_amdahls_law() -> None:
     # The reference's own: g = 100 / 151.2 and AL = 3.32 bound the 1.41 that was measured.
-    assert step_speedup_bound(0.5, 2.0) == pytest.approx(4 / 3)
-    assert step_speedup_bound(1.0, 3.0) == pytest.approx(3.0)
-    assert step_speedup_bound(100 / 151.2, 3.32) == pytest.approx(1.859, abs=1e-3)
+    assert amdahl(0.5, 2.0) == pytest.approx(4 / 3)
+    assert amdahl(1.0, 3.0) == pytest.approx(3.0)
+    assert amdahl(100 / 151.2, 3.32) == pytest.approx(1.859, abs=1e-3)
     comparison = summarise_run(RECORD).comparison
     assert comparison is not None
     assert comparison.step_bound == pytest.approx(1 / (0.75 / 2.2 + 0.25))

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.sim.hardware import Precision, known_hardware, load_hardware
-from slipstream.sim.iteration import Drafting, Engine, IterationCost, generation_s, iteration_cost
-from slipstream.sim.models import known_models, load_model
-from slipstream.sim.parameters import IDEAL, CostParameters, Regime
-from slipstream.sim.rollout import batch_continuously
 
-from slipstream.config import ConfigError
+from slipstream.simulator.cost.data_files import section_names
+from slipstream.simulator.cost.hardware import Precision
+from slipstream.simulator.cost.iteration import CostModel, Drafting, IterationCost
+from slipstream.simulator.cost.parameters import IDEAL, CostParameters, Regime
+from slipstream.simulator.cost.rollout import batch_continuously
+from slipstream.simulator.cost.settings import Setting, load_setting
 
-MODELS = {name: load_model(name) for name in known_models()}
-GB200 = load_hardware("gb200")
+DENSE = replace(load_setting("paper-8b"), gpus_per_engine=1)
 PARAMETERS = CostParameters(
     bandwidth_efficiency=0.7,
     compute_efficiency=0.5,
@@ -32,7 +31,7 @@ PARAMETERS = CostParameters(
 )
 
 regimes = st.sampled_from(list(Regime))
-names = st.sampled_from(["qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b", "mimo-7b", "tiny"])
+names = st.sampled_from(section_names("models"))
 batches = st.integers(min_value=1, max_value=512)
 contexts = st.floats(min_value=1.0, max_value=32_000.0)
 costs = st.builds(
@@ -50,22 +49,20 @@ costs = st.builds(
 )
 
 
-def engine(name: str) -> Engine:
-    return Engine(model=MODELS[name], hardware=GB200, num_gpus=8, precision=Precision.FLOAT8)
+def setting(name: str) -> Setting:
+    return replace(DENSE, model=name, gpus_per_engine=8, precision=Precision.FLOAT8)
 
 
 def cost(
     name: str, parameters: CostParameters, batch: float, context: float, k: int, regime: Regime = Regime.SMOOTH
 ) -> IterationCost:
-    return iteration_cost(
-        engine(name),
-        parameters,
-        batch_S=np.array([batch]),
-        context_S=np.array([batch * context]),
-        k=k,
-        regime=regime,
-        drafting=Drafting.EAGLE3 if k else Drafting.NONE,
-    )
+    model = CostModel(setting=setting(name), parameters=parameters, regime=regime)
+    return model.iteration(batch_S=np.array([batch]), context_S=np.array([batch * context]), k=k)
+
+
+def ideal(batch: float, context: float) -> IterationCost:
+    model = CostModel(setting=DENSE, parameters=IDEAL, regime=Regime.SMOOTH)
+    return model.iteration(batch_S=np.array([batch]), context_S=np.array([context]), k=0)
 
 
 def total(
@@ -93,50 +90,52 @@ def test_one_more_draft_token_is_never_cheaper_per_iteration(
 def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
     name: str, parameters: CostParameters, lengths: list[int], k: int, regime: Regime
 ) -> None:
-    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=10, max_running=1000)
+    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=10)
+    model = CostModel(setting=setting(name), parameters=parameters, regime=regime)
 
     def seconds(drafts: int, drafting: Drafting) -> float:
-        return generation_s(
-            trace, engine(name), parameters, k=drafts, tokens_per_iteration=1.0, regime=regime, drafting=drafting
-        )
+        return float(model.span_s(trace, k=drafts, tokens_per_iteration=1.0, drafting=drafting).sum())
 
-    assert seconds(0, Drafting.EAGLE3) == seconds(0, Drafting.NONE)
-    assert seconds(k, Drafting.EAGLE3) >= seconds(0, Drafting.NONE)
+    assert seconds(0, Drafting.EAGLE3) == seconds(0, Drafting.NGRAM)
+    assert seconds(k, Drafting.EAGLE3) >= seconds(0, Drafting.EAGLE3)
 
 
 @given(costs, st.floats(1.0, 7.0), st.floats(0.0, 1.0), regimes)
 def test_more_acceptance_is_never_slower(
     parameters: CostParameters, length: float, more: float, regime: Regime
 ) -> None:
-    trace = batch_continuously(np.array([50.0, 100.0, 400.0]), prompt_tokens=10, max_running=8)
-    times = [
-        generation_s(trace, engine("qwen3-8b"), parameters, k=7, tokens_per_iteration=each, regime=regime)
-        for each in (length, length + more)
-    ]
+    trace = batch_continuously(np.array([50.0, 100.0, 400.0]), prompt_tokens=10)
+    model = CostModel(setting=setting("qwen3-8b"), parameters=parameters, regime=regime)
+    times = [model.span_s(trace, k=7, tokens_per_iteration=each).sum() for each in (length, length + more)]
     assert times[1] <= times[0]
 
 
 def test_the_ideal_small_batch_reads_the_weights_once() -> None:
     # 7.568 G parameters that every token reads, two bytes each, at 8 TB/s: 1.892 ms.
-    small = Engine(model=MODELS["qwen3-8b"], hardware=GB200)
-    found = iteration_cost(small, IDEAL, batch_S=np.array([1.0]), context_S=np.array([0.0]), k=0, regime=Regime.SMOOTH)
-    assert found.total_s[0] == pytest.approx(1.892e-3, rel=1e-3)
+    assert ideal(1.0, 0.0).total_s[0] == pytest.approx(1.892e-3, rel=1e-3)
 
 
 def test_the_ideal_large_batch_is_bound_by_flops() -> None:
     # 2 x 7.568 G flops a token, 4,096 tokens, 2.5 PF: 24.8 ms.
-    small = Engine(model=MODELS["qwen3-8b"], hardware=GB200)
-    found = iteration_cost(
-        small, IDEAL, batch_S=np.array([4096.0]), context_S=np.array([0.0]), k=0, regime=Regime.SMOOTH
-    )
-    assert found.weights_s[0] == pytest.approx(24.8e-3, rel=1e-3)
+    assert ideal(4096.0, 0.0).weights_s[0] == pytest.approx(24.8e-3, rel=1e-3)
 
 
 def test_attention_reads_keys_and_values_of_the_whole_context() -> None:
     # 36 layers x 8 heads x 128 x 2 (keys, values) x 2 bytes = 147,456 bytes a token; a million tokens at 8 TB/s.
-    small = Engine(model=MODELS["qwen3-8b"], hardware=GB200)
-    found = iteration_cost(small, IDEAL, batch_S=np.array([1.0]), context_S=np.array([1e6]), k=0, regime=Regime.SMOOTH)
-    assert found.attention_s[0] == pytest.approx(147_456e6 / 8e12, rel=1e-9)
+    assert ideal(1.0, 1e6).attention_s[0] == pytest.approx(147_456e6 / 8e12, rel=1e-9)
+
+
+def test_a_draft_of_eagle_makes_k_passes_and_an_ngram_scans_the_context() -> None:
+    model = CostModel(setting=setting("qwen3-8b"), parameters=PARAMETERS, regime=Regime.SMOOTH)
+
+    def drafted(k: int, drafting: Drafting) -> float:
+        batch, context = np.array([4.0]), np.array([4000.0])
+        return float(model.iteration(batch_S=batch, context_S=context, k=k, drafting=drafting).draft_s[0])
+
+    eagle = [drafted(k, Drafting.EAGLE3) - 5e-4 for k in (1, 3)]
+    assert eagle[1] == pytest.approx(3 * eagle[0])
+    assert eagle[0] > 3e-4
+    assert drafted(3, Drafting.NGRAM) == pytest.approx(5e-4 + 4000 * 2e-8)
 
 
 def test_leaving_the_captured_sizes_costs_an_eager_iteration() -> None:
@@ -153,33 +152,3 @@ def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: float) -> None:
     found = cost("qwen3-8b", PARAMETERS, 16, 1000, k, Regime.TILE)
     plain = cost("qwen3-8b", PARAMETERS, 16, 1000, 0, Regime.TILE)
     assert found.regime_s[0] == pytest.approx(extra_tiles * plain.attention_s[0])
-
-
-def test_experts_fill_up_with_tokens() -> None:
-    model = MODELS["qwen3-235b-a22b"]
-    active = model.active_experts(np.array([1.0, 2.0, 1e4]))
-    assert active[0] == pytest.approx(8.0)  # one token hits its eight
-    assert active[1] == pytest.approx(15.5)  # 128 (1 - (15/16)^2)
-    assert active[2] == pytest.approx(128.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions", "active"),
-    [("qwen3-8b", 8.19, 7.57), ("qwen3-30b-a3b", 30.5, 3.0), ("qwen3-235b-a22b", 235.1, 21.5), ("mimo-7b", 7.6, 7.0)],
-)
-def test_parameter_counts_are_the_published_ones(name: str, billions: float, active: float) -> None:
-    assert MODELS[name].total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert MODELS[name].parameters_per_token / 1e9 == pytest.approx(active, rel=0.02)
-
-
-def test_a_model_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine.num_gpus must hold 470 GB of weights at 186 GB a GPU, got 2"):
-        Engine(model=MODELS["qwen3-235b-a22b"], hardware=GB200, num_gpus=2)
-
-
-@pytest.mark.parametrize("name", known_hardware())
-def test_every_constant_of_the_hardware_has_a_source(name: str) -> None:
-    hardware = load_hardware(name)
-    with pytest.raises(ConfigError, match="must name a source of every constant"):
-        replace(hardware, sources={})
-    assert all(source for source in hardware.sources.values())

@@ -1,0 +1,55 @@
+"""The report's figures and tables of a projection keep measured and projected values apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.recipe import load_recipe
+from slipstream.records import ArmRecord, TuningRecord
+from slipstream.report import simulator_figures as figures
+from slipstream.report.projection_tables import check_table, own_table, published_table
+from slipstream.simulator.cost.settings import load_setting
+from slipstream.simulator.fit.paper import calibrate_paper
+from slipstream.simulator.project.figures import LagLine, SpeedupMap, running_batches
+from slipstream.simulator.project.records import CalibrationRecord
+from slipstream.simulator.project.runs import project_speedup
+from slipstream.stages.support import recipe_layout
+from slipstream.types import StageTimes
+
+DEMO_LAYOUT = recipe_layout(
+    load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
+)
+
+
+def test_every_figure_is_an_svg_that_says_what_is_projected() -> None:
+    ensemble = calibrate_paper()
+    running = running_batches(load_setting("paper-8b"), ensemble, mean_tokens=5000.0, acceptance_lengths={3: 2.77})
+    assert sum(running[1].span_s) < sum(running[0].span_s)
+    base = StageTimes.in_sequence(data_s=0.2, prepare_s=2.0, generation_s=100.0, logprob_s=18.0, train_s=31.0)
+    surface = SpeedupMap(ks=(1, 3), acceptance_lengths=(1.0, 3.0), rollout_speedups=((0.9, None), (0.8, 1.6)))
+    lines = [
+        LagLine(lag=lag, num_gpus=(512, 1024), step_speedups=speedups)
+        for lag, speedups in ((0, (1.7, 1.6)), (2, (1.4, 1.2)))
+    ]
+    drawn = {
+        "Projected rollout speedup": figures.speedup_map(surface),
+        "Projected step speedup": figures.speedup_over_gpus(lines),
+        "Projected step, seconds": figures.stage_waterfall(base, base.with_generation(56.0)),
+        "measured, s": figures.measured_against_simulated([CalibrationRecord.of("paper", ensemble)]),
+        "projected seconds": figures.running_batch(running),
+    }
+    for text, svg in drawn.items():
+        assert svg.startswith("<svg")
+        assert text in svg
+
+
+def test_the_page_keeps_measured_and_projected_apart(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
+    check = check_table(record)
+
+    assert check is not None
+    assert [group.heading for group in check.groups] == ["measured", "projected"]
+    assert len(own_table(record).rows) == len(record.from_run)
+    assert published_table(record).quoted == (False,) * 4 + (True,) * 2

@@ -1,0 +1,54 @@
+"""Continuous batching, against hand-worked values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.simulator.cost.lengths import Lengths
+from slipstream.simulator.cost.rollout import RolloutShape, batch_continuously, slowest_engine, steady_state
+
+
+def test_the_running_batch_shrinks_to_the_longest() -> None:
+    trace = batch_continuously(np.array([2.0, 5.0, 5.0]), prompt_tokens=10.0)
+    assert trace.tokens_S.tolist() == [2.0, 3.0]
+    assert trace.batch_S.tolist() == [3.0, 2.0]
+    # Three sequences half-way to token 2, then two half-way from 2 to 5.
+    assert trace.context_S.tolist() == [3 * 11.0, 2 * 13.5]
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60))
+def test_batching_loses_no_token(lengths: list[int]) -> None:
+    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=5.0)
+    assert trace.tokens_S @ trace.batch_S == pytest.approx(sum(lengths))
+    assert trace.batch_S.max() == len(lengths)
+    assert trace.batch_S.min() >= 1
+    # Each running sequence has at least its prompt and at most its whole response in the cache.
+    assert np.all(trace.context_S >= 5.0 * trace.batch_S)
+    assert np.all(trace.context_S <= (5.0 + max(lengths)) * trace.batch_S)
+
+
+def test_more_engines_share_the_work_but_not_the_tail() -> None:
+    lengths = Lengths(median=100.0, log_sd=1.0, max_tokens=5000.0)
+    few, many = (
+        slowest_engine(lengths, RolloutShape(num_rollouts=256, num_engines=engines, prompt_tokens=0.0))
+        for engines in (2, 32)
+    )
+    assert many.batch_S.max() == 8
+    assert few.batch_S.max() == 128
+    assert many.tokens_S.sum() == pytest.approx(few.tokens_S.sum())  # both wait for the longest of all 256
+
+
+def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> None:
+    # Equal responses of 100 tokens are half-way through on average: 50 of them and 10 of the prompt are cached.
+    equal = steady_state(
+        Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), running_S=np.array([4.0]), prompt_tokens=10.0
+    )
+    assert equal.tokens_S.tolist() == [100.0]
+    assert equal.context_S == pytest.approx([4 * 60.0])
+    spread = steady_state(
+        Lengths(median=100.0, log_sd=0.5, max_tokens=1e6), running_S=np.array([1.0]), prompt_tokens=0.0
+    )
+    assert spread.context_S[0] > 0.55 * spread.tokens_S[0]

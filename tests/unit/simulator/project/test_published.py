@@ -1,0 +1,38 @@
+"""What a user asks for, from a calibration on the paper's measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from slipstream.simulator.project.published import project_request
+from slipstream.simulator.project.scenarios import ProjectionRequest
+
+
+def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
+    from workflows.projection import projection
+
+    path = projection(
+        model="mimo-7b",
+        hardware="h200",
+        num_gpus=64,
+        num_speculative_tokens=4,
+        mean_acceptance_length=3.0,
+        max_off_policy_steps=2,
+        generation_fraction=0.5,
+        mean_response_tokens=1500.0,
+    )
+    asked = ProjectionRequest(
+        model="mimo-7b",
+        hardware="h200",
+        num_gpus=64,
+        k=4,
+        acceptance_length=3.0,
+        lag=2,
+        generation_fraction=0.5,
+        mean_tokens=1500.0,
+    )
+    assert json.loads(Path(str(path)).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
+    interface = projection.python_interface  # pyright: ignore[reportFunctionMemberAccess]
+    assert all(type(default) in (str, int, float) for default in interface.default_inputs_as_kwargs.values())
