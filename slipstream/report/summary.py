@@ -69,7 +69,12 @@ class RunSummary:
 
 def summarise_run(record: RunRecord) -> RunSummary:
     """Compute every derived figure of `record`."""
-    arms = {arm.arm: arm for arm in record.arms if arm.steps}
+    return summarise_arms(record.arms)
+
+
+def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
+    """Compute what the arms alone say, for whoever has no whole run."""
+    arms = {arm.arm: arm for arm in records if arm.steps}
     base, spec = arms.get(Arm.AUTOREGRESSIVE), arms.get(Arm.SPECULATIVE)
     acceptance = pooled_acceptance(spec.steps) if spec is not None else None
     both = base is not None and spec is not None

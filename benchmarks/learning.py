@@ -1,0 +1,132 @@
+"""`make bench-learning`: what GRPO gains in either arm, and the speedups, over seeds that change everything random.
+
+Each seed runs the chain's stages in a process of its own. No sweep is run: the draft length is fixed. A seed's line
+stands in the output as soon as it is finished, and a seed that stands there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from benchmarks.study import Study, finished, table
+from slipstream.config import ConfigError, require, to_mapping
+from slipstream.types import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where a study's seeds keep what they make."""
+
+    root: Path
+    output: Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the seeds that are missing and print the table; status 1 if a seed failed, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.learning", description=__doc__)
+    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--k", type=int, default=7, help="draft tokens of the speculative arm; the sweep is skipped")
+    parser.add_argument("--evaluate", action="store_true", help="also the accuracy of the policy before GRPO")
+    parser.add_argument("--pin", action="store_true", help="each seed to one core of its own, with one thread")
+    parser.add_argument("--parallel", type=int, default=1, help="seeds at once; more than one needs --pin")
+    parser.add_argument("--override", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of the recipe")
+    parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="each seed's run root lies below it")
+    parser.add_argument("--output", type=Path, default=None, help="default: results.jsonl in --root")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    study = Study(
+        recipe=options.recipe,
+        workload=Workload(options.workload),
+        k=options.k,
+        evaluate=options.evaluate,
+        pinned=options.pin,
+        overrides=tuple(options.override),
+    )
+    seeds = sorted(set(options.seeds))
+    cores = _cores(options.parallel, pin=options.pin)
+    places = Places(root=options.root.resolve(), output=(options.output or options.root / "results.jsonl").resolve())
+    done = finished(places.output, study, seeds)
+    todo = [seed for seed in seeds if seed not in done]
+    print(
+        f"{study.recipe}, {study.workload.value}: k = {study.k} is fixed, no sweep is run; results in {places.output}"
+    )
+    print(f"seeds finished before: {sorted(done) or 'none'}, to run: {todo or 'none'}, {options.parallel} at once")
+    failed = _run_all(study, todo, places, cores=cores)
+    results = finished(places.output, study, seeds)
+    commits = ", ".join(sorted({result.commit for result in results.values()}))
+    types = ", ".join(sorted({result.dtype for result in results.values()}))
+    print(f"\n{table(results)}\ncommit: {commits or 'none'}; type: {types or 'none'}")
+    return 1 if failed else 0
+
+
+def _cores(parallel: int, *, pin: bool) -> list[int | None]:
+    """One entry a seed that runs at the same time: its core, or None to leave it to the system."""
+    require(parallel >= 1, "--parallel", "must be >= 1", parallel)
+    if not pin:
+        require(
+            parallel == 1, "--parallel", "must be 1 without --pin", parallel, "seeds on shared cores slow each other"
+        )
+        return [None]
+    allowed = sorted(os.sched_getaffinity(0))
+    require(
+        parallel <= len(allowed), "--parallel", f"must be at most the {len(allowed)} cores of this process", parallel
+    )
+    return list(allowed[:parallel])
+
+
+def _run_all(study: Study, seeds: Sequence[int], places: Places, *, cores: Sequence[int | None]) -> list[int]:
+    """Run `seeds`, one at a time on each of `cores`; returns those that failed, which stop no others."""
+    free: SimpleQueue[int | None] = SimpleQueue()
+    for core in cores:
+        free.put(core)
+
+    def take_core() -> None:
+        """Pin the calling thread: what it starts inherits its core, before any library makes threads."""
+        core = free.get()
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+    with ThreadPoolExecutor(len(cores), initializer=take_core) as pool:
+        statuses = pool.map(lambda seed: _run_one(study, seed, places), seeds)
+        return [seed for seed, status in zip(seeds, statuses, strict=True) if status]
+
+
+def _run_one(study: Study, seed: int, places: Places) -> int:
+    """One seed in its own process; what it logs goes to a file beside its run root."""
+    places.root.mkdir(parents=True, exist_ok=True)
+    log = places.root / f"seed-{seed}.log"
+    command = [sys.executable, "-m", "benchmarks.learning_seed", "--study", json.dumps(to_mapping(study))]
+    command += ["--seed", str(seed), "--root", str(places.root / f"seed-{seed}"), "--output", str(places.output)]
+    threads = {"OMP_NUM_THREADS": "1"} if study.pinned else {}
+    print(f"seed {seed}: started, log in {log}", flush=True)
+    with log.open("a") as file:
+        environment = {**os.environ, **threads, "PYTHONWARNINGS": "ignore"}
+        status = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
+    print(f"seed {seed}: {'finished' if status == 0 else f'failed with status {status}, see {log}'}", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A finished run as the benchmarks read it: where its stages left what, and in which type it computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config import require
+from slipstream.policy.numerics import capabilities
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import TuningRecord, read_record
+from slipstream.stages.context import RunContext
+from slipstream.stages.support import settled
+
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_NEEDED = (
+    "start_run/recipe.yaml",
+    "prepare_data",
+    "prepare_policy/policy",
+    "pretrain_draft/draft",
+    "tune_draft_length/tuning.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRun:
+    """One execution; `recipe` names its types: nothing in it is `auto` any more."""
+
+    execution: Path
+    recipe: Recipe
+    chosen_k: int
+
+    @property
+    def policy(self) -> Path:
+        """The policy that both arms started from."""
+        return self.execution / "prepare_policy" / "policy"
+
+    @property
+    def data(self) -> Path:
+        """The prompt sets."""
+        return self.execution / "prepare_data"
+
+    @property
+    def draft(self) -> Path:
+        """The draft as vLLM loads it."""
+        return self.execution / "pretrain_draft" / "draft"
+
+    def described(self) -> str:
+        """The run, its types and what the processor says that it can do, in one line each."""
+        found = capabilities()
+        flags = ", ".join(f"{flag} {'yes' if flag in found else 'no'}" for flag in _FLAGS)
+        types = f"learner {self.recipe.learner.dtype.value}, engine {self.recipe.engine.dtype.value}"
+        return f"run:  {self.execution}\ntype: {types}\nCPU:  {flags}"
+
+
+def find_execution(path: Path) -> Path:
+    """The execution's directory, which holds one directory a stage.
+
+    Args:
+        path: that directory itself, or the report's below it, as `runs/latest` links to.
+    Raises:
+        ConfigError: neither it nor its parent holds what the stages before GRPO leave; what is missing is named.
+    """
+    resolved = path.resolve()
+    candidates = (resolved, resolved.parent) if resolved.is_dir() else ()
+    missing = {candidate: [name for name in _NEEDED if not (candidate / name).exists()] for candidate in candidates}
+    nearest = min(missing, key=lambda candidate: len(missing[candidate]), default=None)
+    lacks = "no such directory" if nearest is None else f"{nearest} lacks {', '.join(missing[nearest])}"
+    require(
+        nearest is not None and not missing[nearest],
+        "--run",
+        "must be a finished run's directory (start_run/, prepare_policy/, ...) or that of its report",
+        str(path),
+        f"{lacks}: run `make demo` first, or name another run",
+    )
+    assert nearest is not None
+    return nearest
+
+
+def open_run(path: Path) -> FinishedRun:
+    """Read the run at `path`, settling `dtype: auto` as its stages did.
+
+    Raises:
+        ConfigError: `path` is no finished run.
+    """
+    execution = find_execution(path)
+    recipe = load_recipe(str(execution / "start_run" / "recipe.yaml"))
+    context = RunContext(
+        execution=execution.name,
+        root=str(execution.parent),
+        experiment=recipe.name,
+        workload=recipe.workload.value,
+    )
+    return FinishedRun(
+        execution=execution,
+        recipe=settled(context, recipe),
+        chosen_k=read_record(TuningRecord, execution / "tune_draft_length" / "tuning.json").chosen_k,
+    )

@@ -1,0 +1,121 @@
+"""What our step adds to its parts: the loop on a finished run's policy and draft, and the engine's own clock."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.runs import FinishedRun
+from slipstream.data.prompts import PromptStream, read_prompt_sets
+from slipstream.records import StepRecord
+from slipstream.refit.gate import RefitGate
+from slipstream.rewards.verifier import Verifier
+from slipstream.rollout.engine import GenerationResult
+from slipstream.stages.support import decode, recipe_engine, tokenizer
+from slipstream.train.arm import score
+from slipstream.train.loop import SyncLoop
+from slipstream.workers.engines import RemoteEngine
+from slipstream.workers.learners import start_learner
+from slipstream.workers.session import connect
+
+_MIN_EXPLAINED = 0.98  # of a step's wall time, by its five stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedSteps:
+    """Steps of one arm after the first; entry i of both belongs to the same step."""
+
+    k: int
+    records: tuple[StepRecord, ...]
+    engine_s: tuple[float, ...]  # generation by the engine's own clock
+
+    @property
+    def step_s(self) -> float:
+        """Median wall time."""
+        return _median([record.times.step_s for record in self.records])
+
+
+@dataclass
+class NotingEngine:
+    """Passes everything on and notes the engine's own generation time."""
+
+    engine: RemoteEngine
+    seconds: list[float]
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+        """See `Engine.generate`."""
+        result = self.engine.generate(*args, **kwargs)
+        self.seconds.append(result.generation_s)
+        return result
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self.engine.close()
+
+
+def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
+    """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up."""
+    recipe = replace(run.recipe, engine=replace(run.recipe.engine, num_kept_idle=0))  # what is timed next runs alone
+    records: list[StepRecord] = []
+    connect()
+    with (
+        tempfile.TemporaryDirectory() as transfer,
+        start_learner(recipe.learner) as learner,
+        recipe_engine(recipe, run.policy, run.draft, k) as remote,
+        Verifier(recipe.reward) as verifier,
+    ):
+        engine = NotingEngine(engine=remote, seconds=[])
+        learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+        SyncLoop(
+            engine=engine,
+            learner=learner,
+            prompts=PromptStream(
+                prompts=read_prompt_sets(run.data).train,
+                batch_size=recipe.grpo.prompts_per_step,
+                seed=recipe.grpo.seed,
+            ),
+            score=partial(score, verifier=verifier, decode=decode(tokenizer(run.policy))),
+            config=replace(recipe.grpo, num_steps=num_steps),
+            sampling=recipe.sampling,
+            gate=RefitGate(
+                remote, learner, transfer=Path(transfer), draft=run.draft if k else None, config=recipe.refit
+            ),
+            draft_version=0 if k else None,
+            on_step=records.append,
+        ).run(start_step=0)
+    return TimedSteps(k=k, records=tuple(records[1:]), engine_s=tuple(engine.seconds[1:]))
+
+
+def show(steps: TimedSteps) -> None:
+    """Print medians over the steps."""
+    records = steps.records
+    generation_s = [record.times.generation_s for record in records]
+    learner_s = [record.times.logprob_s + record.times.train_s for record in records]
+    explained = [sum(record.times.by_stage().values()) / record.times.step_s for record in records]
+    overhead = [stage / engine - 1 for stage, engine in zip(generation_s, steps.engine_s, strict=True)]
+    tokens = [record.num_response_tokens for record in records]
+    refit_s = [record.times.prepare_s for record in records]
+    check_s = [record.refit.elapsed_s for record in records]
+    print(
+        f"\nk={steps.k}, {records[0].num_rollouts} rollouts a step, {_median(tokens):.0f} response tokens, "
+        f"medians of {len(records)} steps:"
+    )
+    print(f"  step                     {steps.step_s:8.3f} s")
+    print(f"  generation, engine only  {_median(steps.engine_s):8.3f} s")
+    print(f"  generation, our stage    {_median(generation_s):8.3f} s  ({_median(overhead):+.1%})")
+    print(
+        f"  learner                  {_median([t / s for t, s in zip(tokens, learner_s, strict=True)]):8.0f} tokens/s"
+    )
+    print(f"  refit (prepare)          {_median(refit_s):8.3f} s  ({_median(refit_s) / steps.step_s:.1%} of a step)")
+    print(f"    of it the check        {_median(check_s):8.3f} s  ({_median(check_s) / steps.step_s:.1%} of a step)")
+    print(f"  stages / step            {_median(explained):8.1%}    (limit: at least {_MIN_EXPLAINED:.0%})")
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))

@@ -1,0 +1,91 @@
+"""Our step beside TRL's, in the type that the run computed in: the same numerics on both sides make the ratio count."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.runs import FinishedRun
+from slipstream.config import require
+from slipstream.types import Dtype
+
+_LIMITS = {"autoregressive": 0.70, "speculative": 0.50}  # of TRL's step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrlSteps:
+    """TRL's steps after the first."""
+
+    dtype: Dtype
+    step_s: float  # median
+    mean_response_tokens: float
+
+
+def require_packages(packages: Path) -> None:
+    """Refuse a directory without TRL, before minutes of our own steps.
+
+    Raises:
+        ConfigError: the directory does not hold the package.
+    """
+    found = (packages / "trl").is_dir()
+    require(found, "--trl", "must be a directory with the package trl", str(packages), "run `make bench-setup` first")
+
+
+def dtypes(settled: Dtype) -> tuple[Dtype, ...]:
+    """In which types TRL is timed, the one that counts first.
+
+    Where a processor does not multiply bfloat16 it is an order of magnitude slower, so it is timed only where the run
+    took it.
+    """
+    return (settled, Dtype.FLOAT32) if settled is Dtype.BFLOAT16 else (settled,)
+
+
+def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype) -> TrlSteps:
+    """TRL's trainer on the run's policy and prompts, in a process of its own."""
+    path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-m", "benchmarks.trl_step", str(run.execution), "--num-steps", str(num_steps)]
+    done = subprocess.run(
+        [*command, "--dtype", dtype.value],
+        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    measured = json.loads(done.stdout.strip().splitlines()[-1])
+    return TrlSteps(
+        dtype=dtype,
+        step_s=float(np.median(measured["step_s"][1:])),
+        mean_response_tokens=float(np.mean(measured["mean_response_tokens"][1:])),
+    )
+
+
+def comparison(ours: Mapping[str, float], trl: Sequence[TrlSteps]) -> str:
+    """The table, and the ratios that count below it.
+
+    Args:
+        ours: median seconds a step by arm.
+        trl: TRL's steps, those in our own type first.
+    """
+    same = trl[0]
+    lines = [f"{'median seconds a step':32}{'step':>10}  of TRL in {same.dtype.value}"]
+    for steps in trl:
+        note = "" if steps is same else ", the other type"
+        label = f"TRL, {steps.dtype.value}{note}"
+        tokens = f"  {steps.mean_response_tokens:.0f} tokens a response"
+        lines.append(f"{label:32}{steps.step_s:8.3f} s  {steps.step_s / same.step_s:.2f}{tokens}")
+    for arm, step_s in ours.items():
+        lines.append(f"{f'ours, {arm}':32}{step_s:8.3f} s  {step_s / same.step_s:.2f}")
+    ratios = ", ".join(f"{arm} {_ratio(ours, arm, same)} (limit {limit:.2f})" for arm, limit in _LIMITS.items())
+    return "\n".join([*lines, f"ratio to TRL, same dtype: {ratios}"])
+
+
+def _ratio(ours: Mapping[str, float], arm: str, same: TrlSteps) -> str:
+    """To TRL's step; an arm is absent where the run's own sweep chose no speculation."""
+    return f"{ours[arm] / same.step_s:.2f}" if arm in ours else "not run: the sweep chose k = 0"

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.study import SeedResult, Study, append, finished, gain, table
+from slipstream.config import ConfigError
+from slipstream.records import ArmRecord
+from slipstream.report.summary import summarise_arms
+from slipstream.types import Workload
+from tests.unit.conftest import DemoArms
+
+STUDY = Study(recipe="tiny", workload=Workload.RL_ZERO, k=7, evaluate=False, pinned=False)
+
+
+def result(seed: int, *, study: Study = STUDY, **changes: object) -> SeedResult:
+    values = SeedResult(
+        seed=seed,
+        key=study.key(seed),
+        recipe="tiny",
+        workload="rl_zero",
+        k=7,
+        num_steps=4,
+        pinned=False,
+        dtype="float32",
+        commit="abc",
+        execution="/runs/seed",
+        start_reward=0.25,
+        gain_autoregressive=0.15,
+        gain_speculative=0.10,
+        mean_acceptance_length=6.5,
+        generation_speedup=2.0,
+        step_speedup=1.25,
+        start_accuracy=None,
+        rewards_autoregressive=(0.2, 0.35),
+        rewards_speculative=(0.3, 0.4),
+        elapsed_s=60.0,
+    )
+    return replace(values, **changes)
+
+
+def test_the_gain_is_the_mean_of_the_last_quarter_minus_that_of_the_first(demo_arms: DemoArms) -> None:
+    arm = demo_arms(1.0)[0]
+    rewards = (0.1, 0.3, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6)  # quarters of two steps: means 0.2 and 0.5
+    steps = tuple(replace(arm.steps[i], reward_mean=reward) for i, reward in enumerate(rewards))
+
+    summary = summarise_arms([ArmRecord(arm=arm.arm, num_speculative_tokens=0, steps=steps)]).autoregressive
+
+    assert summary is not None
+    assert gain(summary) == pytest.approx(0.3)
+
+
+def test_the_seed_sets_everything_random() -> None:
+    recipe = STUDY.recipe_of(3)
+
+    assert recipe.policy.scratch is not None
+    assert (recipe.policy.scratch.seed, recipe.data.seed, recipe.draft.seed, recipe.grpo.seed) == (3, 3, 3, 3)
+
+
+def test_a_recipe_without_a_policy_of_its_own_has_no_seed_for_it() -> None:
+    recipe = replace(STUDY, recipe="qwen3_8b").recipe_of(3)
+
+    assert recipe.policy.scratch is None
+    assert recipe.grpo.seed == 3
+
+
+def test_a_pinned_seed_computes_with_one_thread() -> None:
+    recipe = replace(STUDY, pinned=True).recipe_of(0)
+
+    assert (recipe.learner.num_threads, recipe.engine.num_threads) == (1, 1)
+
+
+def test_an_override_reaches_the_recipe_as_yaml_reads_it() -> None:
+    assert replace(STUDY, overrides=("grpo.optimizer.learning_rate=1e-4",)).recipe_of(
+        0
+    ).grpo.optimizer.learning_rate == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [(("grpo.num_steps",), "--override"), (("grpo.seed=1",), "--override"), (("grpo.nun_steps=1",), "grpo.nun_steps")],
+)
+def test_an_override_that_is_none_is_refused(overrides: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(STUDY, overrides=overrides)
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_a_draft_length_that_the_recipe_does_not_allow_is_refused(k: int) -> None:
+    with pytest.raises(ConfigError, match="--k"):
+        replace(STUDY, k=k)
+
+
+def test_a_finished_seed_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "results.jsonl"
+    append(result(0), path)
+    append(result(2), path)
+
+    assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2)}
+
+
+def test_a_seed_that_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
+    append(result(0), tmp_path / "results.jsonl")
+
+    assert finished(tmp_path / "results.jsonl", STUDY, [1]) == {}
+
+
+def test_no_file_means_that_no_seed_is_finished(tmp_path: Path) -> None:
+    assert finished(tmp_path / "results.jsonl", STUDY, [0]) == {}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(STUDY, k=5),
+        replace(STUDY, pinned=True),
+        replace(STUDY, workload=Workload.RL_THINK),
+        replace(STUDY, overrides=("grpo.num_steps=4",)),
+        replace(STUDY, overrides=("sampling.max_response_tokens=80",)),
+        replace(STUDY, evaluate=True),
+    ],
+)
+def test_a_result_of_other_settings_is_not_taken_for_this_study(tmp_path: Path, other: Study) -> None:
+    append(result(0), tmp_path / "results.jsonl")
+
+    assert finished(tmp_path / "results.jsonl", other, [0]) == {}
+
+
+def test_an_evaluated_seed_serves_a_study_that_does_not_ask_for_it(tmp_path: Path) -> None:
+    append(result(0, start_accuracy=0.5), tmp_path / "results.jsonl")
+
+    assert list(finished(tmp_path / "results.jsonl", STUDY, [0])) == [0]
+
+
+def test_the_table_has_a_line_a_seed_their_medians_and_the_count_of_those_that_learned() -> None:
+    results = {
+        2: result(2, start_accuracy=0.5),
+        0: result(0, gain_speculative=0.099, generation_speedup=3.0),
+        1: result(1, gain_autoregressive=-0.1, step_speedup=1.5),
+    }
+
+    lines = table(results).splitlines()
+
+    assert lines[2:] == [
+        "| 0 | 0.250 | +0.150 | +0.099 | 6.50 | 3.00x | 1.25x |  |",
+        "| 1 | 0.250 | -0.100 | +0.100 | 6.50 | 2.00x | 1.50x |  |",
+        "| 2 | 0.250 | +0.150 | +0.100 | 6.50 | 2.00x | 1.25x | 0.500 |",
+        "| median | 0.250 | +0.150 | +0.100 | 6.50 | 2.00x | 1.25x | 0.500 |",
+        "",
+        "1 of 3 seeds gain >= 0.10 in both arms",
+    ]
+
+
+def test_a_table_of_nothing_says_so() -> None:
+    assert table({}) == "no seed has finished"

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trl_comparison import TrlSteps, comparison, dtypes, require_packages
+from slipstream.config import ConfigError
+from slipstream.types import Dtype
+
+BFLOAT16 = TrlSteps(dtype=Dtype.BFLOAT16, step_s=8.0, mean_response_tokens=60.4)
+FLOAT32 = TrlSteps(dtype=Dtype.FLOAT32, step_s=6.0, mean_response_tokens=59.6)
+
+
+def test_the_ratio_that_counts_is_to_trl_in_our_own_type_even_where_another_is_faster() -> None:
+    lines = comparison({"autoregressive": 4.0, "speculative": 3.0}, [BFLOAT16, FLOAT32]).splitlines()
+
+    assert lines[0].endswith("of TRL in bfloat16")
+    assert [line.split("s  ")[-1] for line in lines[1:-1]] == [
+        "1.00  60 tokens a response",
+        "0.75  60 tokens a response",
+        "0.50",
+        "0.38",
+    ]
+    assert lines[-1] == ("ratio to TRL, same dtype: autoregressive 0.50 (limit 0.70), speculative 0.38 (limit 0.50)")
+
+
+def test_a_run_whose_sweep_chose_no_speculation_says_so() -> None:
+    assert "speculative not run: the sweep chose k = 0 (limit 0.50)" in comparison({"autoregressive": 4.0}, [FLOAT32])
+
+
+@pytest.mark.parametrize(
+    ("settled", "timed"),
+    [(Dtype.FLOAT32, (Dtype.FLOAT32,)), (Dtype.BFLOAT16, (Dtype.BFLOAT16, Dtype.FLOAT32))],
+)
+def test_trl_is_timed_in_our_type_first_and_in_float32_where_that_is_another(
+    settled: Dtype, timed: tuple[Dtype, ...]
+) -> None:
+    assert dtypes(settled) == timed
+
+
+def test_a_directory_without_trl_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make bench-setup"):
+        require_packages(tmp_path)
