@@ -137,6 +137,7 @@ class Recipe:
         for key in ("num_steps", "checkpoint_every_steps"):
             values["grpo"].pop(key)
         values["engine"].pop("num_kept_idle")
+        values["learner"].pop("num_kept_idle")
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

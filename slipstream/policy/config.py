@@ -116,9 +116,12 @@ class LearnerConfig:
     num_threads: int | None = None
     dtype: Dtype = Dtype.FLOAT32
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    num_kept_idle: int = 0  # learners kept warm between the stages of one process: a start takes 8 s on a laptop
 
     def __post_init__(self) -> None:
         bound = self.max_tokens_per_microbatch
         require(bound > 0, "learner.max_tokens_per_microbatch", "must be > 0", bound)
+        kept = self.num_kept_idle
+        require(kept >= 0, "learner.num_kept_idle", "must be >= 0", kept)
         threads = self.num_threads
         require(threads is None or threads > 0, "learner.num_threads", "must be > 0 or null", threads)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from slipstream.records import AcceptanceStats
 from slipstream.refit.config import EngineState
@@ -21,8 +20,8 @@ from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
-from slipstream.workers.idle import IdleEngines
-from slipstream.workers.session import actor_environment, wait_until_ready
+from slipstream.workers.idle import Idle
+from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +84,7 @@ class RemoteEngine:
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
-        try:
-            wait_until_ready(self._actors)
-        except RayActorError:
-            return False
-        return True
+        return is_alive(self._actors)
 
     def close(self) -> None:
         """End the engines' processes: vLLM frees its memory in no other way."""
@@ -98,7 +93,7 @@ class RemoteEngine:
         self._actors.clear()
 
 
-_idle_engines: IdleEngines[RemoteEngine] = IdleEngines(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
+_idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
 
 @contextmanager

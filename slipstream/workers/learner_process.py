@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +69,12 @@ class LearnerProcess:
             scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
         )
         return self._policy.architecture.num_parameters()
+
+    def release(self) -> None:
+        """Forget all that was loaded; the process group stays."""
+        self._policy = self._reference = self._draft = self._draft_chats = None
+        self._snapshots = {}
+        gc.collect()
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""

@@ -18,8 +18,9 @@ from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.session import actor_environment, wait_until_ready
+from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
 
 if TYPE_CHECKING:
     import numpy as np
@@ -138,6 +139,14 @@ class RemoteLearner:
         """Restore what `save_draft_checkpoint` wrote."""
         self._on_all(lambda rank: rank.load_draft_checkpoint.remote(path))
 
+    def release(self) -> None:
+        """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
+        self._on_all(lambda rank: rank.release.remote())
+
+    def is_alive(self) -> bool:
+        """Whether every rank's process still answers."""
+        return is_alive(self._ranks)
+
     def close(self) -> None:
         """End the ranks' processes."""
         for rank in self._ranks:
@@ -152,9 +161,29 @@ class RemoteLearner:
         return ray.put(value) if len(self._ranks) > 1 else value
 
 
+_idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
+
+
 @contextmanager
 def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
-    """Start the learner's ranks, without a model yet, and end them with the block."""
+    """The learner's ranks, without a model, for the span of the block.
+
+    With `config.num_kept_idle` > 0 they outlive the block, and a later one with the same settings gets them back
+    without what they held. After an exception they end.
+    """
+    key = repr(config)
+    learner = _idle_learners.take(key) or _new_learner(config)
+    try:
+        yield learner
+        if config.num_kept_idle:
+            learner.release()
+    except BaseException:
+        learner.close()
+        raise
+    _idle_learners.put(key, learner, capacity=config.num_kept_idle)
+
+
+def _new_learner(config: LearnerConfig) -> RemoteLearner:
     world_size = config.parallel.world_size
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
@@ -167,9 +196,10 @@ def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
     )
     try:
         wait_until_ready(learner.ranks)
-        yield learner
-    finally:
+    except BaseException:
         learner.close()
+        raise
+    return learner
 
 
 def _free_port() -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,15 @@ def connect() -> None:
 def wait_until_ready(actors: Sequence[Any]) -> None:
     """An actor that is still starting would put its start on the clock of whoever calls it first."""
     ray.get([actor.__ray_ready__.remote() for actor in actors])
+
+
+def is_alive(actors: Sequence[Any]) -> bool:
+    """Whether every actor's process still answers."""
+    try:
+        wait_until_ready(actors)
+    except RayActorError:
+        return False
+    return True
 
 
 def actor_environment(own: dict[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.workers.idle import IdleEngines
+from slipstream.workers.idle import Idle
 
 
 class Pool:
@@ -11,7 +11,7 @@ class Pool:
     def __init__(self) -> None:
         self.dead: set[str] = set()
         self.closed: list[str] = []
-        self.idle = IdleEngines[str](is_alive=lambda name: name not in self.dead, close=self.closed.append)
+        self.idle = Idle[str](is_alive=lambda name: name not in self.dead, close=self.closed.append)
 
 
 def test_an_engine_comes_back_only_to_who_asks_for_its_settings() -> None:
