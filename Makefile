@@ -33,10 +33,10 @@ test test-fast: export FLYTE_LOCAL_CACHE_ENABLED := false
 test test-fast demo bench: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 test-fast: setup ## run the unit tests alone
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" tests/unit $(ARGS)
+	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu and not slow" tests/unit $(ARGS)
 
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)

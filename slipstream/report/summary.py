@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.records import AcceptanceStats, ArmRecord, EvaluationRecord, RunRecord, StepRecord
+from slipstream.rollout.acceptance import combine
 from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
 
@@ -89,24 +90,7 @@ def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
 def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
     """Acceptance over all steps together, from their summed counters; None when nothing was drafted."""
     parts = [step.acceptance for step in steps if step.acceptance is not None]
-    num_drafts = sum(part.num_drafts for part in parts)
-    if num_drafts == 0:
-        return None
-    positions = range(max(len(part.accepted_by_position) for part in parts))
-    by_position = tuple(
-        sum(part.accepted_by_position[i] for part in parts if i < len(part.accepted_by_position)) for i in positions
-    )
-    num_draft_tokens = sum(part.num_draft_tokens for part in parts)
-    num_accepted_tokens = sum(part.num_accepted_tokens for part in parts)
-    return AcceptanceStats(
-        num_drafts=num_drafts,
-        num_draft_tokens=num_draft_tokens,
-        num_accepted_tokens=num_accepted_tokens,
-        accepted_by_position=by_position,
-        mean_acceptance_length=1 + num_accepted_tokens / num_drafts,
-        acceptance_rate=num_accepted_tokens / num_draft_tokens,
-        rate_by_position=tuple(accepted / num_drafts for accepted in by_position),
-    )
+    return combine(parts) if any(part.num_drafts for part in parts) else None
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
@@ -117,6 +101,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "recipe": record.recipe,
         "workload": record.workload,
         "versions": dict(record.versions),
+        "numerics": None if record.numerics is None else asdict(record.numerics),
         "steps": min((arm.num_steps for arm in run.arms), default=0),
         "stages": {arm.arm.value: {stage: _seconds(arm.stages[stage]) for stage in STAGES} for arm in run.arms},
         "step_wall_s": {arm.arm.value: _seconds(arm.step) for arm in run.arms},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.records import RunRecord
+from slipstream.records import NumericsRecord, RunRecord
 from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, interval, percent, seconds, speedup
 from slipstream.report.summary import ArmSummary, Comparison, RunSummary, summarise_run
 from slipstream.types import STAGES
@@ -32,7 +32,13 @@ def speedup_table(record: RunRecord) -> str:
     ]
     weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
     lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
+    if record.numerics is not None:
+        lines.append(_row("computed in", record.numerics.dtype, _multiplication(record.numerics)))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _multiplication(numerics: NumericsRecord) -> str:
+    return f"a product takes {numerics.float32_ms:.2f} ms in float32, {numerics.bfloat16_ms:.2f} in bfloat16"
 
 
 def _row(label: str, *cells: str) -> str:

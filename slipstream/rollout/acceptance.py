@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from slipstream.records import AcceptanceStats
 
@@ -35,7 +36,7 @@ def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) ->
 
 
 def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    """Acceptance over several spans or engines, from their summed counts.
+    """Acceptance over several spans or engines, from their summed counts; drafts may differ in length.
 
     Raises:
         ValueError: there is no part.
@@ -48,7 +49,7 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
             num_draft_tokens=sum(part.num_draft_tokens for part in parts),
             num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
             accepted_by_position=tuple(
-                sum(column) for column in zip(*(part.accepted_by_position for part in parts), strict=True)
+                sum(column) for column in zip_longest(*(part.accepted_by_position for part in parts), fillvalue=0)
             ),
         )
     )

@@ -17,7 +17,7 @@ from slipstream.policy.source import resolve
 from slipstream.recipe import Recipe
 from slipstream.records import PolicyRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import policy_needs, settled, tokenizer, tracked
+from slipstream.stages.support import numerics, policy_needs, settled, tokenizer, tracked
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -35,7 +35,7 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
     Args:
         data: what `prepare_data` wrote: the recipe's own policy takes its tokenizer from there.
     """
-    recipe = settled(context, recipe)
+    recipe_as_given, recipe = recipe, settled(context, recipe)
     directory = context.directory("prepare_policy") / "policy"
     with tracked(context, recipe, "prepare_policy") as tracker:
 
@@ -49,6 +49,9 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
         else:
             record = train_from_scratch(recipe, directory, tokenizer_dir=data / "tokenizer", on_step=on_step)
         write_record(record, directory / "policy.json")
+        measured = numerics(context, recipe_as_given)
+        if measured is not None:
+            tracker.log_params({"dtype": measured.dtype, "dtype_reason": measured.reason})
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
     logger.info(

@@ -52,7 +52,13 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
         key=context.key(node),
         parent_key=context.execution,
         name=node,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), **(tags or {})},
+        tags={
+            "workload": context.workload,
+            "seed": str(recipe.grpo.seed),
+            "dtype.learner": recipe.learner.dtype.value,
+            "dtype.engine": recipe.engine.dtype.value,
+            **(tags or {}),
+        },
     ) as tracker:
         yield tracker
 

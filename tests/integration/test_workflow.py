@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 
 SMALL = {
     "name": "smoke",
+    "learner": {"num_threads": 1},
+    "engine": {"num_threads": 1},
     "policy": {"scratch": {"num_layers": 4, "num_steps": 4, "warmup_steps": 2, "tokens_per_step": 512}},
     "draft": {
         "aux_hidden_state_layer_ids": [1, 2, 3],

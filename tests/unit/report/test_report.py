@@ -249,6 +249,7 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
         "recipe",
         "workload",
         "versions",
+        "numerics",
         "steps",
         "stages",
         "step_wall_s",
