@@ -8,10 +8,10 @@ include scripts/env
 export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-fast demo bench bench-setup lock clean
+.PHONY: help setup check format test test-fast demo bench bench-learning bench-setup lock clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## install the lock file and this checkout into .venv (does nothing when done)
 	@VENV=$(VENV) scripts/setup.sh
@@ -30,7 +30,7 @@ format: setup ## format the code and fix what ruff can fix
 # One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
 test test-fast: export OMP_NUM_THREADS := 1
 test test-fast: export FLYTE_LOCAL_CACHE_ENABLED := false
-test test-fast demo bench: export HF_HUB_OFFLINE := 1
+test test-fast demo bench bench-learning: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
@@ -44,9 +44,12 @@ demo: setup ## run the whole chain on this machine and report the speedup
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
-bench: bench-setup ## time simulator, engine, learner, refit and the step beside TRL's
+bench: bench-setup ## time simulator, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
+
+bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learning $(ARGS)
 
 lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,19 @@ class Places:
     output: Path
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the seeds that are missing and print the table; status 1 if a seed failed, 2 for bad input."""
+RunSeed = Callable[[Study, int, Places], int]
+"""Runs one seed to its line in the output; returns its exit status."""
+
+
+def main(arguments: Sequence[str] | None = None, *, run_seed: RunSeed | None = None) -> int:
+    """Run the seeds that are missing and print the table; status 1 if a seed failed, 2 for bad input.
+
+    Args:
+        run_seed: None runs each in a process of its own.
+    """
     options = _parser().parse_args(arguments)
     try:
-        return _run(options)
+        return _run(options, run_seed or _run_in_process)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -55,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, run_seed: RunSeed) -> int:
     study = Study(
         recipe=options.recipe,
         workload=Workload(options.workload),
@@ -73,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         f"{study.recipe}, {study.workload.value}: k = {study.k} is fixed, no sweep is run; results in {places.output}"
     )
     print(f"seeds finished before: {sorted(done) or 'none'}, to run: {todo or 'none'}, {options.parallel} at once")
-    failed = _run_all(study, todo, places, cores=cores)
+    failed = _run_all(lambda seed: run_seed(study, seed, places), todo, cores=cores)
     results = finished(places.output, study, seeds)
     commits = ", ".join(sorted({result.commit for result in results.values()}))
     types = ", ".join(sorted({result.dtype for result in results.values()}))
@@ -96,7 +104,7 @@ def _cores(parallel: int, *, pin: bool) -> list[int | None]:
     return list(allowed[:parallel])
 
 
-def _run_all(study: Study, seeds: Sequence[int], places: Places, *, cores: Sequence[int | None]) -> list[int]:
+def _run_all(run_seed: Callable[[int], int], seeds: Sequence[int], *, cores: Sequence[int | None]) -> list[int]:
     """Run `seeds`, one at a time on each of `cores`; returns those that failed, which stop no others."""
     free: SimpleQueue[int | None] = SimpleQueue()
     for core in cores:
@@ -109,11 +117,11 @@ def _run_all(study: Study, seeds: Sequence[int], places: Places, *, cores: Seque
             os.sched_setaffinity(0, {core})
 
     with ThreadPoolExecutor(len(cores), initializer=take_core) as pool:
-        statuses = pool.map(lambda seed: _run_one(study, seed, places), seeds)
+        statuses = pool.map(run_seed, seeds)
         return [seed for seed, status in zip(seeds, statuses, strict=True) if status]
 
 
-def _run_one(study: Study, seed: int, places: Places) -> int:
+def _run_in_process(study: Study, seed: int, places: Places) -> int:
     """One seed in its own process; what it logs goes to a file beside its run root."""
     places.root.mkdir(parents=True, exist_ok=True)
     log = places.root / f"seed-{seed}.log"

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import main
+from benchmarks.learning import Places, main
 from benchmarks.study import SeedResult, Study, append
 from slipstream.types import Workload
 from tests.unit.benchmarks.test_study import result
@@ -20,26 +22,65 @@ def kept(root: Path, *seeds: int) -> list[SeedResult]:
     return results
 
 
+@dataclass
+class Runner:
+    """Notes each seed and the cores it may use, and leaves a result unless it shall fail."""
+
+    failing: int | None = None
+    seeds: list[int] = field(default_factory=list)
+    cores: list[set[int]] = field(default_factory=list)
+
+    def __call__(self, study: Study, seed: int, places: Places) -> int:
+        self.seeds.append(seed)
+        self.cores.append(os.sched_getaffinity(0))
+        if seed == self.failing:
+            return 1
+        append(result(seed, study=study), places.output)
+        return 0
+
+
 def test_seeds_that_are_finished_are_shown_and_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept(tmp_path, 0, 1)
+    kept(tmp_path, 1)
+    runner = Runner()
 
-    assert main([*ASKED, "--root", str(tmp_path)]) == 0
+    assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 0
+    assert runner.seeds == [0]
+    assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 0
+    assert runner.seeds == [0]
 
-    output = capsys.readouterr().out
-    assert "to run: none" in output
-    assert "2 of 2 seeds gain" in output
-    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+    assert "2 of 2 seeds gain" in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_a_seed_that_fails_stops_no_other_and_shows_in_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(failing=0)
+
+    assert main([*ASKED, "--root", str(tmp_path)], run_seed=runner) == 1
+
+    assert runner.seeds == [0, 1]
+    assert "1 of 1 seeds gain" in capsys.readouterr().out
+
+
+def test_a_pinned_seed_gets_one_core_and_the_caller_keeps_its_own(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    runner = Runner()
+
+    assert main([*ASKED, "--root", str(tmp_path), "--pin"], run_seed=runner) == 0
+
+    assert runner.cores == [{min(before)}] * 2
+    assert os.sched_getaffinity(0) == before
 
 
 def test_two_seeds_at_once_need_cores_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "2"]) == 2
+    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "2"], run_seed=Runner()) == 2
 
     assert "--parallel must be 1 without --pin, got 2" in capsys.readouterr().err
 
 
 def test_more_seeds_at_once_than_cores_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "4096", "--pin"]) == 2
+    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "4096", "--pin"], run_seed=Runner()) == 2
 
     assert "--parallel must be at most the" in capsys.readouterr().err
