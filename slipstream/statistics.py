@@ -57,7 +57,7 @@ def bootstrap_ratio(
     Args:
         baseline_N: positive; seconds of the slower arm make the ratio a speedup.
         paired: entry i of both belongs to the same step, so both are resampled with the same indices and what
-            the step has in common (its prompts, the machine's mood) cancels.
+            the step has in common (its prompts, how busy the machine is) cancels.
     Raises:
         ValueError: an arm is empty, a candidate is not positive, or `paired` with N != M.
     Source:

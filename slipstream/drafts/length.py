@@ -1,7 +1,7 @@
 """Draft length by measured time: time decides, acceptance only explains.
 
 Engines with different draft lengths k, and one without a draft, generate the same prompts in turn: round by round, each
-round in another order. Whatever the machine's mood is in a round falls on all of them, so a round gives one speedup
+round in another order. However busy the machine is in a round, all of them feel it, so a round gives one speedup
 for each k, and k is judged by the median of these. As in training a batch is a few prompts with a group of rollouts
 each; every round takes the next prompts.
 """

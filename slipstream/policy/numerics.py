@@ -7,6 +7,7 @@ so the answer comes from a measurement of some milliseconds, and the flags stand
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,10 @@ def choose_dtype(
         product_ms: milliseconds of one product in a type; None measures on this machine.
     """
     timed = product_ms or _product_ms
+    ms = dict.fromkeys(_CANDIDATES, math.inf)
     with _threads(num_threads):
-        ms = {dtype: timed(of_torch) for dtype, of_torch in _CANDIDATES.items()}
+        for _ in range(_NUM_REPEATS):  # in turn, and the least counts: whatever else the machine does only adds
+            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in _CANDIDATES.items()}
     chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
     return NumericsRecord(
         dtype=chosen,
@@ -55,23 +58,26 @@ def capabilities() -> tuple[str, ...]:
     found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if torch.backends.mkldnn.is_available():
         found.append(f"oneDNN bfloat16 {'yes' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'no'}")
+    return (*found, platform.machine(), *processor_flags())
+
+
+def processor_flags() -> tuple[str, ...]:
+    """The processor's own flags, as Linux gives them, as far as they matter here; none on another system."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
-    return (*found, platform.machine(), *(flag for flag in _FLAGS if flag in flags))
+    return tuple(flag for flag in _FLAGS if flag in flags)
 
 
 def _product_ms(dtype: torch.dtype) -> float:
-    """Median over some products, after one that pays for what is set up on first use."""
+    """One product, after another that pays for what is set up on first use."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.ones(_ROWS, _INNER, dtype=dtype, device=device)
     weight = torch.ones(_INNER, _OUTER, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(_NUM_REPEATS + 1):
-        start = time.perf_counter()
-        product = x @ weight
-        float(product[0, 0])  # waits for a device that computes on its own
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds[1:])[_NUM_REPEATS // 2] * _MS
+    float((x @ weight)[0, 0])
+    start = time.perf_counter()
+    product = x @ weight
+    float(product[0, 0])  # waits for a device that computes on its own
+    return (time.perf_counter() - start) * _MS
 
 
 @contextmanager

@@ -227,9 +227,6 @@ class VllmEngine:
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )
 
-    def close(self) -> None:
-        """Nothing to do: memory goes with the process, and vLLM cannot be restarted in one."""
-
     def _params(self, sampling: SamplingConfig) -> Any:
         from vllm import SamplingParams
 

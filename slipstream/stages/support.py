@@ -176,5 +176,8 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """In words."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    """This machine's processor and system, with the flags that decide how fast it multiplies."""
+    from slipstream.policy.numerics import processor_flags
+
+    flags = " ".join(processor_flags())
+    return f"{platform.machine()}, {os.cpu_count()} cores{f' ({flags})' if flags else ''}, {platform.system()}"

@@ -27,7 +27,9 @@ from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(max_model_len=400, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.25)
+ENGINE = EngineConfig(
+    max_model_len=400, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.25
+)
 SAMPLING = SamplingConfig(max_response_tokens=48)
 # Three blocks of the prefix cache are 384 tokens on a CPU. With a draft the last cached one is computed again, so
 # prompts of less than two are never read from the cache.

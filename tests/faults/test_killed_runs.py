@@ -23,7 +23,14 @@ SMALL = {
     "sampling": {"max_response_tokens": 16},
     "evaluation": {"max_response_tokens": 16},
     "tuning": {"candidate_ks": [0, 2]},
-    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_kept_idle": 1, "num_threads": 1},
+    "engine": {
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "kv_cache_gib": 0.1,
+        "dtype": "float32",
+        "num_kept_idle": 1,
+        "num_threads": 1,
+    },
     "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
     "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
 }

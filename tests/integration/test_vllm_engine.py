@@ -15,7 +15,9 @@ from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1)
+ENGINE = EngineConfig(
+    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
+)
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
