@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunContext:
-    """One workflow execution. Flat strings only, so that it travels between tasks as it is.
+    """One workflow execution. Flat values only, so that it travels between tasks as it is.
 
     `root` must be storage that every task of the execution sees (a shared file system on a cluster): checkpoints
     and the tracking spool lie there, and a retried task finds them by `execution` and its own name.
@@ -18,10 +18,13 @@ class RunContext:
     root: str
     experiment: str
     workload: str
+    reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
 
     def directory(self, node: str) -> Path:
         """Where the task `node` keeps what must outlive an attempt."""
         path = Path(self.root) / self.execution / node
+        if path.is_symlink() and not path.exists():
+            path.unlink()  # to an entry of the store that somebody removed
         path.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -67,6 +67,12 @@ def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, direc
     """
     with Verifier(recipe.reward) as verifier:
         sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
+    require_prompts(recipe, sets)
+    return sets
+
+
+def require_prompts(recipe: Recipe, sets: PromptSets) -> None:
+    """Refuse prompt sets that are too small for what the recipe's stages take from them."""
     require_sizes(
         sets,
         draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
@@ -77,7 +83,6 @@ def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, direc
         num_repeated_prompts=recipe.losslessness.num_repeated_prompts,
         num_greedy_prompts=recipe.losslessness.num_greedy_prompts,
     )
-    return sets
 
 
 @contextmanager
