@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+
+EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
+"""Environment variable that names a local execution before it starts."""
+
+
+def new_execution(recipe: str) -> str:
+    """A name for a local execution: the recipe's and the time."""
+    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+
+
+def recorded_recipe(root: Path, execution: str) -> Path:
+    """Where an execution keeps the whole recipe that it was started with."""
+    return root / execution / "start_run" / "recipe.yaml"
+
+
+def is_finished(root: Path, execution: str) -> bool:
+    """Whether an execution came to its report."""
+    return (root / execution / "report_speedup" / "report.json").is_file()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
     if done is not None:
         return done / "policy"
     words = data / "tokenizer"
-    _prepare(context, recipe, lambda directory, log: train_from_scratch(recipe, directory, tokenizer_dir=words, log=log))
+    _prepare(
+        context, recipe, lambda directory, log: train_from_scratch(recipe, directory, tokenizer_dir=words, log=log)
+    )
     return publish(context, _NODE, key) / "policy"
 
 
@@ -68,9 +70,7 @@ def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetri
     return directory
 
 
-def train_from_scratch(
-    recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics
-) -> PolicyRecord:
+def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics) -> PolicyRecord:
     """Train the recipe's own policy on its synthetic corpus and write it in HF format, with its tokenizer.
 
     Args:
