@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream import logs
 
@@ -22,7 +23,7 @@ _BAR_WIDTH = 24
 
 @dataclass
 class Pace:
-    """Rate over the last half minute, so that a slow first step does not spoil the time left for good."""
+    """Rate over the last half minute. It starts with the first step, which pays for what is started on first use."""
 
     window_s: float = _WINDOW_S
     _points: deque[tuple[float, int]] = field(default_factory=deque)  # (time in s, how many are done)
@@ -60,7 +61,6 @@ class Progress:
         self._done = done
         self._show, self._log, self._now_s = show, log, now_s
         self._pace = Pace()
-        self._pace.add(now_s(), done)
         self._due_s = now_s()  # the first step shows at once
         if show is not None:
             show(self.bar(""))
@@ -128,14 +128,14 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
         in_log: False where the caller writes a line of its own for each step: only a terminal gets a bar.
     """
     handler = logs.status_handler()
-    show = None
-    if handler is not None:
-
-        def show(status: str) -> None:
-            handler.show(status[: shutil.get_terminal_size().columns - 1])
-
+    show = None if handler is None else partial(_show, handler)
     bar = Progress(task, total=total, unit=unit, done=done, show=show, log=logger.info if in_log else None)
     try:
         yield bar
     finally:
         bar.close()
+
+
+def _show(handler: logs.StatusHandler, status: str) -> None:
+    """Within one line: a terminal cannot rewrite two."""
+    handler.show(status[: shutil.get_terminal_size().columns - 1])

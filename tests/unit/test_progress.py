@@ -69,17 +69,21 @@ def test_a_terminal_is_redrawn_at_most_five_times_a_second_and_at_the_end(clock:
     bar.close()
     assert lines == []
     assert shown[0] == "train [........................] step 0/100"
-    assert shown[1] == "train [........................] step 1/100, 16 steps/s, 0:06 left"
+    assert shown[1] == "train [........................] step 1/100"
+    assert shown[2] == "train [#.......................] step 5/100, 16 steps/s, 0:06 left"
     assert shown[-2:] == ["train [########################] step 100/100, 16 steps/s", ""]
     assert len(shown) == 1 + 25 + 1 + 1  # at the start, every fourth step, the last one, and the line set free
 
 
 def test_resumed_work_counts_from_where_it_goes_on_and_its_rate_from_now(clock: Clock) -> None:
     bar = Progress("train", total=12, unit="step", done=8, now_s=clock)
+    clock.s += 100.0  # the first step starts processes: no rate yet
+    bar.advance()
+    assert bar.line("") == "train: step 9/12"
     clock.s += 4.0
     bar.advance()
-    assert bar.line("") == "train: step 9/12, 4 s/step, 0:12 left"
-    assert bar.left() == "0:12 left"
+    assert bar.line("") == "train: step 10/12, 4 s/step, 0:08 left"
+    assert bar.left() == "0:08 left"
 
 
 def test_durations_read_as_a_clock() -> None:
