@@ -170,4 +170,7 @@ def _last_words(launch: Launch, root: Path, outcome: Outcome) -> str:
 def _slipstream() -> list[str]:
     """The command as it can be typed."""
     script = Path(sys.executable).with_name("slipstream")
-    return [os.path.relpath(script)] if script.is_file() else [sys.executable, "-m", "slipstream.cli"]
+    if not script.is_file():
+        return [sys.executable, "-m", "slipstream.cli"]
+    is_below = script.is_relative_to(Path.cwd())
+    return [str(script.relative_to(Path.cwd()) if is_below else script)]
