@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import logs
+from slipstream import demo, logs
 from slipstream.config import ConfigError
 from slipstream.data.config import SYNTHETIC
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import RunRecord, read_record
 from slipstream.simulator import cli as simulator
 from slipstream.types import Workload
-
-_REPOSITORY = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PYTHONDONTWRITEBYTECODE": "",  # each process of a run would compile all its imports again: scripts/env
-    "PYTHONWARNINGS": "ignore",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,13 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream", description="Speculative rollouts for RL post-training.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
-    demo.add_argument("--recipe", default="tiny")
-    demo.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
-    demo.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--run-root", default="runs")
-    demo.set_defaults(run=_demo)
+    chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
+    chain.add_argument("--recipe", default="tiny")
+    chain.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
+    chain.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
+    chain.add_argument("--seed", type=int, default=0)
+    chain.add_argument("--run-root", default="runs")
+    chain.add_argument(
+        "--resume",
+        nargs="?",
+        const=demo.LATEST,
+        metavar="EXECUTION",
+        help="go on where an execution was cut off, with its own recipe; default: the latest without a report",
+    )
+    chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
+    chain.set_defaults(run=_demo)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.set_defaults(run=_check)
@@ -64,22 +58,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace) -> int:
     """The same as `pyflyte run workflows/speculative_rl.py speculative_rl --recipe tiny`, then the table."""
-    load_recipe(options.recipe, workload=Workload(options.workload))
     root = Path(options.run_root).resolve()
-    command = [
-        str(Path(sys.executable).with_name("pyflyte")),
-        "run",
-        "workflows/speculative_rl.py",
-        "speculative_rl",
-        *("--recipe", options.recipe),
-        *("--workload", options.workload),
-        *("--num_steps", str(options.num_steps)),
-        *("--seed", str(options.seed)),
-        *("--run_root", str(root)),
-    ]
-    path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path}
-    status = subprocess.run(command, cwd=_REPOSITORY, env=environment, check=False).returncode
+    if options.resume is not None:
+        launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
+    else:
+        launch = demo.started(
+            options.recipe,
+            Workload(options.workload),
+            num_steps=options.num_steps,
+            seed=options.seed,
+            reuse_stored=not options.fresh,
+        )
+    status = demo.run(launch, root)
     if status == 0:
         _show(root)
     return status

@@ -23,6 +23,7 @@ from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.records import write_atomic
 from slipstream.refit.config import RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -167,6 +168,26 @@ def load_recipe(name: str, *, workload: Workload | None = None, overrides: Mappi
 
 def write_recipe(recipe: Recipe, path: Path) -> Path:
     """Write the whole recipe, defaults included: what `load_recipe` reads back to an equal one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False))
+    write_atomic(path, yaml.safe_dump(to_mapping(recipe), sort_keys=False).encode())
     return path
+
+
+def difference(recipe: Recipe, other: Recipe) -> tuple[str, Any, Any] | None:
+    """The first field that two recipes do not share, and both its values; None if they are the same experiment.
+
+    Where a run is tracked is no part of it.
+    """
+    ours, theirs = _leaves(to_mapping(recipe)), _leaves(to_mapping(other))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if not name.startswith("tracking.") and ours.get(name) != theirs.get(name):
+            return name, ours.get(name), theirs.get(name)
+    return None
+
+
+def _leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Every value under its dotted name."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else key
+        leaves |= _leaves(value, name) if isinstance(value, Mapping) else {name: value}
+    return leaves

@@ -46,14 +46,8 @@ def certify_draft(
 ) -> FlyteDirectory:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
-    directory = stage.certify_losslessness(
-        context,
-        load_recipe(str(recipe)),
-        policy=Path(policy),
-        trained=Path(policy),
-        data=Path(data),
-        draft=Path(draft),
-        k=k,
+    directory = stage.certify_alone(
+        context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
     )
     return FlyteDirectory(str(directory))
 

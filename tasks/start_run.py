@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from flytekit.types.file import FlyteFile
 
 from slipstream import logs
 from slipstream.stages import start_run as stage
-from slipstream.stages.context import RunContext
+from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
 from slipstream.types import Workload
 from tasks.resources import IMAGE, SMALL
 
@@ -26,19 +26,33 @@ class StartedRun(NamedTuple):
 
 
 @task(container_image=IMAGE, requests=SMALL)
-def start_run(recipe: str, workload: Workload, num_steps: int, seed: int, run_root: str) -> StartedRun:
+def start_run(
+    recipe: str,
+    workload: Workload,
+    num_steps: int,
+    seed: int,
+    run_root: str,
+    resume_execution: str,
+    reuse_stored: bool,
+) -> StartedRun:
     """Raises before anything expensive starts if the recipe breaks a rule. `num_steps` 0 keeps the recipe's."""
     logs.configure()
     overrides = {"grpo": {"seed": seed, **({"num_steps": num_steps} if num_steps else {})}}
     context, resolved = stage.start_run(
-        recipe, workload=workload, root=Path(run_root), execution=_execution(recipe), overrides=overrides
+        recipe,
+        workload=workload,
+        root=Path(run_root),
+        execution=resume_execution or _execution(recipe),
+        overrides=overrides,
+        resume=bool(resume_execution),
+        reuse_stored=reuse_stored,
     )
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 
 
 def _execution(recipe: str) -> str:
-    """The platform's name of the execution; on a laptop the recipe's name and the time."""
+    """The platform's name of the execution; on a laptop `slipstream demo`'s, else one of recipe and time."""
     execution = current_context().execution_id
     if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:
         return execution.name
-    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+    return os.environ.get(EXECUTION_VARIABLE) or new_execution(recipe)

@@ -31,7 +31,15 @@ def certify(
         draft: EAGLE-3 draft as vLLM loads it.
         recipe: engine and sampling settings, prompts, and the certificate's size.
     """
-    run = start_run(recipe=recipe, workload=workload, num_steps=0, seed=seed, run_root=run_root)
+    run = start_run(
+        recipe=recipe,
+        workload=workload,
+        num_steps=0,
+        seed=seed,
+        run_root=run_root,
+        resume_execution="",
+        reuse_stored=True,
+    )
     data = prepare_data_for(context=run.context, recipe=run.recipe, policy=policy)
     certificate = certify_draft(
         context=run.context, recipe=run.recipe, policy=policy, data=data, draft=draft, k=num_speculative_tokens

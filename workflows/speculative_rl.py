@@ -28,6 +28,8 @@ def speculative_rl(
     num_steps: int = 0,
     seed: int = 0,
     run_root: str = "runs",
+    resume_execution: str = "",
+    reuse_stored: bool = True,
 ) -> FlyteDirectory:
     """Train the same recipe with and without speculation, prove that it changes no distribution, report the speedup.
 
@@ -37,8 +39,20 @@ def speculative_rl(
         num_steps: GRPO steps of each arm; 0 keeps the recipe's.
         seed: of prompts, sampling and training; both arms share it.
         run_root: directory that every task sees; checkpoints and the tracking spool lie there.
+        resume_execution: name of an execution under run_root to go on with: what it finished is not done again, and
+            a recipe other than the one that it was started with is refused. Empty starts a new one.
+        reuse_stored: take data, policy and draft from run_root/store where an earlier execution made them from the
+            same sections of the recipe. Nothing that is measured is ever taken from there.
     """
-    run = start_run(recipe=recipe, workload=workload, num_steps=num_steps, seed=seed, run_root=run_root)
+    run = start_run(
+        recipe=recipe,
+        workload=workload,
+        num_steps=num_steps,
+        seed=seed,
+        run_root=run_root,
+        resume_execution=resume_execution,
+        reuse_stored=reuse_stored,
+    )
     data = prepare_data(context=run.context, recipe=run.recipe)
     policy = prepare_policy(context=run.context, recipe=run.recipe, data=data)
     draft = pretrain_draft(context=run.context, recipe=run.recipe, policy=policy, data=data)

@@ -62,14 +62,16 @@ def sweep(
     sampling: SamplingConfig,
     seed: int,
     group_size: int = 1,
-    on_point: Callable[[SweepPoint], None] = lambda point: None,
+    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
+    on_generated: Callable[[], None] = lambda: None,
 ) -> tuple[SweepPoint, ...]:
     """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
 
     Args:
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
-        on_point: told each point as soon as it is known.
+        on_points: told the points of a batch size as soon as they are known.
+        on_generated: told each of the `num_generations` that are measured when it is done.
     Returns:
         By k, then by batch size.
     Raises:
@@ -92,19 +94,24 @@ def sweep(
 
     with ExitStack() as outer:
         baseline = start([0], outer)
-        speculating = [k for k in config.candidate_ks if k]
-        for ks in _chunks(speculating, config.max_live_engines - 1):
+        for ks in _chunks(config):
             with ExitStack() as inner:
                 engines = {**baseline, **start(ks, inner)}
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
-                    results = _rounds(engines, batches, sampling, group_size, seed)
+                    results = _rounds(engines, batches, sampling, group_size, seed, on_generated)
                     baselines[batch] += results[0]
-                    for k in ks:
-                        points.append(_point(k, batch, results[k], results[0]))
-                        on_point(points[-1])
+                    known = [_point(k, batch, results[k], results[0]) for k in ks]
+                    points += known
+                    on_points(known)
     points += [_point(0, batch, results, results) for batch, results in baselines.items()]
     return tuple(sorted(points, key=lambda point: (point.k, point.batch)))
+
+
+def num_generations(config: TuningConfig) -> int:
+    """How many generations a sweep measures."""
+    engines = sum(1 + len(ks) for ks in _chunks(config))  # k=0 again beside each group of others
+    return engines * len(config.batch_sizes) * config.num_repeats
 
 
 def choose(points: Sequence[SweepPoint], *, config: TuningConfig, batch: int) -> TuningRecord:
@@ -149,7 +156,9 @@ def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prom
     return [[prompts[(i * size + j) % len(prompts)] for j in range(size)] for i in range(count)]
 
 
-def _chunks(ks: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
+    """The k > 0 that live at once, beside k=0."""
+    ks, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     for start in range(0, len(ks), size):
         yield ks[start : start + size]
 
@@ -160,6 +169,7 @@ def _rounds(
     sampling: SamplingConfig,
     group_size: int,
     seed: int,
+    on_generated: Callable[[], None],
 ) -> dict[int, list[GenerationResult]]:
     """By k what its engine made of each batch; every round starts with another engine."""
     results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
@@ -170,6 +180,7 @@ def _rounds(
             results[k].append(
                 engines[k].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
             )
+            on_generated()
     return results
 
 

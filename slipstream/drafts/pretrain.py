@@ -22,6 +22,7 @@ from slipstream.types import Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+_LOSSES = "losses.json"
 _SEED_OFFSET = 7919  # draft responses and training rollouts must not share engine seeds
 
 
@@ -113,7 +114,7 @@ def train_draft(
     on_step: Callable[[int, float], None],
 ) -> list[float]:
     """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step."""
-    progress = checkpoint / "losses.json"
+    progress = checkpoint / _LOSSES
     losses: list[float] = []
     if progress.is_file():
         losses = json.loads(progress.read_text())
@@ -130,6 +131,12 @@ def train_draft(
             learner.save_draft_checkpoint(checkpoint / f"step-{len(losses)}")
             write_atomic(progress, json.dumps(losses).encode())
     return losses
+
+
+def num_done(checkpoint: Path) -> int:
+    """How many steps an earlier attempt left in `checkpoint`."""
+    progress = checkpoint / _LOSSES
+    return len(json.loads(progress.read_text())) if progress.is_file() else 0
 
 
 def _join(groups: Sequence[RolloutGroup]) -> Responses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,11 +53,13 @@ def draw(
     sampling: SamplingConfig,
     batch: int,
     seed: int,
+    on_drawn: Callable[[int], None] = lambda num_tokens: None,
 ) -> Sample:
     """Draw what the certificate needs from one engine.
 
     Args:
         batch: responses at a time: as many as in training, for the best draft length depends on it.
+        on_drawn: told the number of tokens of each batch.
     """
     require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
     traces: list[Trace] = []
@@ -68,7 +70,9 @@ def draw(
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
         drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + call)
         traces += drawn
-        num_tokens += sum(len(trace.token_ids) for trace in drawn)
+        num_drawn = sum(len(trace.token_ids) for trace in drawn)
+        num_tokens += num_drawn
+        on_drawn(num_drawn)
     repeated = prompts[: config.num_repeated_prompts]
     pairs = engine.trace(
         repeated, sampling=replace(sampling, max_response_tokens=2), group_size=config.num_repeats, seed=seed

@@ -43,6 +43,12 @@ def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) 
     tokenizer.save_pretrained(str(directory))
 
 
+def config_files(model: str) -> list[Path]:
+    """The small files of a local directory or hub id: configs and tokenizer."""
+    source = _locate(model, _CONFIG_FILES)
+    return sorted({path for pattern in _CONFIG_FILES for path in source.glob(pattern)})
+
+
 def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord:
     """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,7 +45,18 @@ class Snapshot:
 def transfer_directory() -> Path:
     """A fresh directory for snapshots, in memory where the host has such a file system. The caller removes it."""
     where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="slipstream-refit-", dir=where))
+    return Path(tempfile.mkdtemp(prefix=_transfer_prefix(os.getpid()), dir=where))
+
+
+def discard_transfers(pid: int) -> None:
+    """Remove the transfer directories of a process that was killed and could not do it itself."""
+    if _SHARED_MEMORY.is_dir():
+        for directory in _SHARED_MEMORY.glob(f"{_transfer_prefix(pid)}*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _transfer_prefix(pid: int) -> str:
+    return f"slipstream-refit-{pid}-"
 
 
 class SnapshotWriter:

@@ -10,16 +10,20 @@ from pathlib import Path
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import draft_model, recipe_engine, settled, tracked, versions
+from slipstream.stages.store import finished
+from slipstream.stages.support import draft_model, end_execution, recipe_engine, settled, tracked, versions
 from slipstream.types import Dtype
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
+
+_NODE = "certify_losslessness"
 
 
 class LosslessnessError(RuntimeError):
@@ -41,22 +45,39 @@ def certify_losslessness(
     """
     from slipstream.drafts.checks import check_draft
 
+    done = finished(context, _NODE, "certificate.json")
+    if done is not None:
+        return done
     recipe = settled(context, recipe)
-    directory = context.directory("certify_losslessness")
+    directory = context.directory(_NODE)
     check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
     prompts = read_prompt_sets(data).train
     config, sampling = recipe.losslessness, recipe.sampling
     batch = min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size)
     started_s = time.perf_counter()
     connect()
-    with tracked(context, recipe, "certify_losslessness", {"k": str(k)}) as tracker:
+    with tracked(context, recipe, _NODE, {"k": str(k)}) as tracker:
         samples: list[Sample] = []
         for num_tokens, start in ((k, policy), (0, trained)):
-            with recipe_engine(recipe, start, draft, num_tokens) as engine:
+            with (
+                recipe_engine(recipe, start, draft, num_tokens) as engine,
+                progress(f"{_NODE} k={num_tokens}", total=config.num_tokens, unit="token") as bar,
+            ):
                 engine.refit(trained, policy_version=recipe.grpo.num_steps)
                 seed = config.seed + len(samples) * config.num_tokens  # engines must not share their randomness
-                samples.append(draw(engine, prompts, config=config, sampling=sampling, batch=batch, seed=seed))
+                samples.append(
+                    draw(
+                        engine,
+                        prompts,
+                        config=config,
+                        sampling=sampling,
+                        batch=batch,
+                        seed=seed,
+                        on_drawn=bar.advance,
+                    )
+                )
             logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
+        logger.info("certify_losslessness: the learner judges %d responses", sum(len(s.traces) for s in samples))
         with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
             learner.load(trained, None)
             record = certify(
@@ -73,12 +94,19 @@ def certify_losslessness(
                 ),
                 started_s=started_s,
             )
-        tracker.log_artifact(write_record(record, directory / "certificate.json"))
         tracker.set_tags({"losslessness": record.verdict})
         tracker.log({"time/certify_s": record.elapsed_s, "losslessness/num_tokens": record.num_tokens})
         for power in record.detectable:
             tracker.log({f"losslessness/detectable_{power.alternative}": power.detectable_total_variation})
+        tracker.log_artifact(write_record(record, directory / "certificate.json"))
     logger.info("certify_losslessness: %s: %s", record.verdict, record.reason)
+    return directory
+
+
+def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:
+    """Certify `draft` for a policy that was not trained; the execution's run ends with it."""
+    directory = certify_losslessness(context, recipe, policy=policy, trained=policy, data=data, draft=draft, k=k)
+    end_execution(context, recipe, read_record(CertificateRecord, directory / "certificate.json"))
     return directory
 
 

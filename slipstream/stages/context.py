@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+
+EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
+"""Environment variable that names a local execution before it starts."""
+
+
+def new_execution(recipe: str) -> str:
+    """A name for a local execution: the recipe's and the time."""
+    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+
+
+def recorded_recipe(root: Path, execution: str) -> Path:
+    """Where an execution keeps the whole recipe that it was started with."""
+    return root / execution / "start_run" / "recipe.yaml"
+
+
+def is_finished(root: Path, execution: str) -> bool:
+    """Whether an execution came to its report."""
+    return (root / execution / "report_speedup" / "report.json").is_file()
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One workflow execution. Flat strings only, so that it travels between tasks as it is.
+    """One workflow execution. Flat values only, so that it travels between tasks as it is.
 
     `root` must be storage that every task of the execution sees (a shared file system on a cluster): checkpoints
     and the tracking spool lie there, and a retried task finds them by `execution` and its own name.
@@ -18,10 +37,13 @@ class RunContext:
     root: str
     experiment: str
     workload: str
+    reuse_stored: bool = True  # take data, policy and draft that an earlier execution made alike
 
     def directory(self, node: str) -> Path:
         """Where the task `node` keeps what must outlive an attempt."""
         path = Path(self.root) / self.execution / node
+        if path.is_symlink() and not path.exists():
+            path.unlink()  # to an entry of the store that somebody removed
         path.mkdir(parents=True, exist_ok=True)
         return path
 

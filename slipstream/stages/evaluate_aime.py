@@ -11,6 +11,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
+from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer, tracked
 from slipstream.workers.engines import start_engine
 from slipstream.workers.session import connect
@@ -20,10 +21,20 @@ logger = logging.getLogger(__name__)
 
 def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Path, model: Path) -> Path:
     """Accuracy of the policy in `model` on the validation problems; a directory with evaluation.json."""
-    recipe = settled(context, recipe)
     node = f"evaluate_aime_{policy}"
+    done = finished(context, node, "evaluation.json")
+    if done is not None:
+        return done
+    recipe = settled(context, recipe)
     directory = context.directory(node)
     prompts = read_prompt_sets(data).validation
+    logger.info(
+        "%s: %d problems, %d samples each and up to %d tokens long, in one call",
+        node,
+        len(prompts),
+        recipe.evaluation.num_samples_per_problem,
+        recipe.evaluation.max_response_tokens,
+    )
     connect()
     with tracked(context, recipe, node, {"policy": policy}) as tracker:
         with (
@@ -39,7 +50,6 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
                 policy=policy,
                 seed=recipe.grpo.seed,
             )
-        write_record(record, directory / "evaluation.json")
         tracker.log(
             {
                 f"aime24/avg_at_{record.k}": record.avg_at_k,
@@ -48,5 +58,6 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
                 "aime24/num_timeouts": record.num_timeouts,
             }
         )
+        write_record(record, directory / "evaluation.json")
     logger.info("evaluate_aime: %s avg@%d %.3f", policy, record.k, record.avg_at_k)
     return directory

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from slipstream.data.prompts import write_prompt_sets
+from slipstream.data.prompts import read_prompt_sets, write_prompt_sets
 from slipstream.policy.source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import policy_needs, recipe_prompt_sets, tokenizer, tracked
+from slipstream.stages.keys import data_key
+from slipstream.stages.store import kept, publish
+from slipstream.stages.support import policy_needs, recipe_prompt_sets, require_prompts, tokenizer, tracked
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,11 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
     Args:
         policy: a model directory whose tokenizer is taken; None takes that of the recipe's policy.
     """
+    key = data_key(recipe, policy=policy)
+    done = kept(context, recipe, "prepare_data", key)
+    if done is not None:
+        require_prompts(recipe, read_prompt_sets(done))
+        return done
     directory = context.directory("prepare_data")
     with tracked(context, recipe, "prepare_data") as tracker:
         if policy is None:
@@ -33,4 +40,4 @@ def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = N
         tracker.log_artifact(directory / "manifest.json")
         for record in sets.records:
             logger.info("prepare_data: %s read %d, kept %d", record.name, record.num_read, record.num_kept)
-    return directory
+    return publish(context, "prepare_data", key)

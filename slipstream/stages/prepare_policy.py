@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,13 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy.config import SCRATCH
 from slipstream.policy.pretrain import pretrain
 from slipstream.policy.source import resolve
+from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import PolicyRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import numerics, policy_needs, settled, tokenizer, tracked
+from slipstream.stages.keys import data_identity, policy_key
+from slipstream.stages.store import kept, publish
+from slipstream.stages.support import policy_needs, settled, tokenizer, tracked
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY_STEPS = 25
+LogMetrics = Callable[[Mapping[str, float], int], None]
+_NODE = "prepare_policy"
 
 
 def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
@@ -35,23 +39,26 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
     Args:
         data: what `prepare_data` wrote: the recipe's own policy takes its tokenizer from there.
     """
-    recipe_as_given, recipe = recipe, settled(context, recipe)
-    directory = context.directory("prepare_policy") / "policy"
-    with tracked(context, recipe, "prepare_policy") as tracker:
+    recipe = settled(context, recipe)
+    if recipe.policy.scratch is None:  # links to files that are there: nothing worth keeping
+        return _prepare(context, recipe, lambda directory, _: resolve(recipe.policy, policy_needs(recipe), directory))
+    key = policy_key(recipe, data=data_identity(data))
+    done = kept(context, recipe, _NODE, key)
+    if done is not None:
+        return done / "policy"
+    words = data / "tokenizer"
+    _prepare(
+        context, recipe, lambda directory, log: train_from_scratch(recipe, directory, tokenizer_dir=words, log=log)
+    )
+    return publish(context, _NODE, key) / "policy"
 
-        def on_step(step: int, loss: float) -> None:
-            tracker.log({"pretrain/loss": loss}, step)
-            if step % _LOG_EVERY_STEPS == 0:
-                logger.info("prepare_policy: step %d, loss %.3f", step, loss)
 
-        if recipe.policy.scratch is None:
-            record = resolve(recipe.policy, policy_needs(recipe), directory)
-        else:
-            record = train_from_scratch(recipe, directory, tokenizer_dir=data / "tokenizer", on_step=on_step)
+def _prepare(context: RunContext, recipe: Recipe, make: Callable[[Path, LogMetrics], PolicyRecord]) -> Path:
+    """Make the policy in the execution's own directory, and its record beside it."""
+    directory = context.directory(_NODE) / "policy"
+    with tracked(context, recipe, _NODE) as tracker:
+        record = make(directory, tracker.log)
         write_record(record, directory / "policy.json")
-        measured = numerics(context, recipe_as_given)
-        if measured is not None:
-            tracker.log_params({"dtype": measured.dtype, "dtype_reason": measured.reason})
         tracker.log_params({"num_parameters": record.num_parameters, "model": record.model})
         tracker.log({"time/prepare_policy_s": record.elapsed_s})
     logger.info(
@@ -63,17 +70,29 @@ def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
     return directory
 
 
-def train_from_scratch(
-    recipe: Recipe, directory: Path, *, tokenizer_dir: Path, on_step: Callable[[int, float], None]
-) -> PolicyRecord:
-    """Train the recipe's own policy on its synthetic corpus and write it in HF format, with its tokenizer."""
+def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, log: LogMetrics) -> PolicyRecord:
+    """Train the recipe's own policy on its synthetic corpus and write it in HF format, with its tokenizer.
+
+    Args:
+        log: gets the loss of each step.
+    """
     scratch = recipe.policy.scratch
     assert scratch is not None, "the recipe's own policy has an architecture"
     start = time.perf_counter()
     words = tokenizer(tokenizer_dir)
     assert isinstance(words.eos_token_id, int)
+    logger.info(
+        "prepare_policy: trains the policy, %d steps of %d tokens; its processes start first, which takes a while",
+        scratch.num_steps,
+        scratch.tokens_per_step,
+    )
     connect()
-    with start_learner(recipe.learner) as learner:
+    with start_learner(recipe.learner) as learner, progress(_NODE, total=scratch.num_steps, unit="step") as bar:
+
+        def on_step(step: int, loss: float) -> None:
+            log({"pretrain/loss": loss}, step)
+            bar.advance(text=f"loss {loss:.3f}")
+
         num_parameters = learner.create(
             scratch,
             len(words),

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.config import DraftInit
-from slipstream.drafts.pretrain import Responses, read_responses, regenerate, train_draft, write_responses
+from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
+from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
 from slipstream.stages.context import RunContext
+from slipstream.stages.keys import data_identity, draft_key, policy_identity
+from slipstream.stages.store import kept, publish
 from slipstream.stages.support import settled, tracked
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
-from slipstream.workers.learners import start_learner
+from slipstream.workers.learners import RemoteLearner, start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY_STEPS = 25
+_NODE = "pretrain_draft"
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
     """Train the draft; a directory with draft.json, and the draft as vLLM loads it in `draft/`."""
     recipe = settled(context, recipe)
-    directory = context.directory("pretrain_draft")
+    key = draft_key(recipe, policy=policy_identity(policy), data=data_identity(data))
+    done = kept(context, recipe, _NODE, key)
+    if done is not None:
+        return done
+    directory = context.directory(_NODE)
     sets = read_prompt_sets(data)
     prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general
     connect()
-    with tracked(context, recipe, "pretrain_draft", {"draft.init": recipe.draft.init.value}) as tracker:
+    with tracked(context, recipe, _NODE, {"draft.init": recipe.draft.init.value}) as tracker:
 
         def on_step(step: int, loss: float) -> None:
             tracker.log({"draft/loss": loss}, step)
-            if step % _LOG_EVERY_STEPS == 0:
-                logger.info("pretrain_draft: step %d, loss %.3f", step, loss)
 
         record = train_on(prompts, recipe, policy=policy, directory=directory, on_step=on_step)
         write_record(record, directory / "draft.json")
@@ -49,7 +55,8 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    return directory
+    shutil.rmtree(directory / "checkpoint", ignore_errors=True)  # as large as the draft, and of no more use
+    return publish(context, _NODE, key)
 
 
 def train_on(
@@ -74,7 +81,7 @@ def train_on(
     with start_learner(recipe.learner) as learner:
         learner.load(policy, None)
         num_parameters = learner.start_draft(policy, config)
-        losses = train_draft(learner, train, config, checkpoint=directory / "checkpoint", on_step=on_step)
+        losses = _train(learner, train, config, checkpoint=directory / "checkpoint", on_step=on_step)
         progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config)
         learner.save_draft(directory / "draft")
     return DraftRecord(
@@ -90,6 +97,25 @@ def train_on(
     )
 
 
+def _train(
+    learner: RemoteLearner,
+    train: Responses,
+    config: DraftConfig,
+    *,
+    checkpoint: Path,
+    on_step: Callable[[int, float], None],
+) -> list[float]:
+    """`train_draft`, followed by a bar."""
+    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
+    with progress(_NODE, total=config.num_steps, unit="step", done=num_done(checkpoint)) as bar:
+
+        def on_each_step(step: int, loss: float) -> None:
+            on_step(step, loss)
+            bar.advance(text=f"loss {loss:.3f}")
+
+        return train_draft(learner, train, config, checkpoint=checkpoint, on_step=on_each_step)
+
+
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:
     """What the policy answers to the draft prompts, held-out ones first; kept for a resumed attempt."""
     if path.is_file():
@@ -102,6 +128,12 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
         f"must be <= {len(prompts)}",
         needed,
         "lower them or give data.draft_* more rows",
+    )
+    logger.info(
+        "pretrain_draft: the policy answers %d prompts, %d times each and up to %d tokens long, in one call",
+        needed,
+        config.samples_per_prompt,
+        recipe.sampling.max_response_tokens,
     )
     with start_engine(policy, config=recipe.engine) as engine:
         responses, generation_s = regenerate(engine, prompts[:needed], config=config, sampling=recipe.sampling)

@@ -1,4 +1,4 @@
-"""Check the recipe and open the run that all other tasks belong to."""
+"""Check the recipe and open the run that all other tasks belong to, anew or again."""
 
 from __future__ import annotations
 
@@ -7,31 +7,62 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.recipe import load_recipe, write_recipe
-from slipstream.stages.context import RunContext
-from slipstream.tracking import Tracker
+from slipstream.config import require
+from slipstream.recipe import Recipe, difference, load_recipe, write_recipe
+from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.support import execution_run
+from slipstream.tracking import RunStatus
 from slipstream.types import Workload
 
 logger = logging.getLogger(__name__)
 
 
 def start_run(
-    recipe_name: str, *, workload: Workload | None, root: Path, execution: str, overrides: Mapping[str, Any]
+    recipe_name: str,
+    *,
+    workload: Workload | None,
+    root: Path,
+    execution: str,
+    overrides: Mapping[str, Any],
+    resume: bool = False,
+    reuse_stored: bool = True,
 ) -> tuple[RunContext, Path]:
-    """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run."""
+    """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run.
+
+    Args:
+        resume: go on in the directory of `execution`, which must have been started with the same recipe.
+        reuse_stored: take data, policy and draft from the store where another execution made them alike.
+    """
     recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
     context = RunContext(
-        execution=execution, root=str(root.resolve()), experiment=recipe.name, workload=recipe.workload.value
-    )
-    resolved = write_recipe(recipe, context.directory("start_run") / "recipe.yaml")
-    with Tracker.open(
-        recipe.tracking,
-        root=root.resolve(),
+        execution=execution,
+        root=str(root.resolve()),
         experiment=recipe.name,
-        key=execution,
-        name=execution,
-        tags={"workload": recipe.workload.value, "seed": str(recipe.grpo.seed)},
-    ) as tracker:
+        workload=recipe.workload.value,
+        reuse_stored=reuse_stored,
+    )
+    path = recorded_recipe(root.resolve(), execution)
+    if resume:
+        _require_same(recipe, path, execution)
+    resolved = write_recipe(recipe, path)
+    tracker = execution_run(context, recipe)
+    try:
         tracker.log_artifact(resolved)
-    logger.info("run %s: recipe %s, workload %s", execution, recipe.name, recipe.workload.value)
+    except BaseException as error:
+        tracker.close(RunStatus.of_error(type(error)))
+        raise
+    tracker.detach()
+    verb = "goes on" if resume else "starts"
+    logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
     return context, resolved
+
+
+def _require_same(recipe: Recipe, recorded: Path, execution: str) -> None:
+    """Refuse to go on with another recipe: stages that are finished belong to the first one."""
+    root = recorded.parents[2]
+    require(recorded.is_file(), "resume_execution", f"must name an execution under {root}", execution, "see its names")
+    differs = difference(recipe, load_recipe(str(recorded)))
+    if differs is not None:
+        name, got, first = differs
+        fix = "give it that value, or start a new execution"
+        require(False, name, f"must be {first!r}, with which {execution} was started", got, fix)

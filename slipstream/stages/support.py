@@ -12,15 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftInit, speculative_config
+from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
-from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
+from slipstream.records import CertificateRecord, LayoutRecord, NumericsRecord, read_record, write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
-from slipstream.tracking import Tracker
+from slipstream.tracking import RunStatus, Tracker
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 
@@ -44,23 +46,49 @@ _VERSIONED = (
 
 @contextmanager
 def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, str] | None = None) -> Iterator[Tracker]:
-    """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt."""
-    with Tracker.open(
+    """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt.
+
+    An exception or an interrupt ends the execution's run too.
+    """
+    interrupts.raise_on_signals()
+    try:
+        with Tracker.open(
+            recipe.tracking,
+            root=Path(context.root),
+            experiment=context.experiment,
+            key=context.key(node),
+            parent_key=context.execution,
+            name=node,
+            tags={
+                "workload": context.workload,
+                "seed": str(recipe.grpo.seed),
+                "dtype.learner": recipe.learner.dtype.value,
+                "dtype.engine": recipe.engine.dtype.value,
+                **(tags or {}),
+            },
+        ) as tracker:
+            yield tracker
+    except BaseException as error:
+        execution_run(context, recipe).close(RunStatus.of_error(type(error)))
+        raise
+
+
+def execution_run(context: RunContext, recipe: Recipe) -> Tracker:
+    """The MLflow run of the execution, to which those of its tasks belong: opened, or attached to."""
+    return Tracker.open(
         recipe.tracking,
         root=Path(context.root),
         experiment=context.experiment,
-        key=context.key(node),
-        parent_key=context.execution,
-        name=node,
-        tags={
-            "workload": context.workload,
-            "seed": str(recipe.grpo.seed),
-            "dtype.learner": recipe.learner.dtype.value,
-            "dtype.engine": recipe.engine.dtype.value,
-            **(tags or {}),
-        },
-    ) as tracker:
-        yield tracker
+        key=context.execution,
+        name=context.execution,
+        tags={"workload": context.workload, "seed": str(recipe.grpo.seed)},
+    )
+
+
+def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateRecord) -> None:
+    """End the execution's run: it failed if its speculation was not shown to be lossless."""
+    is_lossless = certificate.verdict == LOSSLESS
+    execution_run(context, recipe).close(RunStatus.FINISHED if is_lossless else RunStatus.FAILED)
 
 
 def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
@@ -73,6 +101,12 @@ def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, direc
     """
     with Verifier(recipe.reward) as verifier:
         sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
+    require_prompts(recipe, sets)
+    return sets
+
+
+def require_prompts(recipe: Recipe, sets: PromptSets) -> None:
+    """Refuse prompt sets that are too small for what the recipe's stages take from them."""
     require_sizes(
         sets,
         draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
@@ -83,7 +117,6 @@ def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, direc
         num_repeated_prompts=recipe.losslessness.num_repeated_prompts,
         num_greedy_prompts=recipe.losslessness.num_greedy_prompts,
     )
-    return sets
 
 
 @contextmanager

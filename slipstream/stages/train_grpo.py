@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -9,20 +10,27 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
+from slipstream.stages.store import finished
 from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.session import connect
+
+logger = logging.getLogger(__name__)
 
 
 def train_grpo(
     context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, data: Path, draft: Path, tuning: Path
 ) -> Path:
     """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy."""
-    recipe = settled(context, recipe)
     node = f"train_grpo_{arm.value}"
+    done = finished(context, node, "arm.json")
+    if done is not None:
+        return done
+    recipe = settled(context, recipe)
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
+    logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
     tags = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value}
     connect()
     with tracked(context, recipe, node, tags) as tracker:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
+from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import SweepPoint, write_record
 from slipstream.stages.context import RunContext
+from slipstream.stages.store import finished
 from slipstream.stages.support import recipe_engine, settled, tracked
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
+
+_NODE = "tune_draft_length"
+_LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
@@ -22,40 +28,62 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     from slipstream.drafts.checks import check_draft
     from slipstream.report.figures import sweep as sweep_figure
 
+    done = finished(context, _NODE, "tuning.json")
+    if done is not None:
+        return done
     recipe = settled(context, recipe)
-    directory = context.directory("tune_draft_length")
+    directory = context.directory(_NODE)
     check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
-
-    def on_point(point: SweepPoint) -> None:
-        logger.info(
-            "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f",
-            point.k,
-            point.batch,
-            point.generation_s,
-            point.speedup,
-            point.mean_acceptance_length,
-        )
-
     connect()
-    with tracked(context, recipe, "tune_draft_length") as tracker:
-        points = length.sweep(
+    with tracked(context, recipe, _NODE) as tracker:
+        points = _sweep(recipe, policy=policy, data=data, draft=draft)
+        record = length.choose(
+            points, config=recipe.tuning, batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size
+        )
+        figure = directory / "sweep.svg"
+        figure.write_text(sweep_figure(record.points, record.chosen_k))
+        tracker.log_artifact(figure)
+        tracker.log_artifact(write_record(record, directory / "tuning.json"))
+        tracker.set_tags({"k": str(record.chosen_k)})
+        for point in points:
+            tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
+    logger.info("tune_draft_length: %s", record.reason)
+    return directory
+
+
+def first_speedup(points: Sequence[SweepPoint]) -> str:
+    """The best of the first points that are known, in words: the first speedup of a run that is measured."""
+    best = max(points, key=lambda point: point.speedup)
+    return (
+        f"first measured speedup: k={best.k} generates {best.speedup:.2f}x as fast as autoregressive at batch "
+        f"{best.batch} ({best.autoregressive_s:.2f} -> {best.generation_s:.2f} s, median of {best.num_repeats})"
+    )
+
+
+def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> tuple[SweepPoint, ...]:
+    """`length.sweep`, followed by a bar; its points are logged, and the first speedup announced."""
+    num_known = 0
+    ks = ", ".join(map(str, recipe.tuning.candidate_ks))
+    logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
+    with progress(_NODE, total=length.num_generations(recipe.tuning), unit="generation") as bar:
+
+        def on_points(points: Sequence[SweepPoint]) -> None:
+            nonlocal num_known
+            for point in points:
+                logger.info(
+                    _LINE, point.k, point.batch, point.generation_s, point.speedup, point.mean_acceptance_length
+                )
+            if not num_known:
+                logger.info("tune_draft_length: %s", first_speedup(points))
+            num_known += len(points)
+
+        return length.sweep(
             partial(recipe_engine, recipe, policy, draft),
             read_prompt_sets(data).train,
             config=recipe.tuning,
             sampling=recipe.sampling,
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
-            on_point=on_point,
+            on_points=on_points,
+            on_generated=bar.advance,
         )
-        record = length.choose(
-            points, config=recipe.tuning, batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size
-        )
-        tracker.log_artifact(write_record(record, directory / "tuning.json"))
-        figure = directory / "sweep.svg"
-        figure.write_text(sweep_figure(record.points, record.chosen_k))
-        tracker.log_artifact(figure)
-        tracker.set_tags({"k": str(record.chosen_k)})
-        for point in points:
-            tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
-    logger.info("tune_draft_length: %s", record.reason)
-    return directory

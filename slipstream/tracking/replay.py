@@ -122,6 +122,12 @@ def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 60) -> ReplayR
     )
 
 
+def sent_bytes(spool: Path) -> int:
+    """How much of a spool has arrived at the server that it was last sent to."""
+    cursor = _read_cursor(spool)
+    return 0 if cursor is None else cursor.offset
+
+
 def _cursor_path(spool: Path) -> Path:
     return spool.with_suffix(".cursor")
 

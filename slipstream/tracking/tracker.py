@@ -28,6 +28,7 @@ _SUMMARISED = {
     "spec/mean_acceptance_length": max,
 }
 _MAX_BACKOFF_S = 60.0
+_KILLED_WAIT_S = 1.0
 
 
 class RunStatus(StrEnum):
@@ -36,6 +37,11 @@ class RunStatus(StrEnum):
     FINISHED = "FINISHED"
     FAILED = "FAILED"
     KILLED = "KILLED"
+
+    @classmethod
+    def of_error(cls, kind: type[BaseException]) -> RunStatus:
+        """How a run ends that this ends: what is no `Exception` is an interrupt."""
+        return cls.FAILED if issubclass(kind, Exception) else cls.KILLED
 
 
 class Tracker:
@@ -52,7 +58,7 @@ class Tracker:
         self._header = header
         self._root = root
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
-        self._append(Event(kind="open", time_ms=_now_ms(), header=header))
+        self._append(Event(kind="open", time_ms=now_ms(), header=header))
         import_mlflow(config.request_timeout_s)
         self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config)
         self._thread.start()
@@ -107,18 +113,18 @@ class Tracker:
         """
         check_metrics(metrics, step)
         values = {name: float(value) for name, value in metrics.items()}
-        self._append(Event(kind="metrics", time_ms=_now_ms(), step=step, metrics=values))
+        self._append(Event(kind="metrics", time_ms=now_ms(), step=step, metrics=values))
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
         """Log parameters: one a knob, as they are compared by value."""
         texts = {name: str(value) for name, value in params.items()}
         check_params(texts)
-        self._append(Event(kind="params", time_ms=_now_ms(), fields=texts))
+        self._append(Event(kind="params", time_ms=now_ms(), fields=texts))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, replacing what they were."""
         check_tags(tags)
-        self._append(Event(kind="tags", time_ms=_now_ms(), fields=dict(tags)))
+        self._append(Event(kind="tags", time_ms=now_ms(), fields=dict(tags)))
 
     def log_artifact(self, path: Path) -> None:
         """Log one file as it is now: a copy goes into the spool, so the original may change or vanish."""
@@ -127,20 +133,27 @@ class Tracker:
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
         relative = copy.relative_to(self._spool.path.parent)
-        self._append(Event(kind="artifact", time_ms=_now_ms(), path=str(relative)))
+        self._append(Event(kind="artifact", time_ms=now_ms(), path=str(relative)))
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
-        """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive."""
+        """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive.
+
+        Somebody waits for a killed run to end, so the wait is a short one: what does not arrive stays in the spool.
+        """
         summaries, last_step = _summaries(self._spool.path)
         if summaries:
             self.log(summaries, last_step)
-        self._append(Event(kind="end", time_ms=_now_ms(), status=status.value))
-        self.detach()
+        self._append(Event(kind="end", time_ms=now_ms(), status=status.value))
+        wait_s = self._config.close_wait_s
+        self._release(min(wait_s, _KILLED_WAIT_S) if status is RunStatus.KILLED else wait_s)
 
     def detach(self) -> None:
         """Let go of the run without ending it: another task will attach to it."""
+        self._release(self._config.close_wait_s)
+
+    def _release(self, wait_s: float) -> None:
         self._spool.sync()
-        self._thread.finish(self._config.close_wait_s)
+        self._thread.finish(wait_s)
         self._spool.close()
 
     def __enter__(self) -> Self:
@@ -152,7 +165,7 @@ class Tracker:
         if kind is None:
             self.close()
         else:
-            self.close(RunStatus.FAILED if issubclass(kind, Exception) else RunStatus.KILLED)
+            self.close(RunStatus.of_error(kind))
 
     def _append(self, event: Event) -> None:
         self._spool.append(event)
@@ -250,5 +263,6 @@ def _summaries(path: Path) -> tuple[dict[str, float], int]:
     return summaries, last_step
 
 
-def _now_ms() -> int:
+def now_ms() -> int:
+    """The present time as MLflow counts it."""
     return time.time_ns() // 1_000_000

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.data.prompts import PromptStream
+from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.refit.gate import RefitGate
@@ -57,19 +58,26 @@ def train(
     """
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
     transfer = transfer_directory()
+    name = f"train_grpo {plan.arm.value}"
     try:
         with (
             start_learner(recipe.learner) as learner,
             plan.start_engine() as engine,
             Verifier(recipe.reward) as verifier,
+            ExitStack() as running,
         ):
             learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
             history = checkpoints.restore(learner)
+            bar = running.enter_context(
+                progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
+            )
 
             def on_step(record: StepRecord) -> None:
                 history.append(record)
                 log(metrics_of(record), record.step)
-                logger.info("train_grpo %s: %s", plan.arm.value, step_line(record, recipe.grpo.num_steps))
+                bar.advance(text=f"reward {record.reward_mean:.3f}")
+                words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
+                logger.info("%s: %s", name, ", ".join(words))
                 if len(history) % recipe.grpo.checkpoint_every_steps == 0:
                     checkpoints.save(learner, history)
 

@@ -1,0 +1,176 @@
+"""`slipstream demo`: one execution of the workflow on this machine, from its start or from where it was cut off.
+
+The workflow runs in a process of its own, as `pyflyte run` starts it; this one stays small, so that an interrupt is
+answered at any moment, and says at the end how to go on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config import require
+from slipstream.recipe import load_recipe
+from slipstream.refit.snapshot import discard_transfers
+from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe
+from slipstream.supervisor import Outcome, supervise
+from slipstream.tracking import RunStatus, end_open_runs, unsent
+from slipstream.types import Workload
+
+LATEST = ""
+"""`--resume` without a name: the latest execution that did not come to its report."""
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PYTHONDONTWRITEBYTECODE": "",  # each process of a run would compile all its imports again: scripts/env
+    "PYTHONWARNINGS": "ignore",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_get_check_signal_interval_milliseconds": "200",  # how soon a wait for an engine notices an interrupt
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What the workflow is started with."""
+
+    recipe: str
+    workload: Workload
+    num_steps: int  # 0: the recipe's
+    seed: int
+    execution: str
+    is_resumed: bool = False
+    reuse_stored: bool = True
+
+    def command(self, root: Path) -> list[str]:
+        """`pyflyte run` and the workflow's inputs."""
+        return [
+            str(Path(sys.executable).with_name("pyflyte")),
+            "run",
+            "workflows/speculative_rl.py",
+            "speculative_rl",
+            *("--recipe", self.recipe),
+            *("--workload", self.workload.value),
+            *("--num_steps", str(self.num_steps)),
+            *("--seed", str(self.seed)),
+            *("--run_root", str(root)),
+            *(["--resume_execution", self.execution] if self.is_resumed else []),
+            "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
+        ]
+
+
+def run(launch: Launch, root: Path) -> int:
+    """Run the workflow to its end; the exit status. An interrupted or failed one prints how to go on."""
+    path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: launch.execution}
+    with _claimed(root, launch.execution):
+        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
+        discard_transfers(outcome.pid)
+        if outcome.status:
+            end_open_runs(root, launch.execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
+    if outcome.status:
+        print(_last_words(launch, root, outcome), file=sys.stderr, flush=True)
+    return outcome.status
+
+
+def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
+    """What goes on with `execution`, with the recipe that it recorded.
+
+    Raises:
+        ConfigError: there is none, or it has its report already.
+    """
+    unfinished = _unfinished(root)
+    name = execution or next(iter(unfinished), "")
+    known = ", ".join(unfinished) or "none"
+    require(
+        name in unfinished,
+        "--resume",
+        f"must name an execution under {root} that has no report yet",
+        execution or "the latest",
+        f"known: {known}",
+    )
+    path = recorded_recipe(root, name)
+    recipe = load_recipe(str(path))
+    return Launch(
+        recipe=str(path),
+        workload=recipe.workload,
+        num_steps=recipe.grpo.num_steps,
+        seed=recipe.grpo.seed,
+        execution=name,
+        is_resumed=True,
+        reuse_stored=reuse_stored,
+    )
+
+
+def started(recipe: str, workload: Workload, *, num_steps: int, seed: int, reuse_stored: bool) -> Launch:
+    """What starts a new execution.
+
+    Raises:
+        ConfigError: the recipe breaks a rule.
+    """
+    load_recipe(recipe, workload=workload)
+    return Launch(
+        recipe=recipe,
+        workload=workload,
+        num_steps=num_steps,
+        seed=seed,
+        execution=new_execution(recipe),
+        reuse_stored=reuse_stored,
+    )
+
+
+def _unfinished(root: Path) -> list[str]:
+    """Executions without a report that have recorded their recipe, the latest first."""
+    recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parents[1].name for path in recipes]
+    return [name for name in names if not is_finished(root, name)]
+
+
+@contextmanager
+def _claimed(root: Path, execution: str) -> Iterator[None]:
+    """Keep a second process from going on with an execution that runs; the claim ends with this process."""
+    directory = root / execution
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        require(is_free, "--resume", "must name an execution that is not running", execution, "wait or interrupt it")
+        yield
+
+
+def _last_words(launch: Launch, root: Path, outcome: Outcome) -> str:
+    """What an interrupted or failed execution leaves to be done; the last line says how to go on."""
+    what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
+    lines = []
+    waiting = unsent(root, launch.execution)
+    if waiting:
+        replay = shlex.join([*_slipstream(), "replay", str(root)])
+        lines.append(f"{len(waiting)} MLflow run(s) are not up to date; they are when you go on, or by: {replay}")
+    if recorded_recipe(root, launch.execution).is_file():
+        resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", launch.execution])
+        lines.append(f"{what}; go on with: {resume}")
+    else:
+        lines.append(f"{what} before anything was made; start again with the same command")
+    return "\n".join(lines)
+
+
+def _slipstream() -> list[str]:
+    """The command as it can be typed."""
+    script = Path(sys.executable).with_name("slipstream")
+    if not script.is_file():
+        return [sys.executable, "-m", "slipstream.cli"]
+    is_below = script.is_relative_to(Path.cwd())
+    return [str(script.relative_to(Path.cwd()) if is_below else script)]

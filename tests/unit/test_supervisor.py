@@ -1,0 +1,126 @@
+"""A command gets three seconds to end after an interrupt; then, or when it ends, nothing that came from it is left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.supervisor import wait
+
+# A command whose own child left its session and its parent, as Ray's processes do, and ignores SIGTERM.
+COMMAND = """
+import os, signal, subprocess, sys, time
+pids = open(sys.argv[1], "w")
+orphan = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+middle = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+pid = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True).stdout.strip()
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(pid, os.getpid(), file=pids, flush=True)
+if sys.argv[2] != "done":
+    time.sleep(60)
+sys.exit(3)
+"""
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from slipstream.supervisor import supervise
+outcome = supervise([sys.executable, "-c", *sys.argv[1:]], cwd=Path.cwd(), environment=os.environ)
+print(outcome.status, outcome.interrupted)
+"""
+
+
+class FakeChild:
+    """Runs until `ends_after_s` have passed since it was asked to end."""
+
+    def __init__(self, ends_after_s: float) -> None:
+        self.now = 0.0
+        self.asked: list[float] = []
+        self.ends_after_s = ends_after_s
+
+    def poll(self) -> int | None:
+        return 1 if self.asked and self.now >= self.asked[0] + self.ends_after_s else None
+
+    def terminate(self) -> None:
+        self.asked.append(self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def wait_for(child: FakeChild, caught: list[int]) -> int | None:
+    return wait(child, caught, grace_s=3.0, now_s=lambda: child.now, sleep=child.sleep)
+
+
+def test_a_command_that_ends_within_the_grace_gives_its_status() -> None:
+    child = FakeChild(ends_after_s=2.0)
+    assert wait_for(child, [signal.SIGINT]) == 1
+    assert child.asked == [0.0]  # once
+    assert child.now == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_command_that_does_not_end_is_given_up_after_the_grace() -> None:
+    child = FakeChild(ends_after_s=60.0)
+    assert wait_for(child, [signal.SIGTERM]) is None
+    assert child.now == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_second_signal_ends_the_grace_at_once() -> None:
+    child = FakeChild(ends_after_s=60.0)
+    assert wait_for(child, [signal.SIGINT, signal.SIGINT]) is None
+    assert child.now < 0.1
+
+
+def start(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A supervisor, and the processes below it once they run: the orphan and the command."""
+    pids = tmp_path / "pids"
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, COMMAND, str(pids), mode], stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (pids.is_file() and pids.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    found = []
+    for pid in pids.read_text().split():
+        if psutil.pid_exists(int(pid)):
+            found.append(psutil.Process(int(pid)))
+    return supervisor, found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("mode", ["willing", "stubborn"])
+def test_after_an_interrupt_nothing_is_left_within_five_seconds(
+    tmp_path: Path, mode: str, number: signal.Signals
+) -> None:
+    supervisor, processes = start(tmp_path, mode)
+    assert len(processes) == 2
+    interrupted_s = time.monotonic()
+    supervisor.send_signal(number)
+    out, _ = supervisor.communicate(timeout=30)
+    assert time.monotonic() - interrupted_s < 5.0
+    assert out == f"{128 + number} True\n"
+    assert [process.pid for process in processes if process.is_running()] == []
+
+
+def test_a_command_that_ends_by_itself_leaves_no_orphan(tmp_path: Path) -> None:
+    supervisor, processes = start(tmp_path, "done")
+    out, _ = supervisor.communicate(timeout=30)
+    assert out == "3 False\n"
+    assert [process.pid for process in processes if process.is_running()] == []
+
+
+def test_a_command_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    supervisor, (orphan, command) = start(tmp_path, "willing")
+    try:
+        supervisor.kill()
+        supervisor.communicate(timeout=30)
+        command.wait(timeout=5)
+    finally:
+        orphan.kill()  # deaf to SIGTERM: Ray's own processes die with their driver
