@@ -1,4 +1,4 @@
-"""`slipstream demo` is interrupted at its start and in training, goes on, and a second run takes what the first made."""
+"""`slipstream demo` is interrupted at its start and in training, goes on, and a second run takes what is there."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ COMMAND = """
 import os, signal, subprocess, sys, time
 pids = open(sys.argv[1], "w")
 orphan = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-middle = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+command = f"[sys.executable, '-c', {orphan!r}], start_new_session=True, stdout=subprocess.DEVNULL"
+middle = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
 pid = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True).stdout.strip()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
