@@ -62,7 +62,7 @@ def wait_for(child: FakeChild, caught: list[int]) -> int | None:
 def test_a_command_that_ends_within_the_grace_gives_its_status() -> None:
     child = FakeChild(ends_after_s=2.0)
     assert wait_for(child, [signal.SIGINT]) == 1
-    assert child.asked == [0.0]  # once
+    assert child.asked == pytest.approx([0.0, 0.75, 1.5], abs=0.06)  # a handler's exception may get lost
     assert child.now == pytest.approx(2.0, abs=0.1)
 
 
