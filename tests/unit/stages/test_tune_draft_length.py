@@ -23,7 +23,8 @@ def point(k: int, generation_s: float, speedup: float) -> SweepPoint:
 
 def test_the_first_speedup_is_the_best_of_the_first_batch_and_names_what_it_is_of() -> None:
     assert first_speedup([point(1, 3.0, 1.3), point(3, 2.0, 1.9), point(5, 2.5, 1.6)]) == (
-        "first measured speedup: k=3 generates 1.90x as fast as autoregressive at batch 16 (4.00 -> 2.00 s, median of 5)"
+        "first measured speedup: k=3 generates 1.90x as fast as autoregressive at batch 16 "
+        "(4.00 -> 2.00 s, median of 5)"
     )
 
 
