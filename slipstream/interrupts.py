@@ -17,6 +17,13 @@ def raise_on_signals() -> None:
             signal.signal(number, _interrupt)
 
 
+def ignore_signals() -> None:
+    """From here on runs are closed: a signal that is sent again must not cut that short."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
     raise KeyboardInterrupt(signal.Signals(number).name)

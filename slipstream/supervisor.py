@@ -23,6 +23,7 @@ GRACE_S = 3.0
 """From an interrupt to the kill: the command may close its MLflow runs meanwhile."""
 
 _KILL_S = 1.5  # for the kernel to end what was killed
+_ASK_S = 0.75  # it is asked again so often: Python drops what a handler raises within some callbacks
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,13 +82,17 @@ def wait(
     Returns:
         Its exit status, None if it still runs: the grace is over, or there was a second signal.
     """
-    deadline_s: float | None = None
+    interrupted_s: float | None = None
+    num_asked = 0
     while (status := child.poll()) is None:
-        if caught and deadline_s is None:
-            child.terminate()
-            deadline_s = now_s() + grace_s
-        if len(caught) > 1 or (deadline_s is not None and now_s() >= deadline_s):
-            return None
+        if caught:
+            interrupted_s = now_s() if interrupted_s is None else interrupted_s
+            passed_s = now_s() - interrupted_s
+            if len(caught) > 1 or passed_s >= grace_s:
+                return None
+            if passed_s >= num_asked * _ASK_S:
+                child.terminate()
+                num_asked += 1
         sleep(_POLL_S)
     return status
 

@@ -67,7 +67,11 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
                 **(tags or {}),
             },
         ) as tracker:
-            yield tracker
+            try:
+                yield tracker
+            except (KeyboardInterrupt, SystemExit):
+                interrupts.ignore_signals()
+                raise
     except BaseException as error:
         execution_run(context, recipe).close(RunStatus.of_error(type(error)))
         raise

@@ -18,7 +18,8 @@ COMMAND = """
 import os, signal, subprocess, sys, time
 pids = open(sys.argv[1], "w")
 orphan = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-middle = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+command = f"[sys.executable, '-c', {orphan!r}], start_new_session=True, stdout=subprocess.DEVNULL"
+middle = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
 pid = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True).stdout.strip()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -61,7 +62,7 @@ def wait_for(child: FakeChild, caught: list[int]) -> int | None:
 def test_a_command_that_ends_within_the_grace_gives_its_status() -> None:
     child = FakeChild(ends_after_s=2.0)
     assert wait_for(child, [signal.SIGINT]) == 1
-    assert child.asked == [0.0]  # once
+    assert child.asked == pytest.approx([0.0, 0.75, 1.5], abs=0.06)  # a handler's exception may get lost
     assert child.now == pytest.approx(2.0, abs=0.1)
 
 

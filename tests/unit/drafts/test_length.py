@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.length import TuningConfig, choose, sweep
+from slipstream.drafts.length import TuningConfig, choose, num_generations, sweep
 from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -83,6 +83,34 @@ def test_all_engines_that_fit_take_turns_and_each_round_starts_with_another() ->
     points = _sweep(calls, max_live_engines=3)
     assert [k for k, batch in calls if batch == 2] == [0, 1, 3, 1, 3, 0]
     assert [p.speedup for p in points if p.k == 3] == [2.0, 6 / 9]
+
+
+@pytest.mark.parametrize(("max_live_engines", "known"), [(2, [[1], [1], [3], [3]]), (3, [[1, 3], [1, 3]])])
+def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
+    max_live_engines: int, known: list[list[int]]
+) -> None:
+    told: list[list[int]] = []
+    generated: list[int] = []  # how many batches were known when each generation ended
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield TimedEngine(k, SECONDS, [])
+
+    config = replace(CONFIG, max_live_engines=max_live_engines)
+    sweep(
+        start,
+        PROMPTS,
+        config=config,
+        sampling=SAMPLING,
+        seed=0,
+        on_points=lambda points: told.append([point.k for point in points]),
+        on_generated=lambda: generated.append(len(told)),
+    )
+
+    assert told == known
+    assert len(generated) == num_generations(config)
+    engines = 1 + len(known[0])
+    assert generated == [number for number in range(len(known)) for _ in range(engines * config.num_repeats)]
 
 
 def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:

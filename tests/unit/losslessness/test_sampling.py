@@ -42,8 +42,11 @@ class Engine:
 
 def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_and_greedy_responses() -> None:
     engine = Engine()
+    drawn: list[int] = []
 
-    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
+    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=3, seed=7, on_drawn=drawn.append)
+
+    assert drawn == [6, 6]
 
     # Two tokens a response, three responses a batch: the second batch passes 10 tokens, and takes the next prompts.
     greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0)

@@ -1,0 +1,130 @@
+"""`slipstream demo` is interrupted at its start and in training, goes on, and a second run takes what is there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from slipstream.config import merge
+from slipstream.recipe import CONFIGS
+from slipstream.tracking import replay
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "name": "smoke",
+    "policy": {"scratch": {"num_layers": 4, "num_steps": 4, "warmup_steps": 2, "tokens_per_step": 512}},
+    "draft": {
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_prompts": 32,
+        "num_heldout_prompts": 8,
+        "num_steps": 4,
+        "tokens_per_step": 512,
+        "warmup_steps": 1,
+    },
+    "sampling": {"max_response_tokens": 16},
+    "evaluation": {"num_samples_per_problem": 1, "max_response_tokens": 16},
+    "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
+    "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
+    "losslessness": {
+        "num_tokens": 200,
+        "num_repeated_prompts": 2,
+        "num_repeats": 16,
+        "num_greedy_prompts": 4,
+        "num_replications": 4,
+        "max_detectable_bias": 0.99,
+    },
+    "data": {"synthetic": {"num_train_problems": 100, "num_draft_rows": 100}},
+}
+_PATIENCE_S = 600.0  # of what is waited for on a busy machine; the five seconds below are the requirement
+_MADE = ("prepare_data", "prepare_policy", "pretrain_draft")
+
+
+class Demo:
+    """One `slipstream demo` and what it printed."""
+
+    def __init__(self, directory: Path, name: str, *arguments: str) -> None:
+        self.log = directory / f"{name}.log"
+        command = [sys.executable, "-m", "slipstream.cli", "demo", "--run-root", str(directory / "runs"), *arguments]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_for(self, text: str) -> None:
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline_s, self.log.read_text()
+            time.sleep(0.1)
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Nothing that came from it may be alive five seconds later."""
+        descendants = psutil.Process(self.process.pid).children(recursive=True)
+        assert descendants
+        self.process.send_signal(number)
+        interrupted_s = time.monotonic()
+        assert self.process.wait(_PATIENCE_S) == 128 + number
+        assert time.monotonic() - interrupted_s < 5.0
+        assert [process for process in descendants if process.is_running()] == []
+
+    def finish(self) -> str:
+        assert self.process.wait(_PATIENCE_S) == 0, self.log.read_text()
+        return self.log.read_text()
+
+
+def statuses(root: Path, execution: str) -> dict[str, str]:
+    """How each MLflow run of an execution ended, by key, after a replay."""
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{root}/mlflow.db"
+    replay(root / "spool", uri)
+    client = MlflowClient(uri)
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    keys = {run.data.tags["slipstream.key"]: run.info.status for run in runs}
+    return {key: status for key, status in keys.items() if key.split("/")[0] == execution}
+
+
+def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
+    values = merge(yaml.safe_load((CONFIGS / "tiny.yaml").read_text()), SMALL)
+    recipe = tmp_path / "smoke.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    runs = tmp_path / "runs"
+
+    early = Demo(tmp_path, "early", "--recipe", str(recipe))
+    early.wait_for("starting Ray")
+    early.interrupt(signal.SIGTERM)
+    early_execution = next(path for path in runs.glob("smoke-*")).name
+    last = early.log.read_text().splitlines()[-1]
+    assert last.endswith(f"demo --run-root {runs} --resume {early_execution}")
+    assert statuses(runs, early_execution)[early_execution] == "KILLED"
+
+    first = Demo(tmp_path, "first", "--run-root", str(runs), "--recipe", str(recipe))
+    first.wait_for("train_grpo autoregressive: step 3/4")
+    first.interrupt(signal.SIGINT)
+    execution = max(path.name for path in runs.glob("smoke-*"))
+    assert first.log.read_text().splitlines()[-1].endswith(f"--resume {execution}")
+    ended = statuses(runs, execution)
+    assert ended[execution] == ended[f"{execution}/train_grpo_autoregressive"] == "KILLED"
+    for spool in (runs / "spool").glob("*.jsonl"):
+        assert [json.loads(line) for line in spool.read_text().splitlines()]
+
+    resumed = Demo(tmp_path, "resumed", "--resume").finish()
+    for stage in (*_MADE, "tune_draft_length"):
+        assert f"{stage}: finished before" in resumed
+    assert "going on from step-000002" in resumed
+    assert "autoregressive: step 1/4" not in resumed
+    assert set(statuses(runs, execution).values()) == {"FINISHED"}
+
+    second = Demo(tmp_path, "second", "--recipe", str(recipe)).finish()
+    for stage in _MADE:
+        assert f"{stage}: reused" in second
+    for measured in ("first measured speedup: k=2", "autoregressive: step 1/4", "speculative: step 1/4"):
+        assert measured in second
+    assert "finished before" not in second

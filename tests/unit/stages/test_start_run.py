@@ -1,0 +1,49 @@
+"""An execution is resumed with the recipe that it was started with, and with no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.recipe import load_recipe
+from slipstream.stages.context import RunContext
+from slipstream.stages.start_run import start_run
+from slipstream.tracking.spool import read_spool
+
+UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
+
+
+def start(root: Path, *, resume: bool, **overrides: Any) -> tuple[RunContext, Path]:
+    values = {"tracking": UNTRACKED, **overrides}
+    return start_run("tiny", workload=None, root=root, execution="run", overrides=values, resume=resume)
+
+
+def test_a_resumed_execution_keeps_its_directory_and_its_recipe(tmp_path: Path) -> None:
+    first, recorded = start(tmp_path, resume=False)
+    again, resolved = start(tmp_path, resume=True, tracking={**UNTRACKED, "replay_every_s": 0.2})
+    assert again == first
+    assert resolved == recorded == tmp_path / "run" / "start_run" / "recipe.yaml"
+    assert load_recipe(str(resolved)).tracking.replay_every_s == 0.2  # where it is tracked is no part of it
+
+
+def test_the_executions_run_stays_open_for_its_tasks(tmp_path: Path) -> None:
+    start(tmp_path, resume=False)
+    spool = next((tmp_path / "spool").glob("*.jsonl"))
+    assert [event.kind for event in read_spool(spool).events] == ["open", "artifact"]
+
+
+def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
+    start(tmp_path, resume=False)
+    message = r"^grpo\.num_steps must be 24, with which run was started, got 25; give it that value, or start a new"
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, resume=True, grpo={"num_steps": 25})
+    assert load_recipe(str(tmp_path / "run" / "start_run" / "recipe.yaml")).grpo.num_steps == 24
+
+
+def test_an_unknown_execution_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^resume_execution must name an execution under .*, got 'run'"):
+        start(tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []

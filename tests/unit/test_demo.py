@@ -1,0 +1,96 @@
+"""Which execution is gone on with, with what inputs, and what an interrupted one says last."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slipstream import demo
+from slipstream.config import ConfigError
+from slipstream.demo import Launch
+from slipstream.recipe import load_recipe, write_recipe
+from slipstream.stages.context import recorded_recipe
+from slipstream.supervisor import Outcome
+from slipstream.types import Workload
+
+
+def execution(root: Path, name: str, *, started_s: int, is_finished: bool = False) -> None:
+    overrides = {"grpo": {"seed": 7, "num_steps": 5}}
+    recipe = load_recipe("tiny", workload=Workload.RL_THINK, overrides=overrides)
+    path = write_recipe(recipe, recorded_recipe(root, name))
+    os.utime(path, (started_s, started_s))
+    if is_finished:
+        report = root / name / "report_speedup" / "report.json"
+        report.parent.mkdir()
+        report.write_text("{}")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    execution(tmp_path, "a", started_s=100)
+    execution(tmp_path, "b", started_s=200)
+    execution(tmp_path, "c", started_s=300, is_finished=True)
+    return tmp_path
+
+
+def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
+    launch = demo.resumed(root, demo.LATEST, reuse_stored=True)
+    assert launch == Launch(
+        recipe=str(root / "b" / "start_run" / "recipe.yaml"),
+        workload=Workload.RL_THINK,
+        num_steps=5,
+        seed=7,
+        execution="b",
+        is_resumed=True,
+    )
+    command = launch.command(root)
+    assert command[command.index("--resume_execution") + 1] == "b"
+    assert demo.resumed(root, "a", reuse_stored=True).execution == "a"
+
+
+@pytest.mark.parametrize("name", ["c", "d"])
+def test_a_finished_or_unknown_execution_is_refused_with_those_that_can_be_resumed(root: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--resume must name an .* got '{name}'; known: b, a$"):
+        demo.resumed(root, name, reuse_stored=True)
+
+
+def test_without_an_unfinished_execution_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 'the latest'; known: none$"):
+        demo.resumed(tmp_path, demo.LATEST, reuse_stored=True)
+
+
+def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
+    for reuse_stored, flag in ((True, "--reuse_stored"), (False, "--no_reuse_stored")):
+        launch = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=reuse_stored)
+        assert launch.command(Path("runs"))[-1] == flag
+        assert "--resume_execution" not in launch.command(Path("runs"))
+
+
+def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
+    with (
+        demo._claimed(root, "a"),
+        pytest.raises(ConfigError, match="must name an execution that is not running, got 'a'"),
+        demo._claimed(root, "a"),
+    ):
+        pass
+    with demo._claimed(root, "a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "interrupted", "last"),
+    [
+        ("a", True, r"interrupted; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("a", False, r"failed with status 1; go on with: .*slipstream.* demo --run-root ROOT --resume a"),
+        ("new", True, r"interrupted before anything was made; start again with the same command"),
+    ],
+)
+def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
+    import re
+
+    launch = Launch(recipe="tiny", workload=Workload.RL_ZERO, num_steps=0, seed=0, execution=name)
+    outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
+    line = demo._last_words(launch, root, outcome).splitlines()[-1]
+    assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
