@@ -4,6 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# For `make mutants`, which runs every test many times: the same few examples each time.
+settings.register_profile("mutants", derandomize=True, max_examples=10, deadline=None, database=None)
 
 
 @pytest.fixture(scope="session")
