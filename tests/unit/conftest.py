@@ -9,12 +9,26 @@ from typing import Any
 
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.records import ArmRecord, Mismatch, RefitCheck, StepRecord, SweepPoint, TrainStats, TuningRecord
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
+Refusal = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def refusal() -> Refusal:
+    """What `build(**values)` says when it refuses them."""
+
+    def ask(build: Callable[..., object], **values: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            build(**values)
+        return str(caught.value)
+
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -113,7 +113,7 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
 
 
 def test_an_evaluation_without_problems_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation must have problems to evaluate on, got 0"):
+    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
         evaluate(
             ReplayEngine({}),
             (),
@@ -125,8 +125,24 @@ def test_an_evaluation_without_problems_is_refused() -> None:
         )
 
 
-def test_greedy_with_many_samples_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"evaluation\.temperature must be > 0 with more than one sample.*set num_sam"
-    ):
-        EvaluationConfig(temperature=0.0, max_response_tokens=16)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_samples_per_problem": 0}, "evaluation.num_samples_per_problem must be > 0, got 0"),
+        (
+            {"temperature": 0.0},
+            "evaluation.temperature must be > 0 with more than one sample a problem, got 0.0; "
+            "greedy samples are all equal: set num_samples_per_problem to 1",
+        ),
+        ({"top_p": 2.0}, "sampling.top_p must lie in (0, 1], got 2.0"),
+    ],
+)
+def test_an_evaluation_outside_its_bounds_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(EvaluationConfig, max_response_tokens=16, **values) == message
+
+
+def test_one_greedy_sample_a_problem_is_taken() -> None:
+    config = EvaluationConfig(temperature=0.0, num_samples_per_problem=1, top_p=0.5, top_k=3, max_response_tokens=16)
+    assert config.sampling() == SamplingConfig(temperature=0.0, top_p=0.5, top_k=3, max_response_tokens=16)

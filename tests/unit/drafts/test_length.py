@@ -1,7 +1,7 @@
 """Draft length is chosen by time, with an engine whose times are given."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -173,9 +173,34 @@ def test_the_schedule_covers_every_batch_once() -> None:
     )
 
 
-def test_a_sweep_without_a_baseline_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tuning.candidate_ks must hold 0, the baseline"):
-        TuningConfig(candidate_ks=(1, 3))
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"candidate_ks": (1, 3)}, "tuning.candidate_ks must hold 0, the baseline, got (1, 3)"),
+        ({"candidate_ks": (0, 3, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 3, 1)"),
+        ({"candidate_ks": (0, 1, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 1, 1)"),
+        ({"candidate_ks": (-1, 0, 1)}, "tuning.candidate_ks must rise, without repeats, got (-1, 0, 1)"),
+        ({"candidate_ks": (0,)}, "tuning.candidate_ks must hold a k to compare with 0, got (0,)"),
+        ({"batch_sizes": ()}, "tuning.batch_sizes must rise from 1, without repeats, got ()"),
+        ({"batch_sizes": (8, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (8, 4)"),
+        ({"batch_sizes": (0, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (0, 4)"),
+        ({"num_repeats": 0}, "tuning.num_repeats must be >= 1, got 0"),
+        ({"max_live_engines": 1}, "tuning.max_live_engines must be >= 2, got 1"),
+        ({"num_starting": 0}, "tuning.num_starting must be >= 1, got 0"),
+        ({"min_speedup": 0.0}, "tuning.min_speedup must be > 0, got 0.0"),
+    ],
+)
+def test_a_sweep_outside_its_bounds_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(TuningConfig, **values) == message
+
+
+def test_a_sweep_on_its_bounds_is_taken() -> None:
+    config = TuningConfig(
+        candidate_ks=(0, 1), batch_sizes=(1,), num_repeats=1, max_live_engines=2, num_starting=1, min_speedup=0.5
+    )
+    assert config.batch_sizes == (1,)
 
 
 def test_too_few_prompts_for_the_largest_batch_are_refused() -> None:
