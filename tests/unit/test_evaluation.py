@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from typing import Any
 
 import pytest
 
@@ -110,6 +113,27 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
         0.5,
     )  # with two problems the mean is 0.25, 0.375 or 0.5, each end a quarter of the time
     assert record.prompt_hash == prompt_hash(PROMPTS)
+
+
+def test_answers_and_rewards_come_in_pairs() -> None:
+    for answers, rewards in (([["1"]], [[1.0], [0.0]]), ([["1", "2"]], [[1.0]])):
+        with pytest.raises(ValueError, match="zip"):
+            maj_at_k(answers, rewards)
+
+
+def test_one_problem_is_enough_and_the_interval_is_that_of_the_seed() -> None:
+    config = EvaluationConfig(num_samples_per_problem=1, temperature=0.7, max_response_tokens=16)
+    problems = [replace(PROMPTS[0], id=str(i)) for i in range(9)]
+    engine = ReplayEngine({str(i): ["\\boxed{2}\0" if i % 3 else "\\boxed{9}\0"] for i in range(9)})
+    with Verifier(RewardConfig()) as verifier:
+        for count in (1, 9):
+            record = evaluate(
+                engine, problems[:count], verifier=verifier, decode=decode, config=config, policy="start", seed=3
+            )
+            rewards = [float(i % 3 > 0) for i in range(count)]
+            assert record.ci95 == bootstrap_ci95(rewards, seed=3)
+            assert len(record.prompt_hash) == 16
+    assert bootstrap_ci95(rewards, seed=3) != bootstrap_ci95(rewards, seed=4)
 
 
 def test_an_evaluation_without_problems_is_refused() -> None:
