@@ -10,8 +10,8 @@ from scipy import special, stats
 from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.statistics import Bias, Draws
-from slipstream.records import Power
 from slipstream.policy.conditionals import conditionals
+from slipstream.records import Power
 
 VOCABULARY = 12
 

@@ -83,7 +83,7 @@ def test_versions_alternate_between_two_files(tmp_path: Path) -> None:
 def test_other_tensors_under_the_same_name_are_a_mistake_of_ours(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "policy")
     writer.write(weights(1.0), version=0)
-    with pytest.raises(AssertionError, match="^every version has the same tensors"):
+    with pytest.raises(AssertionError, match=r"^every version has the same tensors"):
         writer.write(weights(1.0)[:1], version=1)
 
 

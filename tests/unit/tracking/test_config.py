@@ -39,7 +39,7 @@ def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> 
 
 def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
     check_key("run/1.a_b:c-d")
-    assert refusal(check_key, key="it's") == "tracking.key must be up to 200 letters, digits and ._/:-, got \"it's\""
+    assert refusal(check_key, key="it's") == 'tracking.key must be up to 200 letters, digits and ._/:-, got "it\'s"'
 
 
 @pytest.mark.parametrize(
