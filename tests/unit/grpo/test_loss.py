@@ -135,3 +135,24 @@ def test_without_a_reference_the_kl_is_0_and_with_one_its_sum_has_no_gradient() 
     got = _loss([1.0], 1.0, LossConfig(), ref_logprobs_BT=torch.zeros(1, 1, dtype=torch.float64))
     assert not got.kl_sum.requires_grad
     assert got.loss.requires_grad
+
+
+def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() -> None:
+    """Probabilities: now 0.6, before the update 0.5, in the engine 0.4, of the reference 0.3; the advantage is 2.
+
+    Ratio 1.2 within the clip, so -2.4; times 0.5 / 0.4; plus 0.1 (0.5 - log 0.5 - 1).
+    """
+    now, trainer, rollout, ref = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.6, 0.5, 0.4, 0.3))
+    got = policy_loss(
+        now.requires_grad_(),
+        trainer_logprobs_BT=trainer,
+        advantages_BT=torch.tensor([[2.0]], dtype=torch.float64),
+        mask_BT=torch.ones(1, 1, dtype=torch.bool),
+        num_tokens=4,
+        config=LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0),
+        rollout_logprobs_BT=rollout,
+        ref_logprobs_BT=ref,
+    )
+    k3 = 0.5 - math.log(0.5) - 1
+    assert got.kl_sum.item() == pytest.approx(k3)
+    assert got.loss.item() == pytest.approx((-2.4 * 1.25 + 0.1 * k3) / 4)

@@ -171,6 +171,16 @@ def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: 
     assert str(caught.value) == message
 
 
+def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
+    class Lost(Engines):
+        def refit(self, *args: Any, **kwargs: Any) -> list[EngineState]:
+            return super().refit(*args, **kwargs)[:1]
+
+    checked = gate(Lost())
+    with pytest.raises(ValueError, match="zip"):
+        checked.refit(4)
+
+
 def test_the_state_is_checked_where_the_tensors_are_not() -> None:
     engine = Engines()
     checked = gate(engine, config=RefitConfig(check_every_steps=9))
