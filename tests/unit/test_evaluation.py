@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
@@ -121,18 +122,26 @@ def test_answers_and_rewards_come_in_pairs() -> None:
 
 
 def test_one_problem_is_enough_and_the_interval_is_that_of_the_seed() -> None:
-    config = EvaluationConfig(num_samples_per_problem=1, temperature=0.7, max_response_tokens=16)
-    problems = [replace(PROMPTS[0], id=str(i)) for i in range(9)]
-    engine = ReplayEngine({str(i): ["\\boxed{2}\0" if i % 3 else "\\boxed{9}\0"] for i in range(9)})
+    """Of problem i 23 i of 200 samples are right: means fine enough for the seed to show in the interval."""
+    config = EvaluationConfig(num_samples_per_problem=200, temperature=0.7, max_response_tokens=16)
+    problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
+    engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
+    rates = [23 * i / 200 for i in range(8)]
     with Verifier(RewardConfig()) as verifier:
-        for count in (1, 9):
+        for count in (1, 8):
             record = evaluate(
                 engine, problems[:count], verifier=verifier, decode=decode, config=config, policy="start", seed=3
             )
-            rewards = [float(i % 3 > 0) for i in range(count)]
-            assert record.ci95 == bootstrap_ci95(rewards, seed=3)
+            assert record.ci95 == bootstrap_ci95(rates[:count], seed=3)
             assert len(record.prompt_hash) == 16
-    assert bootstrap_ci95(rewards, seed=3) != bootstrap_ci95(rewards, seed=4)
+    assert bootstrap_ci95(rates, seed=3) != bootstrap_ci95(rates, seed=4)
+
+
+def test_the_interval_is_the_percentile_bootstrap_of_ten_thousand_resamples() -> None:
+    values = np.sqrt(np.arange(9))
+    rows = np.random.default_rng(5).integers(9, size=(10_000, 9))
+    expected = np.percentile(values[rows].mean(axis=1), [2.5, 97.5])
+    assert bootstrap_ci95(values.tolist(), seed=5) == pytest.approx(tuple(expected))
 
 
 def test_an_evaluation_without_problems_is_refused() -> None:

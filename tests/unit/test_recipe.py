@@ -145,7 +145,7 @@ def test_a_workloads_section_lies_over_the_recipe_and_overrides_lie_over_both() 
 
 def test_a_recipe_may_be_any_yaml_file(tmp_path: Path) -> None:
     for name in ("mine.yaml", "mine.yml"):
-        path = write_recipe(load_recipe("tiny"), tmp_path / "new" / name)
+        path = write_recipe(load_recipe("tiny"), tmp_path / "new" / "deeper" / name)
         assert load_recipe(str(path)) == load_recipe("tiny")
     assert path.read_text().startswith("name: tiny\nworkload: rl_zero\npolicy:\n")  # in the fields' order
 

@@ -126,6 +126,24 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
     assert ended == [1, 0]
 
 
+def test_engines_start_one_after_the_other_unless_more_may() -> None:
+    together = threading.Barrier(2, timeout=0.2)
+    alone: list[bool] = []
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        if k:
+            try:
+                together.wait()
+            except threading.BrokenBarrierError:
+                alone.append(True)
+                together.reset()
+        yield TimedEngine(k, SECONDS, [])
+
+    sweep(start, PROMPTS, config=replace(CONFIG, max_live_engines=3), sampling=SAMPLING, seed=0)
+    assert alone == [True, True]
+
+
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
     engines: list[TimedEngine] = []
 
@@ -179,8 +197,8 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
         k=1,
         batch=8,
         generation_s=2.0,
-        generation_p10_s=pytest.approx(1.2),
-        generation_p90_s=pytest.approx(2.8),
+        generation_p10_s=1.2,
+        generation_p90_s=2.8,
         num_repeats=3,
         autoregressive_s=4.0,
         speedup=2.0,

@@ -136,21 +136,21 @@ def test_rare_positions_join_the_one_before(counts: tuple[int, ...], expected: d
     assert {name: int(mask.sum()) for name, mask in masks.items()} == expected
 
 
-def placed(mass_before: np.ndarray, *, z: float = 0.0, position: int = 0, seen: np.ndarray | None = None) -> Draws:
+def placed(mass_before: np.ndarray, *, z: float = 0.0, mean: float = -40.0) -> Draws:
     """Draws whose transform is `mass_before` and whose log-probability lies `z` standard errors above its mean."""
     num = len(mass_before)
-    unlikely = np.full(num, np.exp(-40.0))
+    unlikely = np.full(num, np.exp(mean))
     bias = Bias(
-        mass_before=mass_before if seen is None else seen,
+        mass_before=mass_before,
         probability=unlikely,
         total_variation=np.linspace(0.2, 0.6, num),
     )
     return Draws(
         mass_before=mass_before,
         probability=unlikely * np.exp(z / np.sqrt(num)),
-        logprob_mean=np.full(num, -40.0),
+        logprob_mean=np.full(num, mean),
         logprob_variance=np.ones(num),
-        position=np.full(num, position, dtype=np.int64),
+        position=np.zeros(num, dtype=np.int64),
         sharper=bias,
         flatter=bias,
     )
@@ -207,7 +207,7 @@ def test_two_engines_that_draw_alike_differ_in_nothing() -> None:
 
 def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -> None:
     """All of the second's draws lie in the upper half; its log-probabilities lie 2 standard errors lower."""
-    first, second = placed(EVEN, z=2.0), placed(0.5 + EVEN / 2, z=-2.0)
+    first, second = placed(EVEN, z=2.0), placed(0.5 + EVEN / 2, z=-2.0, mean=-50.0)
     first.probability[0] = 0.0  # impossible: left to the test against the policy
     found = statistics.two_sample_tests(first, second, seed=0)
     # Lower bins hold 10 and 0 where 5 and 5 are expected, upper ones 10 and 20 where 15 are.
@@ -225,8 +225,9 @@ def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -
     )
 
 
-def test_each_of_two_engines_has_its_own_random_part() -> None:
-    wide = Draws(
+def certain() -> Draws:
+    """64 draws of the one token that the policy allows: their transform is the random part alone."""
+    return Draws(
         mass_before=np.zeros(64),
         probability=np.ones(64),
         logprob_mean=np.zeros(64),
@@ -235,7 +236,18 @@ def test_each_of_two_engines_has_its_own_random_part() -> None:
         sharper=placed(EVEN).sharper,
         flatter=placed(EVEN).flatter,
     )
-    found = statistics.two_sample_tests(wide, wide, seed=3)
+
+
+def test_the_random_part_of_the_transform_is_the_seeds() -> None:
+    counts = np.histogram(np.random.default_rng(3).random(64), np.linspace(0, 1, 33))[0]
+    found = statistics.conditional_tests(certain(), seed=3)["pit, all tokens"]
+    # Two draws a bin are expected, so three bins make a cell of six; that is left to `count_test`, tested above.
+    expected, dof = statistics.count_test(counts, np.full(32, 1 / 32))
+    assert found == (64, pytest.approx(expected), pytest.approx(stats.chi2.sf(expected, dof)))
+
+
+def test_each_of_two_engines_has_its_own_random_part() -> None:
+    found = statistics.two_sample_tests(certain(), certain(), seed=3)
     counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
     expected, _ = statistics.homogeneity_test(counts[0], counts[1])
     assert found["autoregressive beside speculative, pit"][1] == pytest.approx(expected)

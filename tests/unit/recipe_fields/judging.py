@@ -96,7 +96,8 @@ def certificate(recipe: Recipe, _: Tools) -> object:
         num_speculative_tokens=1, policy_fingerprint="p", draft_fingerprint="d", versions={}
     )
     record = certify(
-        *samples,
+        samples[0],
+        samples[1],
         policy,
         config=config,
         sampling=recipe.sampling,

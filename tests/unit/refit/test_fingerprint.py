@@ -38,6 +38,10 @@ def test_one_bit_is_seen() -> None:
     assert fingerprint(changed) != fingerprint(MATRIX)
 
 
+def test_values_far_below_1_are_seen() -> None:
+    assert fingerprint(torch.tensor([1e-30])) != fingerprint(torch.tensor([0.0]))
+
+
 def test_minus_zero_counts_as_zero_and_a_gradient_is_no_difference() -> None:
     assert fingerprint(torch.tensor([-0.0])) == fingerprint(torch.tensor([0.0]))
     assert fingerprint(torch.tensor([1.0], requires_grad=True)) == fingerprint(torch.tensor([1.0]))

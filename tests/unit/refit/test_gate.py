@@ -73,6 +73,7 @@ class Engines:
         return [self.state] * 2
 
     def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        self.asked.append(("parts", is_draft))
         error = self.hidden_draft if is_draft else self.hidden
         if error is not None:
             raise error
@@ -121,7 +122,13 @@ def test_the_engines_are_handed_what_the_learner_published(draft: Path) -> None:
     engine, learner = Engines(), Learner()
     check = gate(engine, learner=learner, draft=draft).refit(4)
     assert learner.asked == [("publish", Path("transfer"), 4)]
-    assert engine.asked == [("refit", Path("weights 4"), 4, None), ("fingerprints", False), ("fingerprints", True)]
+    assert engine.asked == [
+        ("parts", False),
+        ("parts", True),
+        ("refit", Path("weights 4"), 4, None),
+        ("fingerprints", False),
+        ("fingerprints", True),
+    ]
     assert (check.num_tensors, check.probe_difference) == (8, None)  # seven of the policy, one of the draft
     assert 0 < check.elapsed_s < 60
 

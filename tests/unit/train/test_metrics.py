@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.engine import GenerationResult
 from slipstream.tracking.config import check_metrics
-from slipstream.train.metrics import StageClock, metrics_of, step_line
-from slipstream.types import StageTimes
+from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes
 
 STEP = StepRecord(
     step=6,
@@ -101,4 +103,36 @@ def test_a_stage_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> No
     now[0] += 8.0
     assert clock.times() == StageTimes(
         data_s=3.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=4.0, step_s=15.0
+    )
+
+
+def test_one_rollout_is_enough_for_a_record() -> None:
+    prompt = Prompt(id="0", text="0", token_ids=(1,), answer="7")
+    rollout = Rollout(
+        prompt_id="0",
+        token_ids=(7, 2, 2),
+        rollout_logprobs=(0.0, 0.0, 0.0),
+        finish_reason=FinishReason.LENGTH,
+        policy_version=10,
+        draft_version=4,
+    )
+    group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
+    record = step_record(
+        6,
+        STEP.times,
+        STEP.refit,
+        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0),
+        rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
+        train=STEP.train,
+        mismatch=STEP.mismatch,
+    )
+    assert record == replace(
+        STEP,
+        reward_mean=0.5,
+        num_rollouts=1,
+        num_response_tokens=3,
+        num_truncated=1,
+        num_zero_signal_groups=1,
+        acceptance=ACCEPTANCE,
+        draft_version=4,
     )
