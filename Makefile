@@ -2,13 +2,14 @@
 
 VENV := .venv
 BENCH := .venv-bench
+MUTANTS := $(CURDIR)/.venv-mutants
 PYTHON_IN_VENV := $(VENV)/bin/python
 
 include scripts/env
 export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-fast demo bench bench-learning bench-setup lock clean
+.PHONY: help setup check format test test-fast demo bench bench-learning bench-setup mutants mutants-setup lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,9 +29,9 @@ format: setup ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
 
 # One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
-test test-fast: export OMP_NUM_THREADS := 1
-test test-fast: export FLYTE_LOCAL_CACHE_ENABLED := false
-test test-fast demo bench bench-learning: export HF_HUB_OFFLINE := 1
+test test-fast mutants: export OMP_NUM_THREADS := 1
+test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
+test test-fast demo bench bench-learning mutants: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
@@ -51,8 +52,17 @@ bench: bench-setup ## time simulator, engine, learner, refit and the step beside
 bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learning $(ARGS)
 
+mutants-setup: setup requirements/mutants.lock ## lay mutmut over the main environment
+	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(MUTANTS) -r requirements/mutants.lock
+
+# Mutants that were killed stay so while the function is unchanged; `rm -r mutants` starts anew.
+mutants: mutants-setup ## change the code in small ways, see which changes no unit test notices, write docs/mutants.md
+	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py --forget-survivors
+	PYTHONPATH=$(MUTANTS) nice -n 19 $(PYTHON_IN_VENV) $(MUTANTS)/bin/mutmut run --max-children 1 $(ARGS)
+	PYTHONPATH=$(MUTANTS) $(PYTHON_IN_VENV) scripts/mutants.py
+
 lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh
 
 clean: ## remove caches and environments, keep runs/
-	rm -rf $(VENV) $(BENCH) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(BENCH) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -17,15 +17,18 @@ compile() {
 compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev -o requirements/cpu.lock
 sed -i -E "s/^(intel-[a-z-]+==[^ ]+)$/\1 ; platform_machine == 'x86_64'/" requirements/cpu.lock
 
-# What the benchmarks lay over the main environment: TRL and whatever it needs that is not there already.
+# What is laid over the main environment: an extra, and whatever it needs that is not there already.
 layer=$(mktemp)
 trap 'rm -f "$layer"' EXIT
-compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --extra bench \
-    --constraints requirements/cpu.lock -o "$layer"
-{
-    echo "# Laid over requirements/cpu.lock by \`make bench-setup\`; written by \`make lock\`."
-    grep == "$layer" | cut -d' ' -f1 | grep -vxFf <(cut -d' ' -f1 requirements/cpu.lock)
-} >requirements/bench.lock
+for extra in bench mutants; do
+    compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --extra "$extra" \
+        --constraints requirements/cpu.lock -o "$layer"
+    {
+        echo "# Laid over requirements/cpu.lock by \`make $extra-setup\`; written by \`make lock\`."
+        grep == "$layer" | cut -d' ' -f1 | grep -vxFf <(cut -d' ' -f1 requirements/cpu.lock)
+    } >"requirements/$extra.lock"
+    : >"$layer"
+done
 
 # The CUDA image. Resolved without pip's own wheel directories: they may hold a CPU build of torch.
 unset UV_FIND_LINKS PIP_FIND_LINKS

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from slipstream.config import ConfigError
 from slipstream.records import ArmRecord, Mismatch, RefitCheck, StepRecord, SweepPoint, TrainStats, TuningRecord
 from slipstream.types import Arm, StageTimes
 
@@ -20,6 +21,19 @@ settings.register_profile("slipstream", deadline=None)
 settings.load_profile("slipstream")
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
+Refusal = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def refusal() -> Refusal:
+    """What `build(**values)` says when it refuses them."""
+
+    def ask(build: Callable[..., object], **values: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            build(**values)
+        return str(caught.value)
+
+    return ask
 
 
 @pytest.fixture(scope="session")

@@ -89,6 +89,12 @@ def test_unknown_nested_key_offers_its_dotted_name():
     assert message == "unknown recipe key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
 
 
+def test_unknown_key_is_near_where_half_of_the_letters_are_shared():
+    """Of `learning_rate`, `rate` has 2 x 4 / (4 + 13) = 0.47 and `_rate` 2 x 5 / (5 + 13) = 0.56."""
+    assert refusal(recipe_mapping(optimizer={"rate": 1})).endswith("; known: learning_rate, betas")
+    assert refusal(recipe_mapping(optimizer={"_rate": 1})).endswith("; did you mean 'optimizer.learning_rate'?")
+
+
 def test_unknown_key_near_to_nothing_lists_what_is_known():
     message = refusal(recipe_mapping(optimizer={"zzz": 1}))
     assert message == "unknown recipe key 'optimizer.zzz'; known: learning_rate, betas"

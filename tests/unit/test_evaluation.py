@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
@@ -112,8 +115,37 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     assert record.prompt_hash == prompt_hash(PROMPTS)
 
 
+def test_answers_and_rewards_come_in_pairs() -> None:
+    for answers, rewards in (([["1"]], [[1.0], [0.0]]), ([["1", "2"]], [[1.0]])):
+        with pytest.raises(ValueError, match="zip"):
+            maj_at_k(answers, rewards)
+
+
+def test_one_problem_is_enough_and_the_interval_is_that_of_the_seed() -> None:
+    """Of problem i 23 i of 200 samples are right: means fine enough for the seed to show in the interval."""
+    config = EvaluationConfig(num_samples_per_problem=200, temperature=0.7, max_response_tokens=16)
+    problems = [replace(PROMPTS[0], id=str(i)) for i in range(8)]
+    engine = ReplayEngine({str(i): ["\\boxed{2}\0"] * (23 * i) + ["\\boxed{9}\0"] * (200 - 23 * i) for i in range(8)})
+    rates = [23 * i / 200 for i in range(8)]
+    with Verifier(RewardConfig()) as verifier:
+        for count in (1, 8):
+            record = evaluate(
+                engine, problems[:count], verifier=verifier, decode=decode, config=config, policy="start", seed=3
+            )
+            assert record.ci95 == bootstrap_ci95(rates[:count], seed=3)
+            assert len(record.prompt_hash) == 16
+    assert bootstrap_ci95(rates, seed=3) != bootstrap_ci95(rates, seed=4)
+
+
+def test_the_interval_is_the_percentile_bootstrap_of_ten_thousand_resamples() -> None:
+    values = np.sqrt(np.arange(9))
+    rows = np.random.default_rng(5).integers(9, size=(10_000, 9))
+    expected = np.percentile(values[rows].mean(axis=1), [2.5, 97.5])
+    assert bootstrap_ci95(values.tolist(), seed=5) == pytest.approx(tuple(expected))
+
+
 def test_an_evaluation_without_problems_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation must have problems to evaluate on, got 0"):
+    with pytest.raises(ConfigError, match=r"^data\.validation must have problems to evaluate on, got 0$"):
         evaluate(
             ReplayEngine({}),
             (),
@@ -125,8 +157,24 @@ def test_an_evaluation_without_problems_is_refused() -> None:
         )
 
 
-def test_greedy_with_many_samples_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"evaluation\.temperature must be > 0 with more than one sample.*set num_sam"
-    ):
-        EvaluationConfig(temperature=0.0, max_response_tokens=16)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_samples_per_problem": 0}, "evaluation.num_samples_per_problem must be > 0, got 0"),
+        (
+            {"temperature": 0.0},
+            "evaluation.temperature must be > 0 with more than one sample a problem, got 0.0; "
+            "greedy samples are all equal: set num_samples_per_problem to 1",
+        ),
+        ({"top_p": 2.0}, "sampling.top_p must lie in (0, 1], got 2.0"),
+    ],
+)
+def test_an_evaluation_outside_its_bounds_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(EvaluationConfig, max_response_tokens=16, **values) == message
+
+
+def test_one_greedy_sample_a_problem_is_taken() -> None:
+    config = EvaluationConfig(temperature=0.0, num_samples_per_problem=1, top_p=0.5, top_k=3, max_response_tokens=16)
+    assert config.sampling() == SamplingConfig(temperature=0.0, top_p=0.5, top_k=3, max_response_tokens=16)

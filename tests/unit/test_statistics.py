@@ -105,3 +105,52 @@ def test_a_share_outside_0_to_1_is_refused() -> None:
         amdahl(1.5, 2.0)
     with pytest.raises(ValueError, match="speedup must be > 0, got 0"):
         amdahl(0.5, 0.0)
+
+
+def test_a_window_of_even_length_reaches_further_ahead_than_back() -> None:
+    assert moving_average([1.0, 2.0, 6.0, 3.0, 8.0], 2) == [1.5, 4.0, 4.5, 5.5, 8.0]
+    assert moving_average([1.0, 2.0, 6.0, 3.0, 8.0], 4) == [3.0, 3.0, 4.75, pytest.approx(17 / 3), 5.5]
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^window must be >= 1, got 0$"):
+        moving_average([1.0], 0)
+
+
+def test_half_the_time_made_twice_as_fast_makes_the_whole_a_third_faster() -> None:
+    # 1 / (0.5 / 2 + 0.5) = 4 / 3
+    assert amdahl(0.5, 2.0) == pytest.approx(4 / 3)
+    assert amdahl(0.25, 0.5) == pytest.approx(1 / 1.25)  # a part that became slower
+    assert (amdahl(0.0, 5.0), amdahl(1.0, 4.0)) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "speedup", "message"),
+    [
+        (-0.1, 2.0, "share must lie in [0, 1], got -0.1"),
+        (1.1, 2.0, "share must lie in [0, 1], got 1.1"),
+        (0.5, 0.0, "speedup must be > 0, got 0.0"),
+    ],
+)
+def test_what_amdahl_cannot_answer_is_refused(share: float, speedup: float, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        amdahl(share, speedup)
+    assert str(caught.value) == message
+
+
+def test_the_bootstrap_is_the_one_of_its_seed() -> None:
+    """Drawn here with the same generator: 10,000 resamples of seed 0 unless told, by step where the arms are paired."""
+    base, cand = np.sqrt([2.0, 3.0, 5.0, 7.0]), np.sqrt([1.3, 1.9, 1.1, 1.7])
+    random = np.random.default_rng(0)
+    rows = random.integers(4, size=(10_000, 4))
+    paired = base[rows].mean(axis=1) / cand[rows].mean(axis=1)
+    apart = base[rows].mean(axis=1) / cand[random.integers(4, size=(10_000, 4))].mean(axis=1)
+    for flag, ratios in ((True, paired), (False, apart)):
+        interval = bootstrap_ratio(base.tolist(), cand.tolist(), paired=flag, statistic=np.mean).ci95
+        assert interval == pytest.approx(tuple(np.percentile(ratios, [2.5, 97.5])))
+
+
+def test_an_arm_without_steps_is_refused() -> None:
+    for base, cand in (([], [1.0]), ([1.0], [])):
+        with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
+            bootstrap_ratio(base, cand, paired=False)

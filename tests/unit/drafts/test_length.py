@@ -1,7 +1,7 @@
 """Draft length is chosen by time, with an engine whose times are given."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ class TimedEngine:
     def __init__(self, k: int, seconds: dict[tuple[int, int], float], calls: list[tuple[int, int]]) -> None:
         self.k, self.seconds, self.calls = k, seconds, calls
         self.asked: list[list[str]] = []
+        self.settings: list[tuple[SamplingConfig, int, int]] = []
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -32,6 +33,7 @@ class TimedEngine:
         batch = len(prompts) * group_size
         self.calls.append((self.k, batch))
         self.asked.append([prompt.id for prompt in prompts])
+        self.settings.append((sampling, group_size, seed))
         rollout = Rollout(
             prompt_id="0",
             token_ids=(7,) * (4 + self.k),
@@ -152,6 +154,24 @@ def test_engines_start_side_by_side_and_all_end_when_one_fails() -> None:
     assert ended == [1, 0]
 
 
+def test_engines_start_one_after_the_other_unless_more_may() -> None:
+    together = threading.Barrier(2, timeout=0.2)
+    alone: list[bool] = []
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        if k:
+            try:
+                together.wait()
+            except threading.BrokenBarrierError:
+                alone.append(True)
+                together.reset()
+        yield TimedEngine(k, SECONDS, [])
+
+    sweep(start, PROMPTS, config=replace(CONFIG, max_live_engines=3), sampling=SAMPLING, seed=0)
+    assert alone == [True, True]
+
+
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
     engines: list[TimedEngine] = []
 
@@ -169,6 +189,66 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
     assert points[2].autoregressive_response_tokens == 4.0
 
 
+def test_every_engine_is_asked_alike_and_every_round_has_its_own_seed() -> None:
+    engines: list[TimedEngine] = []
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        engines.append(TimedEngine(k, SECONDS, []))
+        yield engines[-1]
+
+    sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=5, group_size=2)
+    rounds = [(SAMPLING, 2, 5), (SAMPLING, 2, 6)]
+    warm_up = (SAMPLING, 2, 0)
+    baseline, *speculating = engines
+    assert baseline.settings == [warm_up, *rounds * 4]  # two batches beside k=1, two beside k=3
+    assert [engine.settings for engine in speculating] == [[warm_up, *rounds * 2]] * 2
+
+
+def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
+    """Seconds 3, 2 and 1 of k=1 over 4 in each round: medians 2 and 2, p10 at rank 0.2 and p90 at rank 1.8."""
+    seconds = {0: [9.0, 4.0, 4.0, 4.0], 1: [9.0, 3.0, 2.0, 1.0]}
+
+    class Scripted(TimedEngine):
+        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+            return replace(super().generate(*args, **kwargs), generation_s=seconds[self.k].pop(0))
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, [])
+
+    told: list[SweepPoint] = []
+    config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
+    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_point=told.append)
+    assert told == [point]  # the baseline's is known last
+    assert point == SweepPoint(
+        k=1,
+        batch=8,
+        generation_s=2.0,
+        generation_p10_s=1.2,
+        generation_p90_s=2.8,
+        num_repeats=3,
+        autoregressive_s=4.0,
+        speedup=2.0,
+        mean_acceptance_length=2.0,
+        rate_by_position=(1.0,),
+        mean_response_tokens=5.0,
+        autoregressive_response_tokens=4.0,
+    )
+    assert (baseline.k, baseline.speedup, baseline.mean_acceptance_length, baseline.rate_by_position) == (
+        0,
+        1.0,
+        1.0,
+        (),
+    )
+    assert (baseline.num_repeats, baseline.generation_s, baseline.autoregressive_s) == (3, 4.0, 4.0)
+
+
+def test_the_baselines_point_holds_the_rounds_beside_every_k() -> None:
+    points = _sweep([])
+    assert [point.num_repeats for point in points] == [4, 4, 2, 2, 2, 2]
+
+
 def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tuning.batch_sizes must be multiples of grpo.group_size 4, got \[2\]"):
         sweep(
@@ -182,9 +262,23 @@ def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
 
 
 def test_the_fastest_k_of_the_nearest_batch_wins() -> None:
-    record = choose(_sweep([]), config=CONFIG, batch=3)
-    assert record.chosen_k == 3
-    assert "2.00x" in record.reason
+    points = _sweep([])
+    record = choose(points, config=CONFIG, batch=3)
+    assert (record.chosen_k, record.points) == (3, points)
+    assert record.reason == "k=3 is fastest at batch 2: 2.00x autoregressive (4.00 -> 2.00 s, AL 2.00)"
+
+
+def test_of_two_batches_equally_near_the_smaller_one_speaks() -> None:
+    assert choose(_sweep([]), config=CONFIG, batch=5).chosen_k == 3
+
+
+def test_a_k_must_be_faster_than_the_least_speedup_and_not_only_as_fast() -> None:
+    points = _sweep([])  # at batch 2, k=1 is 4/3 and k=3 twice as fast
+    assert choose(points, config=replace(CONFIG, min_speedup=1.9), batch=2).chosen_k == 3
+    record = choose(points, config=replace(CONFIG, min_speedup=2.0), batch=2)
+    assert record.chosen_k == 0
+    assert record.reason == "k=0 wins at batch 2: no draft length is more than 2.00x as fast"
+    assert [entry.num_speculative_tokens for entry in record.schedule] == [0, 0]
 
 
 def test_k_0_is_chosen_and_said_when_speculation_loses() -> None:
@@ -201,9 +295,40 @@ def test_the_schedule_covers_every_batch_once() -> None:
     )
 
 
-def test_a_sweep_without_a_baseline_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tuning.candidate_ks must hold 0, the baseline"):
-        TuningConfig(candidate_ks=(1, 3))
+def test_batches_whose_middle_is_no_whole_number_meet_below_it() -> None:
+    points = [replace(point, batch={2: 2, 8: 9}[point.batch]) for point in _sweep([])]
+    schedule = choose(points, config=replace(CONFIG, batch_sizes=(2, 9)), batch=2).schedule
+    assert [(entry.batch_from, entry.batch_to) for entry in schedule] == [(1, 5), (6, 9)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"candidate_ks": (1, 3)}, "tuning.candidate_ks must hold 0, the baseline, got (1, 3)"),
+        ({"candidate_ks": (0, 3, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 3, 1)"),
+        ({"candidate_ks": (0, 1, 1)}, "tuning.candidate_ks must rise, without repeats, got (0, 1, 1)"),
+        ({"candidate_ks": (-1, 0, 1)}, "tuning.candidate_ks must rise, without repeats, got (-1, 0, 1)"),
+        ({"candidate_ks": (0,)}, "tuning.candidate_ks must hold a k to compare with 0, got (0,)"),
+        ({"batch_sizes": ()}, "tuning.batch_sizes must rise from 1, without repeats, got ()"),
+        ({"batch_sizes": (8, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (8, 4)"),
+        ({"batch_sizes": (0, 4)}, "tuning.batch_sizes must rise from 1, without repeats, got (0, 4)"),
+        ({"num_repeats": 0}, "tuning.num_repeats must be >= 1, got 0"),
+        ({"max_live_engines": 1}, "tuning.max_live_engines must be >= 2, got 1"),
+        ({"num_starting": 0}, "tuning.num_starting must be >= 1, got 0"),
+        ({"min_speedup": 0.0}, "tuning.min_speedup must be > 0, got 0.0"),
+    ],
+)
+def test_a_sweep_outside_its_bounds_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(TuningConfig, **values) == message
+
+
+def test_a_sweep_on_its_bounds_is_taken() -> None:
+    config = TuningConfig(
+        candidate_ks=(0, 1), batch_sizes=(1,), num_repeats=1, max_live_engines=2, num_starting=1, min_speedup=0.5
+    )
+    assert config.batch_sizes == (1,)
 
 
 def test_too_few_prompts_for_the_largest_batch_are_refused() -> None:

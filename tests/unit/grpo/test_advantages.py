@@ -41,3 +41,23 @@ def test_advantages_sum_to_zero_and_ignore_a_shift_of_all_rewards(rewards: list[
     advantages = group_advantages(rewards_PG)
     torch.testing.assert_close(advantages.sum(1), torch.zeros(len(rewards), dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(group_advantages(rewards_PG + shift), advantages, rtol=0, atol=1e-12)
+
+
+def test_what_is_added_to_the_deviation_is_added_to_it() -> None:
+    # deviation sqrt(1/2) of (0, 1): 0.5 / (sqrt(1/2) + 1/2)
+    advantages = group_advantages(torch.tensor([[0.0, 1.0]]), scale_by_std=True, eps=0.5)
+    expected = 0.5 / (0.5**0.5 + 0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-expected, expected]]))
+
+
+def test_each_group_is_scaled_by_its_own_deviation() -> None:
+    advantages = group_advantages(torch.tensor([[0.0, 2.0], [0.0, 20.0], [5.0, 5.0]]), scale_by_std=True)
+    half = 0.5**0.5
+    expected = torch.tensor([[-half, half], [-half, half], [0.0, 0.0]])
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-5)
+
+
+def test_a_refusal_gives_the_shape() -> None:
+    with pytest.raises(ValueError) as caught:
+        group_advantages(torch.zeros(3, 1))
+    assert str(caught.value) == "rewards must be [P, G] with G >= 2, got shape (3, 1)"

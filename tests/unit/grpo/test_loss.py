@@ -101,12 +101,58 @@ def test_microbatches_add_up_to_the_undivided_loss(ratios: list[float], advantag
 
 
 def test_a_correction_without_its_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match="rollout_logprobs"):
+    with pytest.raises(ValueError, match=r"^truncated importance sampling needs rollout_logprobs$"):
         _loss([1.0], 1.0, LossConfig(truncated_importance_sampling=2.0))
-    with pytest.raises(ValueError, match="ref_logprobs"):
+    with pytest.raises(ValueError, match=r"^kl_coefficient 0\.1 needs ref_logprobs$"):
         _loss([1.0], 1.0, LossConfig(kl_coefficient=0.1))
 
 
 def test_a_group_size_of_one_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"^grpo\.group_size must be >= 2, got 1; .*one rollout has no baseline$"):
         GrpoConfig(num_steps=1, prompts_per_step=1, group_size=1, optimizer=OptimizerConfig(learning_rate=1e-5))
+
+
+def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_has_one() -> None:
+    """The gradient of -r A w is -A w at r = 1; of k3 with ref = policy it is 0, with ref / policy = 2 it is 1 - 2."""
+    logprobs_BT = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    one = torch.zeros(1, 1, dtype=torch.float64)
+    policy_loss(
+        logprobs_BT,
+        trainer_logprobs_BT=one,
+        advantages_BT=torch.full((1, 1), 3.0, dtype=torch.float64),
+        mask_BT=torch.ones(1, 1, dtype=torch.bool),
+        num_tokens=1,
+        config=LossConfig(truncated_importance_sampling=2.0, kl_coefficient=0.5),
+        rollout_logprobs_BT=one + math.log(2.0),
+        ref_logprobs_BT=one + math.log(2.0),
+    ).loss.backward()
+    assert logprobs_BT.grad is not None
+    assert logprobs_BT.grad.item() == pytest.approx(-3.0 * 0.5 + 0.5 * (1 - 2))
+
+
+def test_without_a_reference_the_kl_is_0_and_with_one_its_sum_has_no_gradient() -> None:
+    assert _loss([1.0], 1.0, LossConfig()).kl_sum.item() == 0.0
+    got = _loss([1.0], 1.0, LossConfig(), ref_logprobs_BT=torch.zeros(1, 1, dtype=torch.float64))
+    assert not got.kl_sum.requires_grad
+    assert got.loss.requires_grad
+
+
+def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() -> None:
+    """Probabilities: now 0.6, before the update 0.5, in the engine 0.4, of the reference 0.3; the advantage is 2.
+
+    Ratio 1.2 within the clip, so -2.4; times 0.5 / 0.4; plus 0.1 (0.5 - log 0.5 - 1).
+    """
+    now, trainer, rollout, ref = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.6, 0.5, 0.4, 0.3))
+    got = policy_loss(
+        now.requires_grad_(),
+        trainer_logprobs_BT=trainer,
+        advantages_BT=torch.tensor([[2.0]], dtype=torch.float64),
+        mask_BT=torch.ones(1, 1, dtype=torch.bool),
+        num_tokens=4,
+        config=LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0),
+        rollout_logprobs_BT=rollout,
+        ref_logprobs_BT=ref,
+    )
+    k3 = 0.5 - math.log(0.5) - 1
+    assert got.kl_sum.item() == pytest.approx(k3)
+    assert got.loss.item() == pytest.approx((-2.4 * 1.25 + 0.1 * k3) / 4)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipstream.records import AcceptanceStats
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, combine
 
 
@@ -14,10 +15,44 @@ def _counters(drafts: int, proposed: int, accepted: int, *positions: int) -> Acc
 def test_acceptance_comes_from_the_deltas_of_the_counters() -> None:
     stats = acceptance_between(_counters(100, 300, 120, 60, 40, 20), _counters(110, 330, 135, 68, 45, 22))
     # 10 drafts of 3 tokens, 15 of 30 accepted: 8, 5 and 2 by position.
-    assert stats.num_drafts == 10
-    assert stats.mean_acceptance_length == 2.5
-    assert stats.acceptance_rate == 0.5
-    assert stats.rate_by_position == (0.8, 0.5, 0.2)
+    assert stats == AcceptanceStats(
+        num_drafts=10,
+        num_draft_tokens=30,
+        num_accepted_tokens=15,
+        accepted_by_position=(8, 5, 2),
+        mean_acceptance_length=2.5,
+        acceptance_rate=0.5,
+        rate_by_position=(0.8, 0.5, 0.2),
+    )
+
+
+def test_everything_accepted_is_no_contradiction() -> None:
+    stats = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(4, 8, 8, 4, 4))
+    assert (stats.acceptance_rate, stats.rate_by_position) == (1.0, (1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        _counters(4, 8, 9, 5, 4),  # more accepted than drafted
+        _counters(4, 8, 5, 5, 0),  # the first position accepted more often than there were drafts
+        _counters(4, 8, -1, -1, 0),
+        _counters(-1, 0, 0, 0, 0),
+    ],
+)
+def test_counts_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        acceptance_between(_counters(0, 0, 0, 0, 0), after)
+    assert str(caught.value) == f"acceptance counters contradict each other: {after}"
+
+
+def test_readings_and_spans_of_another_number_of_positions_are_refused() -> None:
+    zero = _counters(0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="zip"):
+        acceptance_between(zero, _counters(1, 1, 1, 1))
+    spans = [acceptance_between(zero, zero), acceptance_between(_counters(0, 0, 0, 0), _counters(1, 1, 1, 1))]
+    with pytest.raises(ValueError, match="zip"):
+        combine(spans)
 
 
 def test_a_span_without_drafts_has_acceptance_length_one() -> None:
@@ -38,10 +73,17 @@ def test_positions_that_do_not_sum_to_the_accepted_tokens_are_an_error() -> None
 def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
     zero = _counters(0, 0, 0, 0)
     merged = combine([acceptance_between(zero, _counters(1, 1, 1, 1)), acceptance_between(zero, _counters(9, 9, 0, 0))])
-    assert merged.acceptance_rate == 0.1
-    assert merged.mean_acceptance_length == 1.1
+    assert merged == AcceptanceStats(
+        num_drafts=10,
+        num_draft_tokens=10,
+        num_accepted_tokens=1,
+        accepted_by_position=(1,),
+        mean_acceptance_length=1.1,
+        acceptance_rate=0.1,
+        rate_by_position=(0.1,),
+    )
 
 
 def test_nothing_to_combine_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one span"):
+    with pytest.raises(ValueError, match=r"^parts must hold at least one span, got none$"):
         combine([])

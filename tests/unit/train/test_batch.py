@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,27 @@ def test_a_ratio_on_the_bands_edge_counts_as_agreement() -> None:
 def test_a_nan_logprob_stops_the_run() -> None:
     with pytest.raises(FloatingPointError, match="1 response tokens have a NaN"):
         mismatch([(0.0, float("nan"))], [np.zeros(2, dtype=np.float32)])
+
+
+def test_a_group_is_scaled_where_it_is_asked_for_and_whole_numbers_are_rewards_too() -> None:
+    """Rewards 2, 0 have the deviation sqrt(2), so they become 1 / sqrt(2) and its negative."""
+    batch = assemble([GROUP], [2, 0], policy_version=0, draft_version=None, scale_by_std=True)
+    assert batch.advantages == pytest.approx((0.5**0.5, -(0.5**0.5)), abs=1e-5)
+
+
+def test_rewards_go_to_their_own_group() -> None:
+    other = replace(GROUP, prompt=replace(PROMPT, token_ids=(1, 5, 6)))
+    batch = assemble([GROUP, other], [1.0, 0.0, 0.5, 0.5], policy_version=0, draft_version=None, scale_by_std=False)
+    assert batch.advantages == (0.5, -0.5, 0.0, 0.0)
+    assert (batch.prompt_lengths, batch.token_ids[2]) == ((2, 2, 3, 3), (1, 5, 6, 7, 2))
+
+
+def test_only_the_broken_tokens_are_counted() -> None:
+    with pytest.raises(FloatingPointError, match=r"^2 response tokens have a NaN or infinite logprob$"):
+        mismatch([(0.0, float("nan"), float("-inf"), 0.0, 0.0)], [np.zeros(5, dtype=np.float32)])
+
+
+def test_the_default_band_is_a_factor_of_two() -> None:
+    """Ratios of trainer to rollout probability: 0.4, 0.6, 1.9 and 2.1; the first and the last lie outside."""
+    trainer = np.log(np.array([0.4, 0.6, 1.9, 2.1])).astype(np.float32)
+    assert mismatch([(0.0,) * 4], [trainer]).outside_fraction == 0.5

@@ -1,0 +1,167 @@
+"""What `make mutants` found: writes docs/mutants.md from mutmut's working directory.
+
+Every mutant that survived needs an entry in scripts/mutants_accepted.yaml that says why; so does the total need 92 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import yaml
+from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.stats import status_by_exit_code
+
+_WORK = Path("mutants")
+_ACCEPTED = Path("scripts/mutants_accepted.yaml")
+_REPORT = Path("docs/mutants.md")
+_LEAST_SHARE = 0.92
+_FOUND = ("killed", "timeout")
+_HEAD = """# Mutants
+
+`make mutants` changes the code in small ways (an operator, a number, a string, an argument), one change at a time, and
+runs the unit tests that reach the changed function. A mutant is killed if one of them fails; one that survives is a
+change that nobody would notice. A time-out counts as found: the change made a loop endless. The table and the list
+below are written by the command itself. What is mutated, and by which tests it is judged, stands under `[tool.mutmut]`
+in `pyproject.toml`; functions with a decorator and the defaults of config fields are not mutated (mutmut cannot).
+
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """A mutant that no test noticed."""
+
+    path: Path
+    line: int
+    old: str
+    new: str
+    status: str
+
+    @property
+    def change(self) -> str:
+        """What the entries of the accepted list are matched with."""
+        return f"{self.old} -> {self.new}"
+
+
+def results() -> Iterator[tuple[Path, dict[str, str]]]:
+    """By source file the status of each of its mutants."""
+    for meta in sorted(_WORK.rglob("*.meta")):
+        codes = json.loads(meta.read_text())["exit_code_by_key"]
+        if codes:
+            yield meta.relative_to(_WORK).with_suffix(""), {key: status_by_exit_code[c] for key, c in codes.items()}
+
+
+def survivor(path: Path, key: str, status: str) -> Survivor:
+    """Where the mutant `key` of `path` differs from the source."""
+    lines = get_diff_for_mutant(key, path=path).splitlines()[2:]
+    old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
+    new = " ".join(line[1:].strip() for line in lines if line.startswith("+"))
+    hunk = re.match(r"@@ -(\d+)", lines[0])
+    offset = next(i for i, line in enumerate(lines[1:]) if line[:1] in "+-")
+    start = int(hunk[1]) if hunk else 1
+    return Survivor(path=path, line=_first_line(path, key) + start + offset - 1, old=old, new=new, status=status)
+
+
+def _first_line(path: Path, key: str) -> int:
+    """Line of the function that a mutant is of: `module.x_name__mutmut_1`, or of a class `xǁClassǁname__mutmut_1`."""
+    name = key.rpartition("__mutmut_")[0].rpartition(".")[2]
+    owner, name = name.split("ǁ")[1:] if "ǁ" in name else ("", name.removeprefix("x_"))
+    body = ast.parse(path.read_text()).body
+    if owner:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner).body
+    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name).lineno
+
+
+def reason_of(found: Survivor, accepted: list[dict[str, str]]) -> str | None:
+    """Why this survivor is accepted, None if nobody said so."""
+    for entry in accepted:
+        if found.path.match(entry.get("file", "*")) and re.search(entry["change"], found.change):
+            return entry["reason"]
+    return None
+
+
+def forget_survivors() -> None:
+    """Have the next run try again what was not killed."""
+    for meta in _WORK.rglob("*.meta"):
+        data = json.loads(meta.read_text())
+        codes = data["exit_code_by_key"]
+        data["exit_code_by_key"] = {k: c if status_by_exit_code[c] == "killed" else None for k, c in codes.items()}
+        meta.write_text(json.dumps(data))
+
+
+def report() -> list[str]:
+    """Write the report; returns what is wrong with the result."""
+    accepted = yaml.safe_load(_ACCEPTED.read_text())
+    rows, listed, problems, total = [], [], [], Counter[str]()
+    for path, statuses in results():
+        counts = Counter(statuses.values())
+        total += counts
+        rows.append(_row(f"`{path}`", counts))
+        for key, status in statuses.items():
+            if status in _FOUND or status == "not checked":
+                continue
+            found = survivor(path, key, status)
+            reason = reason_of(found, accepted)
+            if reason is None:
+                problems.append(f"{found.path}:{found.line} {found.change}")
+            listed.append((reason or "No reason yet", found))
+    share = sum(total[status] for status in _FOUND) / total.total()
+    if share < _LEAST_SHARE or total["not checked"]:
+        problems.append(f"{share:.1%} of the mutants are found, {total['not checked']} were not tried")
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    table = "\n".join(
+        [
+            f"{date.today():%Y-%m-%d}, commit {commit.stdout.strip()}, `make mutants`, mutmut 3.8.1.\n",
+            "| module | mutants | killed | survived | no test | time-out | found |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            _row("**all**", total),
+        ]
+    )
+    _REPORT.write_text(f"{_HEAD}{table}\n\n## Survivors\n{_list(listed)}")
+    return problems
+
+
+def _row(name: str, counts: Counter[str]) -> str:
+    found = sum(counts[status] for status in _FOUND) / counts.total()
+    survived = counts.total() - sum(counts[each] for each in (*_FOUND, "no tests", "not checked"))
+    numbers = (counts.total(), counts["killed"], survived, counts["no tests"], counts["timeout"])
+    return f"| {name} | {' | '.join(map(str, numbers))} | {found:.0%} |"
+
+
+def _list(listed: list[tuple[str, Survivor]]) -> str:
+    parts = []
+    for reason in dict.fromkeys(reason for reason, _ in sorted(listed, key=lambda pair: pair[0])):
+        parts.append(f"\n{reason}:\n")
+        parts += [
+            f"- `{each.path}:{each.line}` `` {each.old} `` becomes `` {each.new or '(nothing)'} ``"
+            for why, each in listed
+            if why == reason
+        ]
+    return "\n".join([*parts, ""])
+
+
+def main() -> None:
+    """Report, or prepare the next run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forget-survivors", action="store_true", help="have the next run try them again")
+    if parser.parse_args().forget_survivors:
+        forget_survivors()
+        return
+    problems = report()
+    if problems:
+        sys.exit("\n".join(["mutants:", *problems]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How a step is cut into updates, and how their stats are put together again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from slipstream.grpo.config import LossConfig
+from slipstream.grpo.update import Update, combined, minibatches
+from slipstream.records import TrainStats
+from slipstream.types import TrainBatch
+
+LOGPROBS = [np.full(2, -float(i), dtype=np.float32) for i in range(5)]
+UPDATE = Update(
+    batch=TrainBatch(
+        token_ids=tuple((i, 7, 2) for i in range(5)),
+        prompt_lengths=(1, 1, 1, 1, 2),
+        rollout_logprobs=tuple((-0.5, -float(i)) for i in range(5)),
+        advantages=(0.0, 1.0, 2.0, 3.0, 4.0),
+        policy_version=3,
+    ),
+    trainer_logprobs=LOGPROBS,
+    ref_logprobs=LOGPROBS[::-1],
+    loss=LossConfig(kl_coefficient=0.1),
+    temperature=0.5,
+)
+
+
+def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None:
+    first, second = minibatches(UPDATE, 2)
+    assert first.batch.token_ids == ((0, 7, 2), (1, 7, 2))
+    assert second.batch.token_ids == ((2, 7, 2), (3, 7, 2), (4, 7, 2))
+    assert (first.batch.prompt_lengths, second.batch.prompt_lengths) == ((1, 1), (1, 1, 2))
+    assert second.batch.rollout_logprobs == ((-0.5, -2.0), (-0.5, -3.0), (-0.5, -4.0))
+    assert (first.batch.advantages, second.batch.advantages) == ((0.0, 1.0), (2.0, 3.0, 4.0))
+    assert [row[0] for row in second.trainer_logprobs] == [-2.0, -3.0, -4.0]
+    assert second.ref_logprobs is not None
+    assert [row[0] for row in second.ref_logprobs] == [-2.0, -1.0, 0.0]
+    for part in (first, second):
+        assert (part.batch.policy_version, part.loss, part.temperature) == (3, UPDATE.loss, 0.5)
+
+
+def test_one_update_is_the_whole_step_and_five_are_one_rollout_each() -> None:
+    (whole,) = minibatches(UPDATE, 1)
+    assert whole.batch == UPDATE.batch
+    assert [part.batch.advantages for part in minibatches(UPDATE, 5)] == [(0.0,), (1.0,), (2.0,), (3.0,), (4.0,)]
+
+
+def test_without_a_reference_no_part_has_one() -> None:
+    assert [part.ref_logprobs for part in minibatches(replace(UPDATE, ref_logprobs=None), 2)] == [None, None]
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_a_step_gives_one_update_a_rollout_at_most(count: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        minibatches(UPDATE, count)
+    assert str(caught.value) == f"a step of 5 rollouts gives 1 to 5 updates, got {count}"
+
+
+def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
+    """1 token and 3 tokens: a mean over tokens weighs the second three times, one over updates once."""
+    one = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
+    three = TrainStats(loss=5.0, grad_norm=4.0, kl=8.0, clip_fraction=1.0, num_tokens=3, learning_rate=0.4)
+    stats = combined([one, three])
+    assert (stats.loss, stats.kl, stats.clip_fraction, stats.num_tokens) == (4.0, 7.0, 0.75, 4)
+    assert (stats.grad_norm, stats.learning_rate) == pytest.approx((3.0, 0.3))
+    assert combined([one]) == one

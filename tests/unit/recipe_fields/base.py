@@ -1,0 +1,167 @@
+"""What the probes of a recipe's fields share: the small recipe, the form of a check, and an engine that notes."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.refit.config import EngineState, RefitError
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+SMALL = {
+    "policy": {
+        "scratch": {
+            "hidden_size": 16,
+            "num_layers": 3,
+            "num_attention_heads": 2,
+            "num_query_groups": 1,
+            "head_dim": 8,
+            "ffn_hidden_size": 16,
+            "num_steps": 3,
+            "tokens_per_step": 8,
+            "warmup_steps": 2,
+            "optimizer": "adamw",
+        }
+    },
+    "learner": {"dtype": "float32"},
+    "engine": {"dtype": "float32"},
+    "data": {
+        "num_validation_problems": 4,
+        "synthetic": {
+            "num_train_problems": 12,
+            "num_conflicting": 1,
+            "num_draft_rows": 12,
+            "num_validation_problems": 4,
+            "num_leaked": 1,
+            "subtraction_rate": 0.0,
+        },
+    },
+    "draft": {
+        "aux_hidden_state_layer_ids": [0, 1, 2],
+        "num_prompts": 4,
+        "num_heldout_prompts": 2,
+        "num_steps": 4,
+        "tokens_per_step": 16,
+        "tokens_per_row": 8,
+        "ttt_steps": 2,
+        "warmup_steps": 1,
+        "checkpoint_every_steps": 2,
+    },
+    "grpo": {
+        "num_steps": 4,
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "checkpoint_every_steps": 2,
+        "optimizer": {"method": "adamw"},
+    },
+    "tuning": {"candidate_ks": [0, 1, 3], "batch_sizes": [2, 8], "num_repeats": 2, "max_live_engines": 2},
+    "losslessness": {"num_tokens": 400, "num_repeats": 8, "num_greedy_prompts": 2, "num_replications": 5},
+    "evaluation": {"num_samples_per_problem": 2},
+}
+PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(8))
+
+
+class Tools(typing.NamedTuple):
+    """What a probe works with."""
+
+    directory: Path
+    patch: pytest.MonkeyPatch
+
+
+Probe = Callable[[Recipe, Tools], object]
+
+
+class Check(typing.NamedTuple):
+    """Another `value` of a field, what sees it, and what else both recipes must say for it to be allowed."""
+
+    value: Any
+    probe: Probe
+    also: Mapping[str, Any] = {}
+
+
+def recipe_with(changes: Mapping[str, Any], values: Mapping[str, Any] = SMALL) -> Recipe:
+    """The small recipe with dotted `changes`."""
+    nested = json.loads(json.dumps(values))
+    for name, value in changes.items():
+        *sections, leaf = name.split(".")
+        at = nested
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[leaf] = value
+    return load_recipe("tiny", overrides=nested)
+
+
+def outcome(probe: Probe, recipe: Recipe, tools: Tools) -> str:
+    """What a probe sees, an error included."""
+    try:
+        return repr(probe(recipe, tools))
+    except (ConfigError, RefitError) as error:
+        return f"refused: {error}"
+
+
+def rollout_groups(prompts: Sequence[Prompt], group_size: int, version: int = 0) -> tuple[RolloutGroup, ...]:
+    """Groups whose first rollout answers 7 and whose others answer 2."""
+
+    def rollout(prompt: Prompt, token: int) -> Rollout:
+        return Rollout(
+            prompt_id=prompt.id,
+            token_ids=(token, 2),
+            rollout_logprobs=(-0.5, -0.25),
+            finish_reason=FinishReason.STOP,
+            policy_version=version,
+            draft_version=None,
+        )
+
+    return tuple(
+        RolloutGroup(prompt=prompt, rollouts=tuple(rollout(prompt, 2 if i else 7) for i in range(group_size)))
+        for prompt in prompts
+    )
+
+
+class NotedEngine:
+    """Notes what it is asked for. `hidden` tensors leave only its logprobs, 0.05 nats off, to compare."""
+
+    def __init__(self, *, hidden: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.hidden, self.version, self.num_resets = hidden, 0, 0
+
+    def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
+        self.calls.append(("generate", [prompt.id for prompt in prompts], sampling, group_size, seed))
+        return GenerationResult(
+            groups=rollout_groups(prompts, group_size, self.version), acceptance=None, generation_s=1.0
+        )
+
+    def refit(self, policy: Path, *, policy_version: int, **_: Any) -> list[EngineState]:
+        self.version, self.num_resets = policy_version, self.num_resets + 1
+        return self.states()
+
+    def states(self) -> list[EngineState]:
+        return [
+            EngineState(
+                policy_version=self.version,
+                policy_digest="d",
+                draft_version=None,
+                num_prefix_cache_resets=self.num_resets,
+            )
+        ]
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        if self.hidden:
+            raise LookupError("hidden")
+        return [WeightPart(name="w", dim=0, start=0, length=1, dtype="float32")]
+
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+        self.calls.append("fingerprints")
+        return [{"w[0:0+1]": "bits"}]
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return [[[-0.95] * (len(sequence) - 1) for sequence in sequences]]

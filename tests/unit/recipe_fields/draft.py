@@ -1,0 +1,159 @@
+"""Probes of the draft: its training, and the choice of its length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.config import ConfigError
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.drafts import length
+from slipstream.drafts.trainer import DraftTrainer
+from slipstream.recipe import Recipe
+from slipstream.rollout.engine import GenerationResult
+from slipstream.stages import pretrain_draft, support
+from slipstream.types import Prompt
+from slipstream.workers.learner_process import LearnerProcess
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
+from tests.unit.recipe_fields.policy import own_policy
+
+
+class DraftLearner:
+    """Notes what a draft's training asks of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers = {
+            "draft_step": 1.0,
+            "hold_draft_chats": True,
+            "evaluate_draft": SimpleNamespace(rate_by_position=(0.5,), mean_acceptance_length=1.5),
+        }
+
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, [each for each in arguments if not dataclasses.is_dataclass(each)]))
+            return answers.get(name, 7)
+
+        return call
+
+
+def draft_training(recipe: Recipe, tools: Tools) -> object:
+    """What engine and learner are asked for by the draft's training."""
+    engine, learner = NotedEngine(), DraftLearner()
+    tools.patch.setattr(pretrain_draft, "start_engine", lambda policy, config: nullcontext(engine))
+    tools.patch.setattr(pretrain_draft, "start_learner", lambda config: nullcontext(learner))
+    directory = tools.directory / "draft_training"
+    pretrain_draft.train_on(PROMPTS, recipe, policy=directory, directory=directory, on_step=lambda step, loss: None)
+    return engine.calls, learner.calls
+
+
+def draft_prompts(recipe: Recipe, tools: Tools) -> object:
+    """Which set the draft is trained on."""
+    seen: list[Any] = []
+
+    def train_on(prompts: Sequence[str], *_: Any, **__: Any) -> Any:
+        seen.append(prompts)
+        raise ConfigError(str(prompts))
+
+    sets = SimpleNamespace(draft_in_domain="in domain", draft_general="general")
+    tools.patch.setattr(pretrain_draft, "connect", lambda: None)
+    tools.patch.setattr(pretrain_draft, "read_prompt_sets", lambda data: sets)
+    tools.patch.setattr(pretrain_draft, "tracked", lambda *arguments: nullcontext())
+    tools.patch.setattr(pretrain_draft, "train_on", train_on)
+    context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
+    return pretrain_draft.pretrain_draft(context, recipe, policy=tools.directory, data=tools.directory)
+
+
+def draft_steps(recipe: Recipe, tools: Tools) -> object:
+    """Two updates of a draft: their losses, its weights' sum, its settings, and what it says of held-out chats."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
+    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
+    random = np.random.default_rng(0)
+    chats = [random.integers(4, 60, size=8).tolist() for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
+    losses = [trainer.step(chats, [2] * 3, states) for _ in range(2)]
+    rows = len(trainer._rows(chats, [2] * 3, states))
+    trainer.save(tools.directory / "draft")
+    config = json.loads((tools.directory / "draft" / "config.json").read_text())
+    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
+    return losses, rows, weights, config["eagle_aux_hidden_state_layer_ids"], trainer.evaluate(chats, [2] * 3, states)
+
+
+def draft_cache(recipe: Recipe, _: Tools) -> bool:
+    """Whether the hidden states of a chat that take 1 MiB are kept."""
+    process = LearnerProcess.__new__(LearnerProcess)
+    process._policy = typing.cast(
+        Any,
+        SimpleNamespace(hidden_states_bytes_per_token=lambda ids: 2**20, hidden_states=lambda chats, ids: []),
+    )
+    return process.hold_draft_chats([(1,)], [0], recipe.draft)
+
+
+class TimedEngine:
+    """Takes a second with k=0, and 0.8 s with a draft."""
+
+    def __init__(self, k: int, calls: list[Any]) -> None:
+        self.k, self.calls = k, calls
+
+    def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int, **_: Any) -> GenerationResult:
+        self.calls.append((self.k, len(prompts), group_size, seed))
+        return GenerationResult(
+            groups=rollout_groups(prompts, group_size), acceptance=None, generation_s=0.8 if self.k else 1.0
+        )
+
+
+def tuning(recipe: Recipe, tools: Tools) -> object:
+    """Who generates what in which order, how many engines start at once, and what is chosen."""
+    calls: list[Any] = []
+    workers: list[int] = []
+    real = length.ThreadPoolExecutor
+    tools.patch.setattr(length, "ThreadPoolExecutor", lambda count: workers.append(count) or real(1))
+
+    @contextmanager
+    def start(k: int) -> Iterator[Any]:
+        yield TimedEngine(k, calls)
+
+    points = length.sweep(
+        start, PROMPTS, config=recipe.tuning, sampling=recipe.sampling, seed=0, group_size=recipe.grpo.group_size
+    )
+    tools.patch.setattr(length, "ThreadPoolExecutor", real)
+    return calls, workers, length.choose(points, config=recipe.tuning, batch=8).chosen_k
+
+
+FOUR_LAYERS = {"policy.scratch.num_layers": 4}
+CHECKS = {
+    "draft.init": Check("general", draft_prompts),
+    "draft.num_prompts": Check(3, draft_training),
+    "draft.samples_per_prompt": Check(2, draft_training),
+    "draft.num_heldout_prompts": Check(1, draft_training),
+    "draft.num_steps": Check(5, draft_training),
+    "draft.tokens_per_step": Check(4, draft_training),
+    "draft.checkpoint_every_steps": Check(1, draft_training),
+    "draft.aux_hidden_state_layer_ids": Check([0, 1, 3], draft_steps, FOUR_LAYERS),
+    "draft.tokens_per_row": Check(16, draft_steps),
+    "draft.ttt_steps": Check(3, draft_steps),
+    "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
+    "draft.loss": Check("tv", draft_steps),
+    "draft.learning_rate": Check(0.1, draft_steps),
+    "draft.warmup_steps": Check(4, draft_steps),
+    "draft.clip_grad": Check(1e-9, draft_steps),
+    "draft.seed": Check(1, draft_steps),
+    "draft.states_cache_gib": Check(0.0001, draft_cache),
+    "tuning.candidate_ks": Check([0, 1], tuning),
+    "tuning.batch_sizes": Check([2, 4], tuning),
+    "tuning.num_repeats": Check(3, tuning),
+    "tuning.max_live_engines": Check(3, tuning),
+    "tuning.num_starting": Check(3, tuning),
+    "tuning.min_speedup": Check(1.5, tuning),
+}

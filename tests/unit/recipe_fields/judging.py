@@ -1,0 +1,128 @@
+"""Probes of what judges a run: its evaluation and its certificate."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from slipstream.evaluation import evaluate
+from slipstream.losslessness import sampling as certificate_sampling
+from slipstream.losslessness.verdict import certify
+from slipstream.recipe import Recipe
+from slipstream.rewards import verifier
+from slipstream.rollout.engine import Trace
+from slipstream.types import Prompt
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
+
+
+def evaluation_calls(recipe: Recipe, _: Tools) -> object:
+    engine = NotedEngine()
+    scores = SimpleNamespace(
+        score=lambda texts, answers: verifier.RewardResult(rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0)
+    )
+    evaluate(
+        typing.cast(Any, engine),
+        PROMPTS,
+        verifier=typing.cast(Any, scores),
+        decode=str,
+        config=recipe.evaluation,
+        policy="start",
+        seed=0,
+    )
+    return engine.calls
+
+
+CHANCES = np.array([0.3, 0.25, 0.25, 0.2])
+
+
+class DrawingEngine:
+    """Draws four tokens at a time by their chances; greedily it answers `greedy`."""
+
+    def __init__(self, greedy: int) -> None:
+        self.greedy = greedy
+        self.calls: list[Any] = []
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> list[Trace]:
+        self.calls.append((len(prompts), sampling.temperature, group_size, seed))
+        random, num = np.random.default_rng(seed), min(4, sampling.max_response_tokens)
+
+        def one(prompt: Prompt) -> Trace:
+            drawn = random.choice(4, num, p=CHANCES) if sampling.temperature else [self.greedy] * num
+            return Trace(
+                prompt_token_ids=prompt.token_ids,
+                token_ids=tuple(int(token) for token in drawn),
+                window_lengths=(1,) * num,
+                policy_version=0,
+                draft_version=0,
+            )
+
+        return [one(prompt) for prompt in prompts for _ in range(group_size)]
+
+
+class ExactPolicy:
+    """The same chances, and a biased policy that always draws the likeliest token."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def conditionals(self, sequences: Any, starts: Any, sampling: Any, *, seed: int) -> Any:
+        self.seeds.append(seed)
+        drawn = np.array([token for tokens, start in zip(sequences, starts, strict=True) for token in tokens[start:]])
+        logs = np.log(CHANCES)
+        mean = float((CHANCES * logs).sum())
+        variance = float((CHANCES * (logs - mean) ** 2).sum())
+        known = [np.cumsum(CHANCES)[drawn] - CHANCES[drawn], CHANCES[drawn], mean, variance]
+        bias = [0.0, CHANCES[0], 0.7]
+        return np.stack([np.broadcast_to(column, drawn.shape) for column in (*known, *bias, *bias)], axis=1)
+
+    def next_token_probabilities(self, prefixes: Sequence[Any], sampling: Any) -> Any:
+        return np.tile(CHANCES, (len(prefixes), 1))
+
+
+def certificate(recipe: Recipe, _: Tools) -> object:
+    """What is drawn, and what is said of it: nothing that a certificate merely repeats of its settings."""
+    config, policy, drawing = recipe.losslessness, ExactPolicy(), (DrawingEngine(0), DrawingEngine(1))
+    samples = [
+        certificate_sampling.draw(
+            engine, PROMPTS, config=config, sampling=recipe.sampling, batch=4, seed=config.seed + index
+        )
+        for index, engine in enumerate(drawing)
+    ]
+    subject = certificate_sampling.Subject(
+        num_speculative_tokens=1, policy_fingerprint="p", draft_fingerprint="d", versions={}
+    )
+    record = certify(
+        samples[0],
+        samples[1],
+        policy,
+        config=config,
+        sampling=recipe.sampling,
+        subject=subject,
+        started_s=0.0,
+    )
+    rejected = [finding.name for finding in record.findings if finding.reject]
+    near = record.greedy.num_near_ties
+    return [engine.calls for engine in drawing], policy.seeds, record.verdict, rejected, record.detectable, near
+
+
+CHECKS = {
+    "evaluation.num_samples_per_problem": Check(3, evaluation_calls),
+    "evaluation.temperature": Check(0.5, evaluation_calls),
+    "evaluation.top_p": Check(0.5, evaluation_calls),
+    "evaluation.top_k": Check(5, evaluation_calls),
+    "evaluation.max_response_tokens": Check(100, evaluation_calls),
+    "losslessness.num_tokens": Check(500, certificate),
+    "losslessness.num_repeated_prompts": Check(2, certificate),
+    "losslessness.num_repeats": Check(9, certificate),
+    "losslessness.num_greedy_prompts": Check(3, certificate),
+    "losslessness.family_level": Check(0.2, certificate),
+    "losslessness.power": Check(0.2, certificate),
+    "losslessness.num_replications": Check(30, certificate),
+    "losslessness.max_detectable_bias": Check(0.9, certificate),
+    "losslessness.near_tie_nats": Check(0.1, certificate),
+    "losslessness.seed": Check(1, certificate),
+}

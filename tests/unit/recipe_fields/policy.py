@@ -1,0 +1,135 @@
+"""Probes of the policy, and of how it is pretrained."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.policy import parallel
+from slipstream.policy.architecture import Architecture
+from slipstream.policy.config import LearnerConfig
+from slipstream.policy.layers import _transformer_config, build_model
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.pretrain import pretrain
+from slipstream.policy.source import resolve
+from slipstream.recipe import Recipe
+from slipstream.stages import prepare_policy, support
+from tests.unit.recipe_fields.base import Check, Tools
+
+
+def own_architecture(recipe: Recipe, _: Tools) -> Architecture:
+    scratch = recipe.policy.scratch
+    assert scratch is not None
+    return Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=3)
+
+
+def model_config(recipe: Recipe, tools: Tools) -> object:
+    """What Megatron is told of the model, and what transformers and vLLM read of it."""
+    architecture = own_architecture(recipe, tools)
+    config = _transformer_config(architecture, recipe.learner, init_std=0.02)
+    split = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel)
+    return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
+
+
+def own_policy(recipe: Recipe) -> MegatronPolicy:
+    scratch = recipe.policy.scratch
+    assert scratch is not None
+    return MegatronPolicy.from_scratch(
+        scratch, vocab_size=64, eos_token_id=3, learner=recipe.learner, optimizer=recipe.grpo.optimizer
+    )
+
+
+def first_weights(recipe: Recipe, _: Tools) -> object:
+    return [float(tensor.double().abs().sum()) for _, tensor in own_policy(recipe).weights()]
+
+
+def first_learning_rate(recipe: Recipe, _: Tools) -> float:
+    return own_policy(recipe).learning_rate
+
+
+def megatron_optimizer(recipe: Recipe, tools: Tools) -> object:
+    """Megatron's optimizer: its kind, its settings, and its parameters' group."""
+    parallel.initialize(LearnerConfig().parallel)
+    gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard(), init_std=0.02)
+    _, optimizer = with_optimizer(gpt, recipe.learner, recipe.grpo.optimizer)
+    names = ("lr", "betas", "eps", "weight_decay")
+    groups = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
+    return groups, optimizer.config.clip_grad, len(optimizer.param_groups)
+
+
+def microbatches(recipe: Recipe, _: Tools) -> int:
+    """How many micro-batches 40 sequences of 200 tokens are cut into."""
+    return len(own_policy(recipe)._microbatches([tuple([5] * 200)] * 40, [1] * 40))
+
+
+def pretraining_steps(recipe: Recipe, _: Tools) -> object:
+    calls: list[Any] = []
+
+    def lm_step(
+        sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None
+    ) -> float:
+        calls.append((len(sequences), learning_rate))
+        return 0.0
+
+    assert recipe.policy.scratch is not None
+    pretrain(typing.cast(Any, lm_step), [((1, 2, 3, 4), 0)], recipe.policy.scratch)
+    return calls
+
+
+def own_training(recipe: Recipe, tools: Tools) -> object:
+    """What the stage hands to the learner that trains the recipe's own policy, and the chats that it learns."""
+    seen: list[Any] = []
+    learner = SimpleNamespace(
+        create=lambda scratch, size, eos, optimizer: seen.append(optimizer) or 7,
+        lm_step=lambda sequences, starts, learning_rate: seen.append(sequences) or 0.0,
+        save_hf=lambda directory, tokenizer: None,
+    )
+    tools.patch.setattr(prepare_policy, "connect", lambda: None)
+    tools.patch.setattr(prepare_policy, "start_learner", lambda config: nullcontext(learner))
+    write_tokenizer(tools.directory / "tokenizer", max_length=256)
+    prepare_policy.train_from_scratch(
+        recipe,
+        tools.directory / "policy",
+        tokenizer_dir=tools.directory / "tokenizer",
+        on_step=lambda step, loss: None,
+    )
+    return seen
+
+
+def which_policy(recipe: Recipe, _: Tools) -> object:
+    return resolve(recipe.policy, support.policy_needs(recipe), Path("nowhere"))
+
+
+TWO_RANKS = {"learner.parallel.tensor": 2}
+CHECKS = {
+    "workload": Check("rl_think", own_training),
+    "policy.model": Check("./nowhere", which_policy),
+    "policy.scratch.hidden_size": Check(32, model_config),
+    "policy.scratch.num_layers": Check(4, model_config),
+    "policy.scratch.num_attention_heads": Check(4, model_config),
+    "policy.scratch.num_query_groups": Check(2, model_config),
+    "policy.scratch.head_dim": Check(16, model_config),
+    "policy.scratch.ffn_hidden_size": Check(32, model_config),
+    "policy.scratch.max_position_embeddings": Check(1024, model_config),
+    "policy.scratch.tie_word_embeddings": Check(True, model_config),
+    "policy.scratch.rope_theta": Check(20_000.0, model_config),
+    "policy.scratch.init_std": Check(0.1, first_weights),
+    "policy.scratch.seed": Check(1, first_weights),
+    "policy.scratch.num_steps": Check(5, pretraining_steps),
+    "policy.scratch.tokens_per_step": Check(9, pretraining_steps),
+    "policy.scratch.learning_rate": Check(0.5, pretraining_steps),
+    "policy.scratch.warmup_steps": Check(1, pretraining_steps),
+    "policy.scratch.optimizer": Check("muon", own_training),
+    "learner.max_tokens_per_microbatch": Check(512, microbatches),
+    "learner.dtype": Check("bfloat16", model_config),
+    "learner.parallel.tensor": Check(2, model_config),
+    "learner.parallel.pipeline": Check(2, model_config),
+    "learner.parallel.sequence_parallel": Check(True, model_config, TWO_RANKS),
+    "grpo.optimizer.warmup_steps": Check(10, first_learning_rate),
+}

@@ -1,0 +1,175 @@
+"""Probes of GRPO: one arm between an engine and a learner that note what they are asked."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.grpo.loss import policy_loss
+from slipstream.recipe import Recipe
+from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.snapshot import Snapshot
+from slipstream.rewards import verifier
+from slipstream.rewards.pool import Outcome
+from slipstream.train import arm
+from slipstream.types import Arm
+from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
+from tests.unit.recipe_fields.policy import megatron_optimizer
+
+
+class NotedLearner:
+    """Notes updates and checkpoints; its logprobs are -0.5 a token."""
+
+    def __init__(self) -> None:
+        self.loads: list[Any] = []
+        self.updates: list[Any] = []
+        self.checkpoints: list[str] = []
+
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
+        self.loads.append((optimizer, with_reference))
+
+    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
+        return [np.full(2, -0.5, dtype=np.float32) for _ in batch.token_ids]
+
+    def ref_logprobs(self, batch: Any, temperature: float) -> None:
+        return None
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return [np.full(len(sequence) - 1, -1.0, dtype=np.float32) for sequence in sequences]
+
+    def train_step(self, update: Any) -> TrainStats:
+        self.updates.append(update)
+        return TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.0)
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        return {part.key: "bits" for part in parts}
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        self.checkpoints.append(path.name)
+
+    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
+        """The end."""
+
+
+def trained(recipe: Recipe, tools: Tools, *, hidden: bool = False) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
+    """One arm of training between an engine and a learner that note what they are asked, and a pool that does."""
+    engine, learner, pools = NotedEngine(hidden=hidden), NotedLearner(), []
+
+    class Pool:
+        def __init__(self, **settings: Any) -> None:
+            pools.append(settings)
+
+        def run(self, requests: Sequence[Any]) -> Outcome:
+            return Outcome(verdicts=(False,) * len(requests), num_timeouts=0, num_crashes=0)
+
+        def close(self) -> None:
+            """Nothing runs."""
+
+    tools.patch.setattr(verifier, "WorkerPool", Pool)
+    tools.patch.setattr(arm, "start_learner", lambda config: nullcontext(learner))
+    plan = arm.ArmPlan(
+        arm=Arm.AUTOREGRESSIVE,
+        num_speculative_tokens=0,
+        draft=None,
+        start_engine=typing.cast(Any, lambda: nullcontext(engine)),
+    )
+    record = arm.train(
+        recipe,
+        plan,
+        policy=tools.directory,
+        prompts=PROMPTS,
+        decode=lambda ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
+        directory=tools.directory / "arm",
+        log=lambda metrics, step: None,
+    )
+    return engine, learner, record, pools
+
+
+def training_calls(recipe: Recipe, tools: Tools) -> object:
+    """What the engine is asked for, what each update is made of, and when a checkpoint is written."""
+    engine, learner, _, _ = trained(recipe, tools)
+    updates = [(len(each.batch.token_ids), each.batch.advantages, each.temperature) for each in learner.updates]
+    return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference in learner.loads]
+
+
+def training_loss(recipe: Recipe, tools: Tools) -> object:
+    """The loss that an update asks for: ratios 0.5 and 2, an advantage of 1 and of -1, and a reference."""
+    _, learner, _, _ = trained(recipe, tools)
+    ratio_BT = torch.tensor([[0.5, 2.0]]).log()
+    return [
+        policy_loss(
+            ratio_BT,
+            trainer_logprobs_BT=torch.zeros(1, 2),
+            advantages_BT=torch.full((1, 1), advantage),
+            mask_BT=torch.ones(1, 2, dtype=torch.bool),
+            num_tokens=2,
+            config=learner.updates[0].loss,
+            rollout_logprobs_BT=torch.full((1, 2), -2.0),
+            ref_logprobs_BT=torch.zeros(1, 2),
+        ).loss.item()
+        for advantage in (1.0, -1.0)
+    ]
+
+
+def training_optimizer(recipe: Recipe, tools: Tools) -> object:
+    """Megatron's optimizer of the settings that the learner is loaded with."""
+    _, learner, _, _ = trained(recipe, tools)
+    assert learner.loads[0][0] is recipe.grpo.optimizer
+    return megatron_optimizer(recipe, tools)
+
+
+def training_records(recipe: Recipe, tools: Tools) -> object:
+    _, _, record, _ = trained(recipe, tools)
+    return [(step.mismatch, step.reward_mean) for step in record.steps]
+
+
+def training_checks(recipe: Recipe, tools: Tools) -> object:
+    """What a refit's probes find where the engine hides its tensors."""
+    _, _, record, _ = trained(recipe, tools, hidden=True)
+    return [step.refit.probe_difference for step in record.steps]
+
+
+def reward_workers(recipe: Recipe, tools: Tools) -> object:
+    return trained(recipe, tools)[3]
+
+
+CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
+GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
+CHECKS = {
+    "sampling.temperature": Check(0.5, training_calls),
+    "grpo.num_steps": Check(5, training_calls),
+    "grpo.prompts_per_step": Check(1, training_calls),
+    "grpo.group_size": Check(4, training_calls, GROUPS_OF_4),
+    "grpo.scale_advantages_by_std": Check(True, training_calls),
+    "grpo.updates_per_step": Check(2, training_calls),
+    "grpo.checkpoint_every_steps": Check(1, training_calls),
+    "grpo.seed": Check(1, training_calls),
+    "grpo.mismatch_band": Check([0.9, 1.2], training_records),
+    "grpo.optimizer.learning_rate": Check(0.5, training_optimizer),
+    "grpo.optimizer.method": Check("muon", training_optimizer),
+    "grpo.optimizer.betas": Check([0.8, 0.9], training_optimizer),
+    "grpo.optimizer.eps": Check(1e-3, training_optimizer),
+    "grpo.optimizer.weight_decay": Check(0.1, training_optimizer),
+    "grpo.optimizer.clip_grad": Check(0.5, training_optimizer),
+    "grpo.loss.clip_low": Check(0.4, training_loss),
+    "grpo.loss.clip_high": Check(0.4, training_loss),
+    "grpo.loss.kl_coefficient": Check(0.1, training_loss),
+    "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    "refit.check_every_steps": Check(2, training_calls),
+    "refit.max_probe_difference": Check(0.01, training_checks),
+    "reward.timeout_s": Check(1.0, reward_workers),
+    "reward.num_workers": Check(2, reward_workers),
+    "reward.worker_memory_gib": Check(1.0, reward_workers),
+    "reward.max_answer_chars": Check(10, training_records),
+}

@@ -1,0 +1,96 @@
+"""Probes of the processes: what engines and learners start with."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from slipstream.recipe import Recipe
+from slipstream.rollout import vllm_engine
+from slipstream.stages import support
+from slipstream.workers import engines, learners
+from tests.unit.recipe_fields.base import Check, Tools
+
+
+def engine_arguments(recipe: Recipe, tools: Tools) -> object:
+    """What vLLM is started with, and the parameters of its sampling."""
+    seen: list[Any] = []
+
+    class LLM:
+        def __init__(self, model: str, **arguments: Any) -> None:
+            seen.append(arguments)
+
+        def collective_rpc(self, method: str) -> list[Any]:
+            return []
+
+    (tools.directory / "config.json").write_text('{"eos_token_id": 3}')
+    fake = SimpleNamespace(LLM=LLM, SamplingParams=lambda **arguments: arguments)
+    tools.patch.setitem(sys.modules, "vllm", fake)
+    transfer = SimpleNamespace(BACKEND="slipstream")
+    tools.patch.setitem(sys.modules, "slipstream.refit.engine_transfer", transfer)
+    tools.patch.setattr(vllm_engine.os, "environ", {})
+    engine = vllm_engine.VllmEngine(tools.directory, config=recipe.engine, speculative_config=None)
+    return seen, vllm_engine.process_environment(recipe.engine), engine._params(recipe.sampling)
+
+
+class FakeRay:
+    """Notes the actors that are made of a class; they answer nothing."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.options: list[Any] = []
+
+    def remote(self, kind: type) -> Any:
+        def options(**values: Any) -> Any:
+            self.options.append(values)
+            return SimpleNamespace(remote=lambda *args, **kwargs: self.made.append((kind.__name__, args, kwargs)))
+
+        return SimpleNamespace(options=options)
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"GPU": 1.0}
+
+    def kill(self, actor: Any) -> None:
+        """Nothing lives."""
+
+
+def started_engines(recipe: Recipe, tools: Tools) -> object:
+    """How many engines start, and how many are kept afterwards."""
+    ray, kept = FakeRay(), []
+    (tools.directory / "config.json").write_text("{}")
+    tools.patch.setattr(engines, "ray", ray)
+    tools.patch.setattr(engines, "wait_until_ready", lambda actors: None)
+    idle = SimpleNamespace(take=lambda key: None, put=lambda key, engine, capacity: kept.append(capacity))
+    tools.patch.setattr(engines, "_idle_engines", idle)
+    with support.recipe_engine(recipe, tools.directory, tools.directory, 0):
+        pass
+    return len(ray.made), kept
+
+
+def started_learner(recipe: Recipe, tools: Tools) -> object:
+    """The learner's ranks and their environment."""
+    ray = FakeRay()
+    tools.patch.setattr(learners, "ray", ray)
+    tools.patch.setattr(learners, "wait_until_ready", lambda actors: None)
+    with learners.start_learner(recipe.learner):
+        ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]
+    return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS")
+
+
+ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
+CHECKS = {
+    "engine.max_model_len": Check(300, engine_arguments),
+    "engine.max_num_seqs": Check(128, engine_arguments),
+    "engine.dtype": Check("bfloat16", engine_arguments),
+    "engine.enforce_eager": Check(False, engine_arguments),
+    "engine.kv_cache_gib": Check(0.5, engine_arguments),
+    "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ON_GPU),
+    "engine.tensor_parallel_size": Check(2, engine_arguments),
+    "engine.num_threads": Check(1, engine_arguments),
+    "engine.num_engines": Check(2, started_engines),
+    "engine.num_kept_idle": Check(0, started_engines),
+    "sampling.max_response_tokens": Check(100, engine_arguments),
+    "learner.num_threads": Check(1, started_learner),
+    "learner.parallel.data": Check(2, started_learner),
+}

@@ -1,0 +1,16 @@
+"""What a recipe may say of the checks of a refit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.refit.config import RefitConfig
+
+
+def test_checks_that_never_come_or_take_anything_are_refused(refusal: Callable[..., str]) -> None:
+    assert refusal(RefitConfig, check_every_steps=0) == "refit.check_every_steps must be >= 1, got 0"
+    assert refusal(RefitConfig, max_probe_difference=0.0) == "refit.max_probe_difference must be > 0, got 0.0"
+
+
+def test_a_check_of_every_refit_is_taken() -> None:
+    assert RefitConfig(check_every_steps=1, max_probe_difference=0.5).check_every_steps == 1

@@ -1,0 +1,271 @@
+"""The gate between a learner and engines that may lie about each thing the gate asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.refit.config import EngineState, RefitConfig, RefitError
+from slipstream.refit.fingerprint import WeightPart, fingerprint
+from slipstream.refit.gate import RefitGate
+from slipstream.refit.snapshot import Snapshot
+
+PARTS = [WeightPart(name=f"w{i}", dim=0, start=0, length=1, dtype="float32") for i in range(7)]
+DRAFT_PART = WeightPart(name="fc", dim=0, start=0, length=2, dtype="float32")
+DRAFT_TENSOR = torch.tensor([1.0, 2.0])
+PROBES = ((1, 2, 3), (4, 5))
+LEARNER_LOGPROBS = (-1.0, -2.0, -3.0)
+
+
+class Learner:
+    """Publishes version after version; its logprobs are those above, cut at the probes' lengths."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asked: list[object] = []
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        self.asked.append(("publish", directory, version))
+        self.version = version
+        return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        return {part.key: f"bits {self.version}" for part in parts}
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        self.asked.append(("token_logprobs", tuple(sequences)))
+        return [np.array(LEARNER_LOGPROBS[:2], dtype=np.float32), np.array(LEARNER_LOGPROBS[2:], dtype=np.float32)]
+
+
+class Engines:
+    """Two engines with one answer, the last one's changed by `lie`."""
+
+    def __init__(self, *, num_wrong: int = 0, **lie: Any) -> None:
+        self.lie, self.num_wrong = lie, num_wrong
+        self.state = EngineState(policy_version=9, policy_digest="", draft_version=3, num_prefix_cache_resets=5)
+        self.draft = {DRAFT_PART.key: fingerprint(DRAFT_TENSOR)}
+        self.hidden: LookupError | None = None
+        self.hidden_draft: LookupError | None = None
+        self.offsets = (0.0, 0.0)
+        self.asked: list[object] = []
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        self.asked.append(("refit", policy, policy_version, draft))
+        self.state = replace(
+            self.state,
+            policy_version=policy_version,
+            policy_digest=f"digest {policy_version}",
+            num_prefix_cache_resets=self.state.num_prefix_cache_resets + 1,
+        )
+        return [self.state, replace(self.state, **self.lie)]
+
+    def states(self) -> list[EngineState]:
+        return [self.state] * 2
+
+    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+        self.asked.append(("parts", is_draft))
+        error = self.hidden_draft if is_draft else self.hidden
+        if error is not None:
+            raise error
+        return [DRAFT_PART] if is_draft else PARTS
+
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+        self.asked.append(("fingerprints", is_draft))
+        if is_draft:
+            return [self.draft] * 2
+        right = {part.key: f"bits {self.state.policy_version}" for part in PARTS}
+        return [right, right | {part.key: "other bits" for part in PARTS[: self.num_wrong]}]
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        self.asked.append(("token_logprobs", tuple(sequences)))
+        return [
+            [[value + offset for value in LEARNER_LOGPROBS[:2]], [value - offset for value in LEARNER_LOGPROBS[2:]]]
+            for offset in self.offsets
+        ]
+
+
+def gate(
+    engine: Engines,
+    *,
+    learner: Learner | None = None,
+    draft: Path | None = None,
+    config: RefitConfig | None = None,
+    probes: Sequence[Sequence[int]] = (),
+) -> RefitGate:
+    return RefitGate(
+        engine,
+        learner or Learner(),
+        transfer=Path("transfer"),
+        draft=draft,
+        config=config or RefitConfig(),
+        probes=probes,
+    )
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    save_file({"fc": DRAFT_TENSOR, "lm_head": DRAFT_TENSOR + 1}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_the_engines_are_handed_what_the_learner_published(draft: Path) -> None:
+    engine, learner = Engines(), Learner()
+    check = gate(engine, learner=learner, draft=draft).refit(4)
+    assert learner.asked == [("publish", Path("transfer"), 4)]
+    assert engine.asked == [
+        ("parts", False),
+        ("parts", True),
+        ("refit", Path("weights 4"), 4, None),
+        ("fingerprints", False),
+        ("fingerprints", True),
+    ]
+    assert (check.num_tensors, check.probe_difference) == (8, None)  # seven of the policy, one of the draft
+    assert 0 < check.elapsed_s < 60
+
+
+def test_a_policy_without_a_draft_is_checked_alone() -> None:
+    engine = Engines()
+    assert gate(engine).refit(0).num_tensors == 7
+    assert ("fingerprints", True) not in engine.asked
+
+
+def test_the_first_refit_and_every_nth_after_it_are_checked_in_full() -> None:
+    checked = gate(Engines(), config=RefitConfig(check_every_steps=3))
+    assert [checked.refit(version).num_tensors for version in range(5)] == [7, 0, 0, 7, 0]
+    unchecked = gate(Engines(), config=RefitConfig(check_every_steps=2))
+    unchecked.refit(0)
+    assert (unchecked.refit(1).elapsed_s, unchecked.refit(2).num_tensors) == (0.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"policy_version": 3}, "engine 1 must hold policy version 4, got 3"),
+        (
+            {"policy_digest": "other"},
+            "engine 1 must read policy version 4 as the learner wrote it, got other bytes from weights 4",
+        ),
+        (
+            {"num_prefix_cache_resets": 5},
+            "engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 5 after: "
+            "cached prefixes are stale",
+        ),
+        (
+            {"num_prefix_cache_resets": 7},
+            "engine 1 must reset its prefix cache with every refit, got 5 resets before policy version 4 and 7 after: "
+            "cached prefixes are stale",
+        ),
+        (
+            {"draft_version": 4},
+            "engine 1 changed its draft from version 3 to 4 while the policy alone was refitted to version 4",
+        ),
+    ],
+)
+def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: str) -> None:
+    checked = gate(Engines(**lie))
+    with pytest.raises(RefitError) as caught:
+        checked.refit(4)
+    assert str(caught.value) == message
+
+
+def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
+    class Lost(Engines):
+        def refit(self, *args: Any, **kwargs: Any) -> list[EngineState]:
+            return super().refit(*args, **kwargs)[:1]
+
+    checked = gate(Lost())
+    with pytest.raises(ValueError, match="zip"):
+        checked.refit(4)
+
+
+def test_the_state_is_checked_where_the_tensors_are_not() -> None:
+    engine = Engines()
+    checked = gate(engine, config=RefitConfig(check_every_steps=9))
+    checked.refit(0)
+    engine.lie = {"policy_version": 0}
+    with pytest.raises(RefitError, match="engine 1 must hold policy version 1, got 0"):
+        checked.refit(1)
+
+
+@pytest.mark.parametrize(
+    ("num_wrong", "message"),
+    [
+        (1, "1 of 7 tensors differ: w0[0:0+1]"),
+        (5, "5 of 7 tensors differ: w0[0:0+1], w1[0:0+1], w2[0:0+1], w3[0:0+1], w4[0:0+1]"),
+        (6, "6 of 7 tensors differ: w0[0:0+1], w1[0:0+1], w2[0:0+1], w3[0:0+1], w4[0:0+1] and 1 more"),
+    ],
+)
+def test_other_bits_stop_the_run_and_the_first_five_are_named(num_wrong: int, message: str) -> None:
+    with pytest.raises(RefitError) as caught:
+        gate(Engines(num_wrong=num_wrong)).refit(4)
+    assert str(caught.value) == f"engine 1 must hold policy version 4 to the last bit: {message}"
+
+
+def test_another_draft_stops_the_run(draft: Path) -> None:
+    engine = Engines()
+    engine.draft = {DRAFT_PART.key: "other bits"}
+    with pytest.raises(RefitError) as caught:
+        gate(engine, draft=draft).refit(4)
+    assert str(caught.value) == "engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc[0:0+2]"
+
+
+def test_a_draft_whose_tensors_are_hidden_is_left_to_acceptance(draft: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engines()
+    engine.hidden_draft = LookupError("Traceback\n  in a worker\nLookupError: quantised\n")
+    assert gate(engine, draft=draft).refit(4).num_tensors == 7
+    assert caplog.messages == [
+        "refit: the draft's tensors cannot be read (LookupError: quantised); acceptance alone guards it"
+    ]
+
+
+def test_hidden_tensors_without_probes_are_an_error() -> None:
+    engine = Engines()
+    engine.hidden = LookupError("quantised")
+    with pytest.raises(LookupError, match="quantised"):
+        gate(engine)
+
+
+def test_hidden_tensors_are_compared_by_the_logprobs_of_probes(caplog: pytest.LogCaptureFixture) -> None:
+    engine, learner = Engines(), Learner()
+    engine.hidden = LookupError("Traceback\nLookupError: quantised")
+    engine.offsets = (0.05, -0.02)  # one up, one down: their mean would cancel, their size must not
+    with caplog.at_level(logging.WARNING):
+        check = gate(engine, learner=learner, probes=PROBES).refit(4)
+    assert (check.num_tensors, check.probe_difference) == (0, pytest.approx(0.05))
+    assert engine.asked[-1] == learner.asked[-1] == ("token_logprobs", PROBES)
+    assert ("fingerprints", False) not in engine.asked
+    assert caplog.messages == [
+        "refit: the engine's tensors cannot be read (LookupError: quantised); logprobs on 2 fixed prompts are compared "
+        "instead"
+    ]
+
+
+@pytest.mark.parametrize(("offset", "shown"), [(0.2, "0.200"), (float("nan"), "nan")])
+def test_probes_that_differ_stop_the_run(offset: float, shown: str) -> None:
+    engine = Engines()
+    engine.hidden = LookupError("quantised")
+    engine.offsets = (0.0, offset)
+    with pytest.raises(RefitError) as caught:
+        gate(engine, probes=PROBES).refit(4)
+    assert str(caught.value) == (
+        "engine 1 must hold policy version 4: the logprobs of 3 probe tokens must lie within 0.1 of the learner's on "
+        f"average (refit.max_probe_difference), got {shown}"
+    )
+
+
+def test_probes_on_the_bound_are_taken() -> None:
+    engine = Engines()
+    engine.hidden = LookupError("quantised")
+    engine.offsets = (0.0, 0.5)  # a half is exact in binary
+    checked = gate(engine, probes=PROBES, config=RefitConfig(max_probe_difference=0.5))
+    assert checked.refit(4).probe_difference == 0.5

@@ -1,0 +1,74 @@
+"""What may be tracked, and how the server may be asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, check_params, check_tags, store_uri
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"uri": ""}, "tracking.uri must name a server or be null, got ''; null uses SQLite"),
+        ({"replay_every_s": 0.0}, "tracking.replay_every_s must be > 0, got 0.0"),
+        ({"request_timeout_s": 0}, "tracking.request_timeout_s must be >= 1, got 0"),
+        ({"close_wait_s": -0.5}, "tracking.close_wait_s must be >= 0, got -0.5"),
+    ],
+)
+def test_tracking_outside_its_bounds_is_refused(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(TrackingConfig, **values) == message
+
+
+def test_tracking_on_its_bounds_is_taken() -> None:
+    config = TrackingConfig(uri=None, replay_every_s=0.5, request_timeout_s=1, close_wait_s=0.0)
+    assert config.request_timeout_s == 1
+
+
+def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> None:
+    assert store_uri(TrackingConfig(uri="http://host"), tmp_path) == "http://host"
+    assert store_uri(TrackingConfig(), tmp_path) == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
+
+
+def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
+    check_key("run/1.a_b:c-d")
+    assert refusal(check_key, key="it's") == 'tracking.key must be up to 200 letters, digits and ._/:-, got "it\'s"'
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "message"),
+    [
+        ({"train/loss": 1.0}, -1, "tracking.step must be >= 0, got -1"),
+        ({"loss": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'loss'"),
+        ({"time/generation": 1.0}, 0, "metric name must end with its unit, _s or _ms, got 'time/generation'"),
+        ({"train/loss": math.nan}, 3, "metric train/loss of step 3 must be finite, got nan"),
+    ],
+)
+def test_a_point_that_nobody_could_read_is_refused(
+    refusal: Callable[..., str], metrics: dict[str, float], step: int, message: str
+) -> None:
+    assert refusal(check_metrics, metrics=metrics, step=step) == message
+
+
+def test_a_point_with_its_area_and_unit_is_taken() -> None:
+    check_metrics({"train/loss": 1.0, "time/generation_s": 1.0, "time/refit_ms": 2.0}, step=0)
+
+
+def test_params_and_tags_fit_into_the_store(refusal: Callable[..., str]) -> None:
+    check_params({"k.draft-1_a": "x" * 6000})
+    check_tags({"arm": "x" * 8000})
+    assert refusal(check_params, params={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
+    assert refusal(check_tags, tags={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
+    long = "x" * 6001
+    message = f"param k must have <= 6000 characters, got '{long}'; log it as an artifact"
+    assert refusal(check_params, params={"k": long}) == message
+    long = "x" * 8001
+    message = f"tag k must have <= 8000 characters, got '{long}'; log it as an artifact"
+    assert refusal(check_tags, tags={"k": long}) == message

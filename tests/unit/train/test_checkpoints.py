@@ -1,0 +1,142 @@
+"""The checkpoints of an arm, with a learner whose state is a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.policy.errors import CheckpointError
+from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.train.checkpoints import Checkpoints
+from slipstream.types import StageTimes
+
+STEP = StepRecord(
+    step=0,
+    times=StageTimes(data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
+    reward_mean=0.125,
+    num_rollouts=64,
+    num_response_tokens=100,
+    num_truncated=3,
+    num_reward_timeouts=0,
+    num_reward_crashes=0,
+    num_zero_signal_groups=7,
+    train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
+    mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
+    acceptance=AcceptanceStats(
+        num_drafts=10,
+        num_draft_tokens=10,
+        num_accepted_tokens=5,
+        accepted_by_position=(5,),
+        mean_acceptance_length=1.5,
+        acceptance_rate=0.5,
+        rate_by_position=(0.5,),
+    ),
+    policy_version=0,
+    draft_version=0,
+    refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
+)
+HISTORY = [replace(STEP, step=step) for step in range(4)]
+
+
+class FileLearner:
+    """Writes what it is given, and notes what it loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "extra.json").write_text(json.dumps(extra))
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        self.loaded.append(path.name)
+        if (path / "damaged").exists():
+            raise CheckpointError(f"{path.name} is damaged")
+        return json.loads((path / "extra.json").read_text())
+
+
+def saved(directory: Path, *counts: int) -> Checkpoints:
+    checkpoints = Checkpoints(directory=directory, recipe="a recipe")
+    for count in counts:
+        checkpoints.save(FileLearner(), HISTORY[:count])
+    return checkpoints
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_newest_two_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    assert names(tmp_path) == ["step-000001"]
+    saved(tmp_path, 2, 3)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
+    checkpoints = replace(saved(tmp_path, 1, 2), keep=1)
+    checkpoints.save(FileLearner(), HISTORY[:3])
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_a_half_written_one_is_neither_counted_nor_read(tmp_path: Path) -> None:
+    (tmp_path / "step-000009.part").mkdir()
+    checkpoints = saved(tmp_path, 1, 2)
+    assert len(checkpoints.restore(FileLearner())) == 2
+    assert "step-000009.part" in names(tmp_path)
+
+
+def test_the_newest_comes_back_with_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints, learner = saved(tmp_path, 2, 3), FileLearner()
+    with caplog.at_level(logging.INFO):
+        assert checkpoints.restore(learner) == HISTORY[:3]
+    assert learner.loaded == ["step-000003"]
+    assert caplog.messages == ["train_grpo: going on from step-000003, step 3"]
+
+
+def test_without_checkpoints_a_run_starts_at_the_first_step(tmp_path: Path) -> None:
+    assert saved(tmp_path).restore(FileLearner()) == []
+
+
+def test_a_damaged_one_is_named_and_the_one_before_it_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints, learner = saved(tmp_path, 2, 3), FileLearner()
+    (tmp_path / "step-000003" / "damaged").touch()
+    assert checkpoints.restore(learner) == HISTORY[:2]
+    assert learner.loaded == ["step-000003", "step-000002"]
+    assert caplog.messages == ["train_grpo: step-000003 is damaged; trying the one before it"]
+
+
+def test_a_run_does_not_start_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2, 3)
+    for name in names(tmp_path):
+        (tmp_path / name / "damaged").touch()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(FileLearner())
+    assert str(caught.value) == (
+        "no checkpoint can be resumed from; remove them to start anew: step-000003 is damaged; step-000002 is damaged"
+    )
+
+
+def test_steps_of_another_recipe_are_not_continued(tmp_path: Path) -> None:
+    checkpoints = replace(saved(tmp_path, 2), recipe="another")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(FileLearner())
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path / 'step-000002'} must be of this run's recipe, got another one's: give the run another "
+        "execution name, or the recipe that it was started with"
+    )
+
+
+def test_a_step_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 2)
+    file = tmp_path / "step-000002" / "extra.json"
+    extra = json.loads(file.read_text())
+    extra["steps"][1]["reward_mean"] = "high"
+    file.write_text(json.dumps(extra))
+    with pytest.raises(ValueError, match=r"^steps\[1\]\.reward_mean must be of type float, got 'high'$"):
+        checkpoints.restore(FileLearner())

@@ -1,0 +1,138 @@
+"""A step under its MLflow names and in words: every number has another value, so that none can stand for another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.engine import GenerationResult
+from slipstream.tracking.config import check_metrics
+from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes
+
+STEP = StepRecord(
+    step=6,
+    times=StageTimes(data_s=1.0, prepare_s=2.0, generation_s=4.0, logprob_s=8.0, train_s=16.0, step_s=32.0),
+    reward_mean=0.125,
+    num_rollouts=64,
+    num_response_tokens=100,
+    num_truncated=3,
+    num_reward_timeouts=5,
+    num_reward_crashes=6,
+    num_zero_signal_groups=7,
+    train=TrainStats(loss=0.1, grad_norm=0.2, kl=0.3, clip_fraction=0.4, num_tokens=9, learning_rate=0.5),
+    mismatch=Mismatch(k1=0.6, k3=0.7, mean=0.8, largest=0.9, outside_fraction=0.95),
+    acceptance=None,
+    policy_version=10,
+    draft_version=None,
+    refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
+)
+ACCEPTANCE = AcceptanceStats(
+    num_drafts=10,
+    num_draft_tokens=20,
+    num_accepted_tokens=12,
+    accepted_by_position=(8, 4),
+    mean_acceptance_length=2.2,
+    acceptance_rate=0.6,
+    rate_by_position=(0.8, 0.4),
+)
+METRICS = {
+    "time/data_s": 1.0,
+    "time/prepare_s": 2.0,
+    "time/generation_s": 4.0,
+    "time/logprob_s": 8.0,
+    "time/train_s": 16.0,
+    "time/step_s": 32.0,
+    "rollout/response_tokens": 100,
+    "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
+    "rollout/truncated": 3,
+    "train/reward": 0.125,
+    "train/reward_timeouts": 5,
+    "train/reward_crashes": 6,
+    "train/zero_signal_groups": 7,
+    "train/loss": 0.1,
+    "train/grad_norm": 0.2,
+    "train/kl": 0.3,
+    "train/clip_fraction": 0.4,
+    "train/learning_rate": 0.5,
+    "train/mismatch_kl": 0.6,
+    "train/mismatch_k3": 0.7,
+    "train/mismatch_mean": 0.8,
+    "train/mismatch_max": 0.9,
+    "train/mismatch_outside_fraction": 0.95,
+    "refit/num_checked_tensors": 11,
+    "refit/check_s": 0.15,
+    "train/policy_version": 10,
+}
+
+
+def test_a_step_without_a_draft_has_these_metrics() -> None:
+    assert metrics_of(STEP) == METRICS
+
+
+def test_a_draft_and_a_probe_add_theirs() -> None:
+    step = replace(STEP, acceptance=ACCEPTANCE, refit=replace(STEP.refit, probe_difference=0.05))
+    assert metrics_of(step) == METRICS | {
+        "refit/probe_difference": 0.05,
+        "spec/mean_acceptance_length": 2.2,
+        "spec/acceptance_rate": 0.6,
+        "spec/acceptance_rate_pos_1": 0.8,
+        "spec/acceptance_rate_pos_2": 0.4,
+    }
+    check_metrics(metrics_of(step), step=0)
+
+
+def test_a_step_in_words() -> None:
+    line = "step 7/24, reward 0.125, 32.00 s (generation 4.00 s, 25 tokens/s)"
+    assert step_line(STEP, 24) == line
+    assert step_line(replace(STEP, acceptance=ACCEPTANCE), 24) == f"{line}, AL 2.20"
+
+
+def test_a_stage_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> None:
+    now = [0.0]
+    clock = StageClock(now_s=lambda: now[0])
+    for seconds in (1.0, 2.0):
+        with clock.stage("data"):
+            now[0] += seconds
+    with pytest.raises(RuntimeError, match="out of memory"), clock.stage("train"):
+        now[0] += 4.0
+        raise RuntimeError("out of memory")
+    now[0] += 8.0
+    assert clock.times() == StageTimes(
+        data_s=3.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=4.0, step_s=15.0
+    )
+
+
+def test_one_rollout_is_enough_for_a_record() -> None:
+    prompt = Prompt(id="0", text="0", token_ids=(1,), answer="7")
+    rollout = Rollout(
+        prompt_id="0",
+        token_ids=(7, 2, 2),
+        rollout_logprobs=(0.0, 0.0, 0.0),
+        finish_reason=FinishReason.LENGTH,
+        policy_version=10,
+        draft_version=4,
+    )
+    group = RolloutGroup(prompt=prompt, rollouts=(rollout,))
+    record = step_record(
+        6,
+        STEP.times,
+        STEP.refit,
+        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0),
+        rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
+        train=STEP.train,
+        mismatch=STEP.mismatch,
+    )
+    assert record == replace(
+        STEP,
+        reward_mean=0.5,
+        num_rollouts=1,
+        num_response_tokens=3,
+        num_truncated=1,
+        num_zero_signal_groups=1,
+        acceptance=ACCEPTANCE,
+        draft_version=4,
+    )
