@@ -219,7 +219,7 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
 
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_point=told.append)
+    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend)
     assert told == [point]  # the baseline's is known last
     assert point == SweepPoint(
         k=1,

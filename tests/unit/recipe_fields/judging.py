@@ -69,9 +69,10 @@ class ExactPolicy:
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def conditionals(self, sequences: Any, starts: Any, sampling: Any, *, seed: int) -> Any:
+    def conditionals(self, sequences: Any, prompt_lengths: Any, sampling: Any, *, seed: int) -> Any:
         self.seeds.append(seed)
-        drawn = np.array([token for tokens, start in zip(sequences, starts, strict=True) for token in tokens[start:]])
+        pairs = zip(sequences, prompt_lengths, strict=True)
+        drawn = np.array([token for tokens, start in pairs for token in tokens[start:]])
         logs = np.log(CHANCES)
         mean = float((CHANCES * logs).sum())
         variance = float((CHANCES * (logs - mean) ** 2).sum())

@@ -97,7 +97,7 @@ def own_training(recipe: Recipe, tools: Tools) -> object:
         recipe,
         tools.directory / "policy",
         tokenizer_dir=tools.directory / "tokenizer",
-        on_step=lambda step, loss: None,
+        log=lambda metrics, step: None,
     )
     return seen
 

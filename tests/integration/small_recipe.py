@@ -1,0 +1,48 @@
+"""The tiny recipe at the smallest size that still runs every stage of the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.config import merge
+from slipstream.recipe import CONFIGS
+
+_SMALL: dict[str, Any] = {
+    "learner": {"num_threads": 1},
+    "engine": {"num_threads": 1},
+    "policy": {"scratch": {"num_layers": 4, "num_steps": 4, "warmup_steps": 2, "tokens_per_step": 512}},
+    "draft": {
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "num_prompts": 32,
+        "num_heldout_prompts": 8,
+        "num_steps": 4,
+        "tokens_per_step": 512,
+        "warmup_steps": 1,
+    },
+    "sampling": {"max_response_tokens": 24},
+    "evaluation": {"num_samples_per_problem": 2, "max_response_tokens": 24},
+    "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
+    "grpo": {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
+    "losslessness": {
+        "num_tokens": 400,
+        "num_repeated_prompts": 2,
+        "num_repeats": 32,
+        "num_greedy_prompts": 4,
+        "num_replications": 4,
+        "max_detectable_bias": 0.99,
+    },
+    "data": {"synthetic": {"num_train_problems": 100, "num_draft_rows": 100}},
+}
+
+
+def write_small_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Path:
+    """Write the recipe; for RL-Think too, whose own section would otherwise be laid over what is small here."""
+    small = merge(_SMALL, overrides or {})
+    values = merge(yaml.safe_load((CONFIGS / "tiny.yaml").read_text()), small)
+    workloads = {name: merge(section, small) for name, section in values["workloads"].items()}
+    path.write_text(yaml.safe_dump({**values, "name": "smoke", "workloads": workloads}))
+    return path
