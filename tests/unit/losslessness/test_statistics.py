@@ -105,12 +105,14 @@ def test_what_is_left_over_joins_the_last_cell() -> None:
     counts, shares = np.array([6, 6, 6, 2]), np.array([0.3, 0.3, 0.3, 0.1])
     assert statistics.count_test(counts, shares) == (pytest.approx(0.0), 2)
     # Expected 4, 4, 4: 8 make a cell, the third joins it, and one cell has nothing to differ from.
-    assert statistics.count_test(np.array([12, 0, 0]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
+    assert statistics.count_test(np.array([0, 0, 12]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
 
 
 def test_independent_statistics_add_up() -> None:
     statistic, p_value = statistics.summed_chi_square([(1.0, 1), (3.0, 2)])
     assert (statistic, p_value) == (4.0, pytest.approx(stats.chi2.sf(4.0, 3)))
+    # One degree of freedom: 4 is the square of a normal deviate of 2.
+    assert statistics.summed_chi_square([(4.0, 1)]) == (4.0, pytest.approx(0.0455, abs=1e-4))
 
 
 def test_holm_never_leaves_0_to_1() -> None:
