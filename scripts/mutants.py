@@ -122,8 +122,8 @@ def report() -> list[str]:
     table = "\n".join(
         [
             f"{date.today():%Y-%m-%d}, commit {commit.stdout.strip()}, `make mutants`, mutmut 3.8.1.\n",
-            "| module | mutants | killed | survived | no test | time-out | found |",
-            "|---|---|---|---|---|---|---|",
+            "| module | mutants | not tried | killed | survived | no test | time-out | found of those tried |",
+            "|---|---|---|---|---|---|---|---|",
             *rows,
             _row("**all**", total),
         ]
@@ -133,10 +133,12 @@ def report() -> list[str]:
 
 
 def _row(name: str, counts: Counter[str]) -> str:
-    found = sum(counts[status] for status in _FOUND) / counts.total()
+    tried = counts.total() - counts["not checked"]
+    found = f"{sum(counts[status] for status in _FOUND) / tried:.1%}" if tried else "-"
     survived = counts.total() - sum(counts[each] for each in (*_FOUND, "no tests", "not checked"))
-    numbers = (counts.total(), counts["killed"], survived, counts["no tests"], counts["timeout"])
-    return f"| {name} | {' | '.join(map(str, numbers))} | {found:.0%} |"
+    untried = counts["not checked"]
+    numbers = (counts.total(), untried, counts["killed"], survived, counts["no tests"], counts["timeout"])
+    return f"| {name} | {' | '.join(map(str, numbers))} | {found} |"
 
 
 def _list(listed: list[tuple[str, Survivor]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -103,12 +105,14 @@ def test_what_is_left_over_joins_the_last_cell() -> None:
     counts, shares = np.array([6, 6, 6, 2]), np.array([0.3, 0.3, 0.3, 0.1])
     assert statistics.count_test(counts, shares) == (pytest.approx(0.0), 2)
     # Expected 4, 4, 4: 8 make a cell, the third joins it, and one cell has nothing to differ from.
-    assert statistics.count_test(np.array([12, 0, 0]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
+    assert statistics.count_test(np.array([0, 0, 12]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
 
 
 def test_independent_statistics_add_up() -> None:
     statistic, p_value = statistics.summed_chi_square([(1.0, 1), (3.0, 2)])
     assert (statistic, p_value) == (4.0, pytest.approx(stats.chi2.sf(4.0, 3)))
+    # One degree of freedom: 4 is the square of a normal deviate of 2.
+    assert statistics.summed_chi_square([(4.0, 1)]) == (4.0, pytest.approx(0.0455, abs=1e-4))
 
 
 def test_holm_never_leaves_0_to_1() -> None:
@@ -141,7 +145,7 @@ def placed(mass_before: np.ndarray, *, z: float = 0.0, mean: float = -40.0) -> D
     num = len(mass_before)
     unlikely = np.full(num, np.exp(mean))
     bias = Bias(
-        mass_before=mass_before,
+        mass_before=mass_before.copy(),
         probability=unlikely,
         total_variation=np.linspace(0.2, 0.6, num),
     )
@@ -194,7 +198,15 @@ def test_the_largest_distance_from_uniform_by_hand(u: tuple[float, ...], distanc
 def test_an_impossible_token_is_infinitely_unlikely() -> None:
     draws = placed(EVEN)
     draws.probability[0] = 0.0
-    assert statistics.conditional_tests(draws, seed=0)["log-probability, z"] == (320, -np.inf, 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert statistics.conditional_tests(draws, seed=0)["log-probability, z"] == (320, -np.inf, 0.0)
+
+
+def test_draws_that_nothing_else_was_possible_for_say_nothing() -> None:
+    draws = certain()
+    draws.logprob_variance[:] = 0.0
+    assert statistics.conditional_tests(draws, seed=0)["log-probability, z"] == (64, 0.0, 1.0)
 
 
 def test_two_engines_that_draw_alike_differ_in_nothing() -> None:
@@ -284,6 +296,16 @@ def test_the_detectable_bias_is_where_enough_replications_see_it() -> None:
     for found in (sharper, flatter):
         assert smallest[17] < found.detectable_fraction <= 1.021 * smallest[17] + 1e-4
         assert found.detectable_total_variation == pytest.approx(found.detectable_fraction * 0.4)  # mean of 0.2 to 0.6
+
+
+def test_a_bias_in_the_choice_of_tokens_alone_is_seen_and_the_same_each_time() -> None:
+    """Each token is as likely as it should be, and yet all of them come from the first bin."""
+    draws = placed(EVEN)
+    draws.sharper.mass_before[:] = 0.01
+    config = LosslessnessConfig(num_replications=5)
+    first, again = (statistics.detectable_bias(draws, num_tests=3, config=config) for _ in range(2))
+    assert first == again
+    assert 0.05 < first[0].detectable_fraction < 0.3
 
 
 @pytest.mark.parametrize(("num_tests", "seen"), [(1, True), (5, False)])

@@ -79,6 +79,12 @@ def test_references_that_no_response_could_match_are_not_parseable(verifier: Ver
     assert verifier.parseable(answers) == (True, True, True, True, True, False, False, False, False, False)
 
 
+def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer() -> None:
+    with Verifier(RewardConfig(max_answer_chars=3)) as short:
+        assert short.parseable(["123", "1234"]) == (True, False)
+        assert short.score([box("123"), box("0123"), box("123")], ["123", "123", "0123"]).rewards == (1.0, 0.0, 0.0)
+
+
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     before = set(psutil.Process().children())
     with Verifier(RewardConfig()) as verifier:

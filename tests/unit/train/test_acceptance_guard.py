@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -70,3 +72,63 @@ def test_a_young_run_has_no_band_yet() -> None:
 def test_sampling_deviation_by_hand() -> None:
     """Half of 100 drafts have one token accepted, the others none: variance 1/4, standard error 1/2 / 10."""
     assert sampling_deviation(stats(50, 0, num_drafts=100)) == pytest.approx(0.05)
+    # Half of them have two: mean 1, mean square 2, variance 1.
+    assert sampling_deviation(stats(50, 50, num_drafts=100)) == pytest.approx(0.1)
+
+
+def test_a_step_without_drafts_deviates_by_nothing() -> None:
+    without = replace(stats(1, 0), num_drafts=0, accepted_by_position=(0, 0))
+    assert sampling_deviation(without) == 0.0
+
+
+def of_length(length: float) -> AcceptanceStats:
+    """So many drafts that their number adds nothing to the scatter."""
+    return stats(round((length - 1) * 10**8), num_drafts=10**8)
+
+
+def falls_out(history: list[float], length: float) -> bool:
+    guard = AcceptanceGuard(of_length(each) for each in history)
+    try:
+        guard.check(of_length(length), policy_version=0)
+    except AcceptanceCollapse:
+        return True
+    return False
+
+
+def test_six_deviations_below_the_median_are_taken_and_anything_lower_is_not() -> None:
+    """Of 64 drafts half are accepted: length 1.5 and deviation 1/2 / 8 = 1/16; before it was 1 + 56/64 = 1.875."""
+    guard = AcceptanceGuard([stats(56, num_drafts=64)] * 6)
+    guard.check(stats(32, num_drafts=64), policy_version=0)
+    guard = AcceptanceGuard([stats(56, num_drafts=64)] * 6)
+    with pytest.raises(AcceptanceCollapse) as caught:
+        guard.check(stats(31, num_drafts=64), policy_version=9)
+    assert str(caught.value) == (
+        "mean acceptance length must stay near that of the last 6 steps, 1.88, and at least at 1.50, got 1.48 at "
+        "policy version 9. Likely: the draft was not refitted with the policy, or twice for one; the prefix cache is "
+        "stale; the draft's positions end before max_model_len; prompts of another kind"
+    )
+
+
+def test_steps_of_two_kinds_scatter_by_their_median_distance() -> None:
+    """Half at 1.9 and half at 2.0: 1.4826 x 0.05 = 0.0741 (their deviation is 0.0548), so 1.95 - 0.445 = 1.505."""
+    history = [1.9, 2.0] * 3
+    assert not falls_out(history, 1.55)
+    assert falls_out(history, 1.50)
+
+
+def test_one_step_apart_scatters_by_the_sample_deviation() -> None:
+    """Five at 2.0 and one at 1.8: median distance 0, deviation 0.0816, so 2 - 0.490 = 1.510."""
+    history = [2.0] * 5 + [1.8]
+    assert not falls_out(history, 1.52)
+    assert falls_out(history, 1.50)
+
+
+def test_five_steps_are_no_band_and_six_are() -> None:
+    assert not falls_out([2.0] * 5, 1.1)
+    assert falls_out([2.0] * 6, 1.1)
+
+
+def test_the_band_is_of_the_last_twenty_steps() -> None:
+    """Of 21 steps the first, which would widen the band, is forgotten."""
+    assert falls_out([1.0] + [2.0] * 20, 1.9)
+    assert not falls_out([1.0] + [2.0] * 19, 1.9)
