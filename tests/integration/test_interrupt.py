@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def statuses(root: Path, execution: str) -> dict[str, str]:
 
 
 def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
-    recipe = write_small_recipe(tmp_path / "smoke.yaml", {"grpo": {"num_steps": 4}})
+    recipe = write_small_recipe(tmp_path / "smoke.yaml", {"grpo": {"num_steps": 6}})
     runs = tmp_path / "runs"
 
     early = Demo(tmp_path, "early", "--recipe", str(recipe))
@@ -78,7 +79,7 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     assert statuses(runs, early_execution)[early_execution] == "KILLED"
 
     first = Demo(tmp_path, "first", "--run-root", str(runs), "--recipe", str(recipe))
-    first.wait_for("train_grpo autoregressive: step 3/4")
+    first.wait_for("train_grpo autoregressive: step 3/6")
     first.interrupt(signal.SIGINT)
     execution = max(path.name for path in runs.glob("smoke-*"))
     assert first.log.read_text().splitlines()[-1].endswith(f"--resume {execution}")
@@ -90,13 +91,13 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     resumed = Demo(tmp_path, "resumed", "--resume").finish()
     for stage in (*_MADE, "tune_draft_length"):
         assert f"{stage}: finished before" in resumed
-    assert "going on from step-000002" in resumed
-    assert "autoregressive: step 1/4" not in resumed
+    assert re.search("going on from step-00000[24]", resumed)  # as far as it came before it ended
+    assert "autoregressive: step 1/6" not in resumed
     assert set(statuses(runs, execution).values()) == {"FINISHED"}
 
     second = Demo(tmp_path, "second", "--recipe", str(recipe)).finish()
     for stage in _MADE:
         assert f"{stage}: reused" in second
-    for measured in ("first measured speedup: k=2", "autoregressive: step 1/4", "speculative: step 1/4"):
+    for measured in ("first measured speedup: k=2", "autoregressive: step 1/6", "speculative: step 1/6"):
         assert measured in second
     assert "finished before" not in second

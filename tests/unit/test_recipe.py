@@ -58,7 +58,7 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
         ),
         (
             {"engine": {"kv_cache_gib": None}},
-            "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 6, got 0.6; "
+            "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6; "
             "tuning compares engines that live at once",
         ),
         (

@@ -69,6 +69,8 @@ def draft_prompts(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(pretrain_draft, "read_prompt_sets", lambda data: sets)
     tools.patch.setattr(pretrain_draft, "tracked", lambda *arguments: nullcontext())
     tools.patch.setattr(pretrain_draft, "train_on", train_on)
+    for name in ("draft_key", "policy_identity", "data_identity"):
+        tools.patch.setattr(pretrain_draft, name, lambda *inputs, **more: "key")
     context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
     return pretrain_draft.pretrain_draft(context, recipe, policy=tools.directory, data=tools.directory)
 

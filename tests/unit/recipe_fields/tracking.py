@@ -34,7 +34,7 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
     tools.patch.setattr(tracker, "import_mlflow", seen.append)
-    tools.patch.setattr(start_run, "Tracker", Noting)
+    tools.patch.setattr(support, "Tracker", Noting)
     path = write_recipe(recipe, tools.directory / "recipe.yaml")
     root = tools.directory / "root"
     context, _ = start_run.start_run(str(path), workload=None, root=root, execution="e", overrides={})

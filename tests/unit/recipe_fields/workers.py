@@ -35,7 +35,7 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
 
 
 class FakeRay:
-    """Notes the actors that are made of a class; they answer nothing."""
+    """Notes the actors that are made of a class; they answer nothing, and let go of what they hold."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -44,12 +44,19 @@ class FakeRay:
     def remote(self, kind: type) -> Any:
         def options(**values: Any) -> Any:
             self.options.append(values)
-            return SimpleNamespace(remote=lambda *args, **kwargs: self.made.append((kind.__name__, args, kwargs)))
+            return SimpleNamespace(remote=made)
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.made.append((kind.__name__, args, kwargs))
+            return SimpleNamespace(release=SimpleNamespace(remote=lambda: None))
 
         return SimpleNamespace(options=options)
 
     def cluster_resources(self) -> dict[str, float]:
         return {"GPU": 1.0}
+
+    def get(self, answers: list[Any]) -> list[Any]:
+        return answers
 
     def kill(self, actor: Any) -> None:
         """Nothing lives."""
@@ -69,13 +76,15 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:
-    """The learner's ranks and their environment."""
-    ray = FakeRay()
+    """The learner's ranks, their environment, and how many learners are kept afterwards."""
+    ray, kept = FakeRay(), []
     tools.patch.setattr(learners, "ray", ray)
     tools.patch.setattr(learners, "wait_until_ready", lambda actors: None)
+    idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
+    tools.patch.setattr(learners, "_idle_learners", idle)
     with learners.start_learner(recipe.learner):
         ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]
-    return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS")
+    return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS"), kept
 
 
 ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
@@ -92,5 +101,6 @@ CHECKS = {
     "engine.num_kept_idle": Check(0, started_engines),
     "sampling.max_response_tokens": Check(100, engine_arguments),
     "learner.num_threads": Check(1, started_learner),
+    "learner.num_kept_idle": Check(0, started_learner),
     "learner.parallel.data": Check(2, started_learner),
 }

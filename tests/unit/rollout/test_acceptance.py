@@ -46,13 +46,17 @@ def test_counts_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters)
     assert str(caught.value) == f"acceptance counters contradict each other: {after}"
 
 
-def test_readings_and_spans_of_another_number_of_positions_are_refused() -> None:
-    zero = _counters(0, 0, 0, 0, 0)
+def test_two_readings_of_another_number_of_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        acceptance_between(zero, _counters(1, 1, 1, 1))
-    spans = [acceptance_between(zero, zero), acceptance_between(_counters(0, 0, 0, 0), _counters(1, 1, 1, 1))]
-    with pytest.raises(ValueError, match="zip"):
-        combine(spans)
+        acceptance_between(_counters(0, 0, 0, 0, 0), _counters(1, 1, 1, 1))
+
+
+def test_spans_with_drafts_of_different_lengths_combine() -> None:
+    one = acceptance_between(_counters(0, 0, 0, 0), _counters(2, 2, 1, 1))
+    two = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(2, 4, 3, 2, 1))
+    both = combine([one, two])
+    assert (both.num_drafts, both.num_accepted_tokens, both.accepted_by_position) == (4, 4, (3, 1))
+    assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.25))
 
 
 def test_a_span_without_drafts_has_acceptance_length_one() -> None:

@@ -130,7 +130,7 @@ def test_too_few_draft_prompts_are_refused_before_there_is_a_policy(tmp_path: Pa
     recipe = replace(load_recipe("tiny", workload=Workload.RL_THINK, overrides=FEW_ROWS), tracking=UNTRACKED)
     message = (
         r"draft\.num_prompts \+ draft\.num_heldout_prompts must be <= \d+, the number of distinct prompts in "
-        r"data\.draft_in_domain, got 1600; of 1800 rows read \d+ duplicates were dropped: lower it, or read more rows "
+        r"data\.draft_in_domain, got 1152; of 1800 rows read \d+ duplicates were dropped: lower it, or read more rows "
         r"\(synthetic: raise data\.synthetic\.num_draft_rows;"
     )
     with pytest.raises(ConfigError, match=message):
