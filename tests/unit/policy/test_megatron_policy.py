@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
-from slipstream.policy import packing
+from slipstream.policy import muon, packing
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
@@ -276,3 +276,21 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
     monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
     for got, want in zip(ours, outcome(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)])
+def test_muon_iterates_in_the_learners_type(
+    dtype: Dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only some processors multiply bfloat16 fast."""
+    seen: list[torch.dtype] = []
+    genuine = muon.orthogonal
+
+    def noted(matrices: torch.Tensor, *, num_iterations: int, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(dtype)
+        return genuine(matrices, num_iterations=num_iterations, dtype=dtype)
+
+    monkeypatch.setattr(muon, "orthogonal", noted)
+    optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
+    _policy(learner=dataclasses.replace(LEARNER, dtype=dtype), optimizer=optimizer).lm_step(_sequences(), [1] * 9)
+    assert set(seen) == {expected}
