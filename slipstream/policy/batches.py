@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.policy.packing import MICROBATCH_COST, plan_microbatches
 
-Sequences = Sequence[Sequence[int]]
+Sequences = Sequence[Sequence[int] | NDArray[np.int32]]
 Values = Sequence[float] | NDArray[np.float32]
 
 

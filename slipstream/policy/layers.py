@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig
+from slipstream.policy.config import LearnerConfig, Recompute
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.weights import Layout, Shard, mappings
@@ -45,7 +45,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
     As Megatron does, what writes into the residual stream starts smaller by sqrt(2 x layers).
     """
     config = _transformer_config(arch, learner, init_std=init_std)
-    model = GPTModel(
+    model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
         transformer_layer_spec=cast(ModuleSpec, _block_spec(config, unpadded=skips_padding(learner))),
@@ -60,6 +60,14 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
     if init_std is None:
         _mark_tensor_parallel(model, arch, shard)
     return model
+
+
+class _HeadlessGpt(GPTModel):
+    """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
+    time as the learner has memory for."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
 
 
 def skips_padding(learner: LearnerConfig) -> bool:
@@ -174,7 +182,18 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std:
         # data-parallel ranks, and divide by nothing.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_sums,
+        **_recomputed(learner.recompute),
     )
+
+
+def _recomputed(recompute: Recompute) -> dict[str, Any]:
+    match recompute:
+        case Recompute.NONE:
+            return {}
+        case Recompute.SELECTIVE:
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+        case Recompute.FULL:
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:

@@ -1,13 +1,13 @@
 """The learner: a dense Qwen3 in Megatron-Core that computes log-probabilities, losses and updates.
 
 Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
-vocabulary on this rank, `H` hidden size. Every rank is called with the same arguments and returns the same results;
-data-parallel ranks take turns at the micro-batches.
+vocabulary, `H` hidden size. The ranks of one model (tensor- and pipeline-parallel) are called with the same arguments;
+data-parallel ranks each with their own share of the sequences, of which they return the results. What an update
+returns is of the whole step, and the same everywhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,13 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,23 +26,22 @@ from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Update
-from slipstream.policy import checkpoint, collectives, hf, parallel
+from slipstream.policy import capture as captures
+from slipstream.policy import checkpoint, collectives, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
-from slipstream.policy.capture import Capture, CapturedStates
+from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels
+from slipstream.policy.capture import Capture
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
+from slipstream.policy.logprobs import OutputHead
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
+from slipstream.policy.schedule import LossOf, Result
 from slipstream.records import TrainStats
 
 FloatArray = NDArray[np.float32]
-
-
-_Result = dict[str, Tensor]
-_LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, _Result]]
 
 
 class MegatronPolicy:
@@ -74,6 +69,9 @@ class MegatronPolicy:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
             self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+        self._head = OutputHead(
+            self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
+        )
 
     @classmethod
     def load(
@@ -132,15 +130,14 @@ class MegatronPolicy:
         logprobs_N = torch.zeros(num_labels(token_ids, prompt_lengths), device=self._device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
 
-        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
-            chosen_BT = self._logprobs(logits_BTV, batch.labels_BT, temperature)
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            chosen_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
             for row, index in enumerate(batch.indices):
                 logprobs_N[offsets[index] : offsets[index + 1]] = chosen_BT[row][batch.mask_BT[row]]
             return chosen_BT.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        # Each token was filled in by one rank alone, and is zero everywhere else.
-        return np.split(collectives.sum_over_ranks(logprobs_N).cpu().numpy(), offsets[1:-1])
+        return np.split(collectives.from_last_stage(logprobs_N).cpu().numpy(), offsets[1:-1])
 
     def map_logits(
         self,
@@ -153,23 +150,22 @@ class MegatronPolicy:
         """Apply a function to the logits that predict each response token, without gradient.
 
         Args:
-            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width].
+            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width]; of a sequence,
+                or of `logprob_chunk_tokens` of its tokens.
         Returns:
             [response tokens of all sequences, width], in the order given.
         """
         values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self._device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
 
-        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
-            whole_BTV = torch.cat(collectives.tensor_parallel_shards(logits_BTV), dim=-1)
-            for row, index in enumerate(batch.indices):
-                mask_T = batch.mask_BT[row]
-                values = function(whole_BTV[row][mask_T], batch.labels_BT[row][mask_T])
-                values_NW[offsets[index] : offsets[index + 1]] = values.double()
-            return logits_BTV.new_zeros(()), {}
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            for row, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
+                first = offsets[batch.indices[row]]
+                values_NW[first + part.start : first + part.stop] = function(logits_CV, labels_C).double()
+            return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        return collectives.sum_over_ranks(values_NW).cpu().numpy()
+        return collectives.from_last_stage(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> TrainStats:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
@@ -181,12 +177,13 @@ class MegatronPolicy:
             FloatingPointError: the gradient is not finite.
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
-        num_tokens = num_labels(batch.token_ids, batch.prompt_lengths)
+        num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
 
-        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            scores = self._head.scores(hidden_TBH, micro, update.temperature, with_entropy=True)
             advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
             part = policy_loss(
-                self._logprobs(logits_BTV, micro.labels_BT, update.temperature),
+                scores.logprobs_BT,
                 trainer_logprobs_BT=micro.spread(update.trainer_logprobs),
                 rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
@@ -195,11 +192,14 @@ class MegatronPolicy:
                 num_tokens=num_tokens,
                 config=update.loss,
             )
-            return part.loss, {"loss": part.loss.detach(), "clipped": part.num_clipped, "kl": part.kl_sum}
+            assert scores.entropy is not None
+            sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
+            return part.loss, {"loss": part.loss.detach(), **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
         learning_rate = self.learning_rate
-        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate, capture)
+        names = ("loss", "clipped", "kl", "entropy")
+        sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
         self.version += 1
         return TrainStats(
             loss=sums["loss"],
@@ -208,6 +208,7 @@ class MegatronPolicy:
             clip_fraction=sums["clipped"] / num_tokens,
             num_tokens=num_tokens,
             learning_rate=learning_rate,
+            entropy=sums["entropy"] / num_tokens,
         )
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
@@ -220,10 +221,10 @@ class MegatronPolicy:
             Mean loss a learned token, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
-        num_tokens = num_labels(sequences, starts)
+        num_tokens = collectives.sum_over_data_ranks(num_labels(sequences, starts))
 
-        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
-            logprobs_BT = self._logprobs(logits_BTV, micro.labels_BT, 1.0)
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            logprobs_BT = self._head.scores(hidden_TBH, micro, 1.0).logprobs_BT
             part = -torch.where(micro.mask_BT, logprobs_BT, 0.0).sum() / num_tokens
             return part, {"loss": part.detach()}
 
@@ -245,18 +246,12 @@ class MegatronPolicy:
         where = self._learner.parallel
         whole = where.pipeline == 1 and not where.sequence_parallel
         require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
-        states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
-        lengths = [len(tokens) for tokens in token_ids]
-        max_tokens = self._learner.max_tokens_per_microbatch
-        for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=self._microbatch_cost):
-            tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
-            padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], self._device)
-            with torch.no_grad(), host.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
-                self._gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
-            for row, index in enumerate(indices):
-                aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
-                states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
-        return [pair for pair in states if pair is not None]
+        plan = plan_microbatches(
+            [len(tokens) for tokens in token_ids],
+            max_tokens=self._learner.max_tokens_per_microbatch,
+            microbatch_cost=self._microbatch_cost,
+        )
+        return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self._device)
 
     def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
         """Size of what `hidden_states` returns for one token."""
@@ -318,61 +313,22 @@ class MegatronPolicy:
             multiple=where.tensor if where.sequence_parallel else 1,
         )
 
-    def _logprobs(self, logits_BTV: Tensor, labels_BT: Tensor, temperature: float) -> Tensor:
-        logits_BTV = logits_BTV.float() / temperature
-        if self._shard.tensor_size == 1:
-            return -F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none").view_as(labels_BT)
-        # Overwrites its argument, which the division above has just made.
-        return -vocab_parallel_cross_entropy(logits_BTV, labels_BT)
-
     def _run(
-        self, batches: list[MicroBatch], loss_of: _LossOf, *, forward_only: bool, capture: Capture | None = None
-    ) -> list[_Result]:
-        """Forward, and backward unless `forward_only`, over this rank's share of the micro-batches."""
-        num_ranks = parallel_state.get_data_parallel_world_size()
-        fix = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
-        require(
-            len(batches) >= num_ranks,
-            "a step",
-            f"must have a micro-batch for each of {num_ranks} data-parallel ranks",
-            len(batches),
-            fix,
-        )
-        mine = batches[parallel_state.get_data_parallel_rank() :: num_ranks]
-
-        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(data)
-            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
-                output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None, padding_mask=batch.padding_BT)
-
-            def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
-                with host.model_arithmetic():
-                    loss, result = loss_of(logits_BTV, batch)
-                return loss, torch.zeros((), dtype=torch.int), result
-
-            return output, loss_func
-
-        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(mine),
-                model=[self._module],
-                num_microbatches=len(mine),
-                seq_length=max(batch.token_ids_BT.shape[1] for batch in mine),
-                micro_batch_size=max(len(batch.indices) for batch in mine),
-                forward_only=forward_only,
-            )
+        self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
+    ) -> list[Result]:
+        return schedule.run(self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture)
 
     def _update(
         self,
         batches: list[MicroBatch],
-        loss_of: _LossOf,
+        loss_of: LossOf,
         names: Sequence[str],
         learning_rate: float,
         capture: Capture | None = None,
     ) -> tuple[dict[str, float], float]:
         """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
         assert self._optimizer is not None, "this policy was built without an optimizer"
+        assert batches, "every data-parallel rank has a sequence of an update"
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
