@@ -39,12 +39,9 @@ from slipstream.types import Dtype
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
-def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, init_std: float | None) -> GPTModel:
-    """Build this rank's part of the model on the CPU, with normal weights or, without `init_std`, undefined ones.
-
-    As Megatron does, what writes into the residual stream starts smaller by sqrt(2 x layers).
-    """
-    config = _transformer_config(arch, learner, init_std=init_std)
+def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPTModel:
+    """Build this rank's part of the model on the CPU, with undefined weights."""
+    config = _transformer_config(arch, learner)
     model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
@@ -57,8 +54,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
-    if init_std is None:
-        _mark_tensor_parallel(model, arch, shard)
+    _mark_tensor_parallel(model, arch, shard)
     return model
 
 
@@ -66,7 +62,7 @@ class _HeadlessGpt(GPTModel):
     """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
     time as the learner has memory for."""
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # called by name
         return hidden_states
 
 
@@ -143,7 +139,7 @@ def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBloc
     )
 
 
-def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std: float | None) -> TransformerConfig:
+def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
     assert learner.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
     return TransformerConfig(
@@ -169,9 +165,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std:
         bf16=learner.dtype is Dtype.BFLOAT16,
         variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
         moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks this beside variable lengths
-        use_cpu_initialization=True,  # the same weights whatever the number of tensor-parallel ranks
-        perform_initialization=init_std is not None,
-        init_method_std=init_std or 0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
         # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -139,9 +139,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Log-probabilities of labels, and entropies without gradient; keeps one number a token for the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, head: _Head
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
         own_N = labels_N - head.group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank has it
         logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
         for part in _chunks(len(hidden_NH), head.chunk_tokens):

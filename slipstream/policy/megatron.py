@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -25,20 +25,21 @@ from torch import Tensor
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
-from slipstream.grpo.update import Update
+from slipstream.grpo.update import Trained, Update
 from slipstream.policy import capture as captures
 from slipstream.policy import checkpoint, collectives, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels
+from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels
 from slipstream.policy.capture import Capture
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
+from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.logprobs import OutputHead
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
-from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
 from slipstream.policy.schedule import LossOf, Result
+from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
 from slipstream.records import TrainStats
 
 FloatArray = NDArray[np.float32]
@@ -49,6 +50,7 @@ class MegatronPolicy:
 
     Attributes:
         version: how many `train_step`s the weights have seen.
+        device: where this rank computes.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class MegatronPolicy:
         self._learner = learner
         self._optimizer_config = optimizer
         self._shard = parallel.current_shard()
-        self._device = parallel.device()
-        self._gpt = model.to(self._device)
+        self.device = parallel.device()
+        self._gpt = model.to(self.device)
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
@@ -94,13 +96,8 @@ class MegatronPolicy:
         parallel.initialize(
             learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
         )
-        shard = parallel.current_shard()
-        require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
-        with host.cuda_as_cpu():
-            model = build_model(architecture, learner, shard, init_std=None)
         with hf.open_weights(hf_path) as read:
-            load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
-        return cls(model, architecture, learner, optimizer)
+            return cls(_built(architecture, learner, read), architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -111,15 +108,13 @@ class MegatronPolicy:
         eos_token_id: int,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
+        **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
-        """A policy with random weights, which depend on `scratch.seed` alone."""
+        """A policy with random weights, which depend on `scratch` alone, not on the layout."""
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
-        parallel.initialize(learner.parallel)
-        require_divisible(architecture, tensor=learner.parallel.tensor, pipeline=learner.parallel.pipeline)
-        with host.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(scratch.seed)
-            model = build_model(architecture, learner, parallel.current_shard(), init_std=scratch.init_std)
-        return cls(model, architecture, learner, optimizer)
+        parallel.initialize(learner.parallel, **rank)
+        weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
+        return cls(_built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
         """Log-probability of each response token under softmax(logits / temperature), without gradient.
@@ -127,17 +122,15 @@ class MegatronPolicy:
         Returns:
             One float32 array a sequence, in the order given, of its response's length.
         """
-        logprobs_N = torch.zeros(num_labels(token_ids, prompt_lengths), device=self._device)
-        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+        values = ByToken(token_ids, prompt_lengths, self.device)
 
         def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
-            chosen_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
-            for row, index in enumerate(batch.indices):
-                logprobs_N[offsets[index] : offsets[index + 1]] = chosen_BT[row][batch.mask_BT[row]]
-            return chosen_BT.new_zeros(()), {}
+            logprobs_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
+            values.keep(logprobs_BT, batch)
+            return logprobs_BT.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        return np.split(collectives.from_last_stage(logprobs_N).cpu().numpy(), offsets[1:-1])
+        return values.collected()
 
     def map_logits(
         self,
@@ -155,7 +148,7 @@ class MegatronPolicy:
         Returns:
             [response tokens of all sequences, width], in the order given.
         """
-        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self._device)
+        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
 
         def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
@@ -167,24 +160,30 @@ class MegatronPolicy:
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return collectives.from_last_stage(values_NW).cpu().numpy()
 
-    def train_step(self, update: Update, *, capture: Capture | None = None) -> TrainStats:
+    def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
 
         Args:
-            update: the sequences, what is known of them, and the loss.
+            update: the sequences, what is known of them, and the loss; without `trainer_logprobs` this pass's own,
+                detached, take their place, and are returned.
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        given = update.trainer_logprobs
+        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             scores = self._head.scores(hidden_TBH, micro, update.temperature, with_entropy=True)
-            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
+            logprobs_BT = scores.logprobs_BT
+            if own is not None:
+                own.keep(logprobs_BT.detach(), micro)
+            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self.device)
             part = policy_loss(
-                scores.logprobs_BT,
-                trainer_logprobs_BT=micro.spread(update.trainer_logprobs),
+                logprobs_BT,
+                trainer_logprobs_BT=logprobs_BT.detach() if given is None else micro.spread(given),
                 rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=advantages_B.unsqueeze(1),
@@ -201,7 +200,7 @@ class MegatronPolicy:
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
         self.version += 1
-        return TrainStats(
+        stats = TrainStats(
             loss=sums["loss"],
             grad_norm=grad_norm,
             kl=sums["kl"] / num_tokens,
@@ -210,6 +209,7 @@ class MegatronPolicy:
             learning_rate=learning_rate,
             entropy=sums["entropy"] / num_tokens,
         )
+        return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One optimizer update on the next-token loss.
@@ -251,7 +251,7 @@ class MegatronPolicy:
             max_tokens=self._learner.max_tokens_per_microbatch,
             microbatch_cost=self._microbatch_cost,
         )
-        return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self._device)
+        return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self.device)
 
     def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
         """Size of what `hidden_states` returns for one token."""
@@ -309,7 +309,7 @@ class MegatronPolicy:
             loss_starts,
             max_tokens=self._learner.max_tokens_per_microbatch,
             microbatch_cost=self._microbatch_cost,
-            device=self._device,
+            device=self.device,
             multiple=where.tensor if where.sequence_parallel else 1,
         )
 
@@ -342,7 +342,7 @@ class MegatronPolicy:
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
-        return collectives.sum_results(results, names, self._device), float(grad_norm)
+        return collectives.sum_results(results, names, self.device), float(grad_norm)
 
     @property
     def learning_rate(self) -> float:
@@ -350,3 +350,13 @@ class MegatronPolicy:
         assert self._optimizer_config is not None
         warmup = self._optimizer_config.warmup_steps
         return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
+
+
+def _built(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> GPTModel:
+    """This rank's part of the model, of full tensors that `read` gives by their Hugging Face names."""
+    shard = parallel.current_shard()
+    require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+    with host.cuda_as_cpu():
+        model = build_model(architecture, learner, shard)
+    load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+    return model

@@ -32,7 +32,7 @@ def own_architecture(recipe: Recipe, _: Tools) -> Architecture:
 def model_config(recipe: Recipe, tools: Tools) -> object:
     """What Megatron is told of the model, and what transformers and vLLM read of it."""
     architecture = own_architecture(recipe, tools)
-    config = _transformer_config(architecture, recipe.learner, init_std=0.02)
+    config = _transformer_config(architecture, recipe.learner)
     split = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel)
     return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
 
@@ -56,7 +56,7 @@ def first_learning_rate(recipe: Recipe, _: Tools) -> float:
 def megatron_optimizer(recipe: Recipe, tools: Tools) -> object:
     """Megatron's optimizer: its kind, its settings, and its parameters' group."""
     parallel.initialize(LearnerConfig().parallel)
-    gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard(), init_std=0.02)
+    gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard())
     _, optimizer = with_optimizer(gpt, recipe.learner, recipe.grpo.optimizer)
     names = ("lr", "betas", "eps", "weight_decay")
     groups = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
