@@ -34,7 +34,11 @@ def with_optimizer(
     with host.cuda_as_cpu():
         module = DistributedDataParallel(
             config=gpt.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=learner.distributed_optimizer,
+            ),
             module=gpt,
         )
         settings = MegatronOptimizerConfig(
@@ -47,6 +51,7 @@ def with_optimizer(
             clip_grad=config.clip_grad,
             bf16=learner.dtype is Dtype.BFLOAT16,
             params_dtype=TORCH_DTYPES[learner.dtype],
+            use_distributed_optimizer=learner.distributed_optimizer,
         )
         matrices = _hidden_matrices(gpt) if config.method is OptimizerMethod.MUON else []
         with _left_out(matrices):

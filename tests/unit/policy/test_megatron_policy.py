@@ -15,7 +15,8 @@ from transformers import Qwen3ForCausalLM
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import muon, packing
-from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.batches import positions
+from slipstream.policy.config import LearnerConfig, Recompute, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
@@ -298,6 +299,46 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
     monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
     for got, want in zip(ours, outcome(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_cpu_layer", [True, False], ids=["the CPU's layer", "Megatron's"])
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
+    recompute: Recompute, is_cpu_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_cpu_layer:
+        monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
+    learners = (LEARNER, dataclasses.replace(LEARNER, recompute=recompute))
+    kept, anew = (_policy(learner=learner) for learner in learners)
+    assert _train(anew, range(3)) == _train(kept, range(3))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(kept.weights(), anew.weights(), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
+    def kept_bytes(learner: LearnerConfig) -> int:
+        """Of the different tensors that a forward pass keeps."""
+        policy, held = _policy(learner=learner), {}
+        tokens_BT = torch.randint(0, VOCAB, (2, 30))
+        with (
+            host.cuda_as_cpu(),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: held.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+            ),
+        ):
+            policy._gpt(tokens_BT, positions(tokens_BT), None)
+            parameters = {parameter.data_ptr() for parameter in policy._gpt.parameters()}
+        return sum(tensor.nbytes for at, tensor in held.items() if at not in parameters)
+
+    least = 0.7 if recompute is Recompute.SELECTIVE else 0.2
+    assert kept_bytes(dataclasses.replace(LEARNER, recompute=recompute)) < least * kept_bytes(LEARNER)
+
+
+def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
+    learners = (LEARNER, dataclasses.replace(LEARNER, distributed_optimizer=True))
+    whole, split = (_policy(learner=learner) for learner in learners)
+    for one, other in zip(_train(whole, range(3)), _train(split, range(3)), strict=True):
+        assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)])

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.policy import parallel
 from slipstream.policy.architecture import Architecture
@@ -60,7 +62,25 @@ def megatron_optimizer(recipe: Recipe, tools: Tools) -> object:
     _, optimizer = with_optimizer(gpt, recipe.learner, recipe.grpo.optimizer)
     names = ("lr", "betas", "eps", "weight_decay")
     groups = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
-    return groups, optimizer.config.clip_grad, len(optimizer.param_groups)
+    split = optimizer.config.use_distributed_optimizer
+    return groups, optimizer.config.clip_grad, len(optimizer.param_groups), split
+
+
+def held_logits(recipe: Recipe, _: Tools) -> list[int]:
+    """Of how many tokens logits are held at once, of a response of 20."""
+    seen: list[int] = []
+
+    def function(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        seen.append(len(logits_NV))
+        return logits_NV[:, :1]
+
+    own_policy(recipe).map_logits([tuple([5] * 21)], [1], function, width=1)
+    return seen
+
+
+def recomputed(recipe: Recipe, tools: Tools) -> object:
+    config = _transformer_config(own_architecture(recipe, tools), recipe.learner)
+    return config.recompute_granularity
 
 
 def microbatches(recipe: Recipe, _: Tools) -> int:
@@ -127,6 +147,9 @@ CHECKS = {
     "policy.scratch.warmup_steps": Check(1, pretraining_steps),
     "policy.scratch.optimizer": Check("muon", own_training),
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
+    "learner.logprob_chunk_tokens": Check(8, held_logits),
+    "learner.recompute": Check("full", recomputed),
+    "learner.distributed_optimizer": Check(True, megatron_optimizer),
     "learner.dtype": Check("bfloat16", model_config),
     "learner.parallel.tensor": Check(2, model_config),
     "learner.parallel.pipeline": Check(2, model_config),
