@@ -52,10 +52,16 @@ def from_last_stage(tensor: Tensor) -> Tensor:
 
 def sum_over_data_ranks(count: int) -> int:
     """Sum of the data-parallel ranks' counts."""
-    group = _data_group()
-    if group.size() == 1:
+    if _data_group().size() == 1:
         return count
-    return int(_summed(torch.tensor(count, device=parallel.device()), group).item())
+    return int(summed_over_data_ranks(torch.tensor(count, device=parallel.device())).item())
+
+
+def summed_over_data_ranks(tensor: Tensor) -> Tensor:
+    """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
+    if _data_group().size() == 1:
+        return tensor
+    return _summed(tensor.to(parallel.device(), copy=True), _data_group()).to(tensor.device)
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:

@@ -8,6 +8,7 @@ returns is of the whole step, and the same everywhere.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -169,7 +170,10 @@ class MegatronPolicy:
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
+            ConfigError: `capture` under a layout in which no rank holds whole hidden states.
         """
+        if capture is not None:
+            self._require_whole_states()
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
         given = update.trainer_logprobs
@@ -243,15 +247,18 @@ class MegatronPolicy:
         Raises:
             ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
         """
-        where = self._learner.parallel
-        whole = where.pipeline == 1 and not where.sequence_parallel
-        require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
+        self._require_whole_states()
         plan = plan_microbatches(
             [len(tokens) for tokens in token_ids],
             max_tokens=self._learner.max_tokens_per_microbatch,
             microbatch_cost=self._microbatch_cost,
         )
         return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self.device)
+
+    def _require_whole_states(self) -> None:
+        where = self._learner.parallel
+        whole = where.pipeline == 1 and not where.sequence_parallel
+        require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
 
     def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
         """Size of what `hidden_states` returns for one token."""
@@ -277,9 +284,10 @@ class MegatronPolicy:
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
-        weights = {name: tensor.cpu() for name, tensor in self.weights()}
         if parallel.is_main_rank():
-            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
+            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), self.weights(), tokenizer_dir)
+        else:  # gathering is collective: every rank runs through it, and keeps nothing
+            collections.deque(self.weights(), maxlen=0)
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:

@@ -147,10 +147,13 @@ class LearnerProcess:
     def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[Trained, float]:
         """One update of the policy, and one of the draft on the hidden states of the same forward pass.
 
+        Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
+
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
         `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
         """
         from slipstream.policy.capture import Capture
+        from slipstream.policy.collectives import summed_over_data_ranks
 
         capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
         trained = self._loaded.train_step(update, capture=capture)
@@ -159,7 +162,8 @@ class LearnerProcess:
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        return trained, self._drafting.step(kept, batch.prompt_lengths, states)
+        total = summed_over_data_ranks if self._config.parallel.data > 1 else None
+        return trained, self._drafting.step(kept, batch.prompt_lengths, states, sum_over_ranks=total)
 
     def publish(self, directory: Path, version: int) -> Snapshot | None:
         """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
