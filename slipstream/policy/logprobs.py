@@ -62,7 +62,11 @@ class OutputHead:
         """
         if self._chunk_tokens is None:
             return self._whole(hidden_TBH, batch, temperature, with_entropy=with_entropy)
-        hidden_NH = self._replicated(hidden_TBH).transpose(0, 1)[batch.mask_BT]
+        hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[batch.mask_BT]
+        if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
+            # Backwards the ranks' gradients are summed. Megatron drops the sum if the gradient is not contiguous, as
+            # that of a transposed tensor is: so of these rows.
+            hidden_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
         weight_VH = self._weight()
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
             hidden_NH,
@@ -84,7 +88,7 @@ class OutputHead:
         Yields:
             A row of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
         """
-        hidden_BTH, weight_VH = self._replicated(hidden_TBH).transpose(0, 1), self._weight()
+        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), self._weight()
         for row, mask_T in enumerate(batch.mask_BT):
             hidden_NH, labels_N = hidden_BTH[row][mask_T], batch.labels_BT[row][mask_T]
             size = self._chunk_tokens or len(labels_N)
@@ -106,14 +110,11 @@ class OutputHead:
         # Overwrites its argument, which the division above has just made.
         return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, batch.labels_BT), entropy=entropy)
 
-    def _replicated(self, hidden_TBH: Tensor) -> Tensor:
-        """All tokens on each tensor-parallel rank; backwards the ranks' gradients, each of its part of the vocabulary,
-        are summed."""
-        if self._group.size() == 1:
-            return hidden_TBH
+    def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
+        """Under sequence parallelism those of the other ranks too; backwards the ranks' gradients are summed."""
         if self._gpt.config.sequence_parallel:
             return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
-        return cast(Tensor, copy_to_tensor_model_parallel_region(hidden_TBH))
+        return hidden_TBH
 
     def _weight(self) -> Tensor:
         if self._gpt.share_embeddings_and_output_weights:
