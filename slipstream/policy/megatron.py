@@ -37,7 +37,8 @@ from slipstream.policy.cpu import host
 from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.logprobs import OutputHead
-from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.offload import Offloaded
+from slipstream.policy.optimizer import tensors_of_optimizer, with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
@@ -67,6 +68,7 @@ class MegatronPolicy:
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
+        self._offloaded: Offloaded | None = None
         self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(learner) else MICROBATCH_COST
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
@@ -309,6 +311,29 @@ class MegatronPolicy:
         checkpoint.restore(self._gpt, self._optimizer, state.tensors, num_updates=self._num_updates)
         self.version = state.meta["version"]
         return state.meta["extra"]
+
+    def offload(self) -> int:
+        """Give back the memory of weights, gradients and optimizer until `onload`; returns its bytes.
+
+        Gradients are dropped, the rest is copied to the host. Nothing but `onload` may be called meanwhile.
+        """
+        assert self._offloaded is None, "offloaded already"
+        kept = list(self._gpt.parameters())
+        dropped: list[Tensor] = []
+        if self._optimizer is not None:
+            assert isinstance(self._module, DistributedDataParallel)
+            kept += tensors_of_optimizer(self._optimizer)
+            dropped += [buffer.grad_data for buffer in self._module.buffers]
+        self._offloaded = Offloaded(kept, dropped)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._offloaded.num_bytes
+
+    def onload(self) -> None:
+        """Take back what `offload` gave away."""
+        assert self._offloaded is not None, "offload comes first"
+        self._offloaded.restore()
+        self._offloaded = None
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
         where = self._learner.parallel
