@@ -1,4 +1,5 @@
-"""The Qwen3 model as a Megatron-Core layer spec made of torch kernels, which run with and without CUDA.
+"""The Qwen3 model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
+TransformerEngine's.
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
 at 1,024 tokens on a CPU). Legend: `S` tokens, `B` sequences, `N` query and `K` key-value heads on this
@@ -7,7 +8,8 @@ rank, `D` head dim. On a CPU, layers that are whole on their rank are those of `
 
 from __future__ import annotations
 
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,15 +74,16 @@ def skips_padding(learner: LearnerConfig) -> bool:
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
-    """Tag split parameters, as Megatron does only while it initialises them.
+    """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
 
     Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
     """
     parameters = dict(model.named_parameters())
     for mapping in mappings(arch, shard):
-        if mapping.layout is not Layout.REPLICATED:
+        parameter = parameters[mapping.megatron]
+        if mapping.layout is not Layout.REPLICATED and not hasattr(parameter, "tensor_model_parallel"):
             dim = 1 if mapping.layout is Layout.ROW else 0
-            set_tensor_model_parallel_attributes(parameters[mapping.megatron], is_parallel=True, dim=dim, stride=1)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 class _CausalAttention(MegatronModule):
@@ -108,35 +111,56 @@ class _RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _Kernels(NamedTuple):
+    """What a layer is made of; the parameters have the same names whichever it is."""
+
+    norm: Any
+    column: Any  # a linear split by outputs
+    row: Any  # a linear split by inputs
+    attention: Any
+
+
+def _kernels() -> _Kernels:
+    """TransformerEngine's on a GPU where it is installed, else torch's.
+
+    Its norm and its linear stay apart: together they would save a pass over the activations, but their parameters
+    would have other names.
+    """
+    if host.is_cpu_only() or find_spec("transformer_engine") is None:
+        return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, _CausalAttention)
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    engine = TESpecProvider()
+    norm = engine.layer_norm(rms_norm=True)
+    return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), engine.core_attention())
+
+
 def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBlockSubmodules:
+    kernels = _kernels()
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=cast(Any, _CausalAttention),
-            linear_proj=RowParallelLinear,
-            q_layernorm=_RmsNorm,
-            k_layernorm=_RmsNorm,
+            linear_qkv=kernels.column,
+            core_attention=kernels.attention,
+            linear_proj=kernels.row,
+            q_layernorm=kernels.norm,
+            k_layernorm=kernels.norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row))
     layer = ModuleSpec(
         module=CpuTransformerLayer if unpadded else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=_RmsNorm,
+            input_layernorm=kernels.norm,
             self_attention=attention,
             self_attn_bda=cast(Any, get_bias_dropout_add),
-            pre_mlp_layernorm=_RmsNorm,
+            pre_mlp_layernorm=kernels.norm,
             mlp=mlp,
             mlp_bda=cast(Any, get_bias_dropout_add),
         ),
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=cast(Any, _RmsNorm)
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=kernels.norm)
 
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
