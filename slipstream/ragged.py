@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged(Sequence[NDArray[Any]]):
+class Ragged(Sequence[Any]):  # of arrays, which serve as the sequences of numbers that others are declared to take
     """Rows of different lengths, one behind the other; a row is a view of `values`."""
 
     values: NDArray[Any]

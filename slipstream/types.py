@@ -10,11 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 STAGES = ("data", "prepare", "generation", "logprob", "train")
 """The five timed stages of a GRPO step, in order; `prepare` is refit plus backend ready."""
@@ -87,9 +82,9 @@ class RolloutGroup:
 class TrainBatch:
     """One GRPO batch of `B` sequences, prompt and response joined; on its way to a learner rank its rows are arrays."""
 
-    token_ids: Sequence[Sequence[int] | NDArray[np.int32]]  # B sequences of prompt + response tokens
+    token_ids: Sequence[Sequence[int]]  # B sequences of prompt + response tokens
     prompt_lengths: Sequence[int]  # B
-    rollout_logprobs: Sequence[Sequence[float] | NDArray[np.float32]]  # B, one a response token
+    rollout_logprobs: Sequence[Sequence[float]]  # B, one a response token
     advantages: Sequence[float]  # B
     policy_version: int
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from speculators.losses import resolve_loss_config
 from torch import Tensor
@@ -24,7 +22,6 @@ from torch import Tensor
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
 
-Tokens = Sequence[int] | NDArray[np.int32]
 States = Sequence[tuple[Tensor, Tensor]]
 """For each sequence of T tokens the auxiliary hidden states [T, 3H] and what the output layer sees [T, H]."""
 
@@ -61,7 +58,7 @@ class DraftTrainer:
 
     def step(
         self,
-        sequences: Sequence[Tokens],
+        sequences: Sequence[Sequence[int]],
         prompt_lengths: Sequence[int],
         states: States,
         *,
@@ -109,7 +106,7 @@ class DraftTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self, sequences: Sequence[Tokens], prompt_lengths: Sequence[int], states: States
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
     ) -> tuple[list[float], float]:
         """Held-out acceptance under rejection sampling at temperature 1.
 
@@ -153,7 +150,9 @@ class DraftTrainer:
                 "exp_avg_sq": tensors[f"{index}.exp_avg_sq"],
             }
 
-    def _rows(self, sequences: Sequence[Tokens], prompt_lengths: Sequence[int], states: States) -> list[PackedChats]:
+    def _rows(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
+    ) -> list[PackedChats]:
         """Chats in rows of at most `tokens_per_row` tokens (a longer chat has a row of its own), in their order."""
         rows: list[list[int]] = []
         taken = 0
@@ -222,7 +221,7 @@ class DraftTrainer:
         return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
-def pack_chats(sequences: Sequence[Tokens], prompt_lengths: Sequence[int], states: States) -> PackedChats:
+def pack_chats(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> PackedChats:
     """Pack chats and shift them: input ids, last states and mask move left by one within each chat, states stay.
 
     For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).

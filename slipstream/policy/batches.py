@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.policy import collectives
 from slipstream.policy.packing import MICROBATCH_COST, plan_microbatches
 
-Sequences = Sequence[Sequence[int] | NDArray[np.int32]]
+Sequences = Sequence[Sequence[int]]
 Values = Sequence[float] | NDArray[np.float32]
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -318,12 +318,12 @@ class MegatronPolicy:
         Gradients are dropped, the rest is copied to the host. Nothing but `onload` may be called meanwhile.
         """
         assert self._offloaded is None, "offloaded already"
-        kept = list(self._gpt.parameters())
+        kept: list[Tensor] = [parameter for _, parameter in self._gpt.named_parameters()]
         dropped: list[Tensor] = []
         if self._optimizer is not None:
             assert isinstance(self._module, DistributedDataParallel)
             kept += tensors_of_optimizer(self._optimizer)
-            dropped += [buffer.grad_data for buffer in self._module.buffers]
+            dropped += [buffer.grad_data for buffer in cast(Any, self._module).buffers]
         self._offloaded = Offloaded(kept, dropped)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -40,7 +40,7 @@ class Offloaded:
         for storage, num_bytes, copy in self._emptied:
             storage.resize_(num_bytes)
             if copy is None:
-                storage.fill_(0)
+                storage.fill_(0)  # type: ignore[attr-defined]  # not declared
             else:
                 storage.copy_(copy)
         self._emptied.clear()

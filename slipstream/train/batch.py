@@ -55,7 +55,7 @@ def assemble(
 
 
 def mismatch(
-    rollout_logprobs: Sequence[Sequence[float] | NDArray[np.float32]],
+    rollout_logprobs: Sequence[Sequence[float]],
     trainer_logprobs: Sequence[NDArray[np.float32]],
     *,
     band: tuple[float, ...] = (0.5, 2.0),

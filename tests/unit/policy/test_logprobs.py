@@ -123,7 +123,7 @@ def test_an_update_in_chunks_is_that_of_all_logits_at_once(tied: bool) -> None:
         batch = TrainBatch(
             token_ids=SEQUENCES,
             prompt_lengths=[2] * 9,
-            rollout_logprobs=before,
+            rollout_logprobs=[row.tolist() for row in before],
             advantages=np.linspace(-1.0, 1.0, 9).tolist(),
             policy_version=0,
         )
@@ -148,7 +148,7 @@ def test_the_first_update_in_chunks_is_exactly_on_policy_in_bfloat16() -> None:
     batch = TrainBatch(
         token_ids=SEQUENCES,
         prompt_lengths=[2] * 9,
-        rollout_logprobs=logprobs_before,
+        rollout_logprobs=[row.tolist() for row in logprobs_before],
         advantages=[1.0] * 9,
         policy_version=0,
     )
