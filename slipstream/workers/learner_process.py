@@ -165,8 +165,12 @@ class LearnerProcess:
         self._loaded.save_hf(path, tokenizer_dir)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs."""
+        """Write all that a resumed run needs, in the background."""
         self._loaded.save_checkpoint(path, extra)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._loaded.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
