@@ -27,7 +27,6 @@ from slipstream.policy.errors import CheckpointWriteError
 
 _FORMAT = 1
 _TOKEN = "token"
-_VISIBLE_WITHIN_S = 10.0  # a network file system may show a new file to other hosts after some seconds
 _POLL_S = 0.05
 
 
@@ -46,10 +45,12 @@ class CheckpointWriter:
 
     Attributes:
         ranks: what the ranks agree through; used by the background thread alone while it runs.
+        visible_within_s: how long a new file may stay unseen by other hosts, as on a network file system.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, visible_within_s: float = 10.0) -> None:
         self.ranks = ranks
+        self.visible_within_s = visible_within_s
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -85,9 +86,33 @@ class CheckpointWriter:
 
     def _run(self, path: Path, slices: dict[Slice, Tensor], state: dict[str, Any]) -> None:
         try:
-            write_checkpoint(self.ranks, path, slices, state)
+            self._write(path, slices, state)
         except Exception as error:  # noqa: BLE001  # a thread's error has nobody to go to: `raise_error` raises it
             self._error = error
+
+    def _write(self, path: Path, slices: dict[Slice, Tensor], state: dict[str, Any]) -> None:
+        """Collective: whole or not at all, and if not, an error on every rank."""
+        ranks, patience_s = self.ranks, self.visible_within_s
+        is_main = ranks.rank == 0
+        published = False
+
+        def publish() -> None:
+            if is_main:
+                _publish(path, reports, state, patience_s)
+
+        try:
+            (token, *_) = on_all(ranks, lambda: _begin(path) if is_main else None, error=CheckpointWriteError)
+            reports = on_all(
+                ranks, lambda: _write_mine(ranks, path, token, slices, patience_s), error=CheckpointWriteError
+            )
+            on_all(ranks, publish, error=CheckpointWriteError)
+            published = True
+        except CheckpointWriteError as error:
+            raise CheckpointWriteError(f"checkpoint {path} could not be written: {error}") from error
+        finally:
+            if is_main and not published:
+                # What is half-written helps nobody, and may have filled the disk.
+                shutil.rmtree(partial_directory(path), ignore_errors=True)
 
     def _copied(self, parts: Iterable[Part]) -> dict[Slice, Tensor]:
         """In host memory, which is kept for the next checkpoint: touching new pages takes longer than copying."""
@@ -107,37 +132,16 @@ class CheckpointWriter:
         return slices
 
 
-def write_checkpoint(ranks: Ranks, path: Path, slices: dict[Slice, Tensor], state: dict[str, Any]) -> None:
-    """Write `slices` of each rank and the main rank's `state` as the checkpoint `path`, whole or not at all.
-
-    Raises:
-        CheckpointWriteError: a rank could not write, or does not see what the others write; every rank raises it.
-    """
-    is_main = ranks.rank == 0
-    published = False
-    try:
-        (token, *_) = on_all(ranks, lambda: _begin(path) if is_main else None, error=CheckpointWriteError)
-        reports = on_all(ranks, lambda: _write_mine(ranks, path, token, slices), error=CheckpointWriteError)
-        on_all(ranks, lambda: _publish(path, reports, state) if is_main else None, error=CheckpointWriteError)
-        published = True
-    except CheckpointWriteError as error:
-        raise CheckpointWriteError(f"checkpoint {path} could not be written: {error}") from error
-    finally:
-        if is_main and not published:
-            # What is half-written helps nobody, and may have filled the disk.
-            shutil.rmtree(partial_directory(path), ignore_errors=True)
-
-
 def _begin(path: Path) -> str:
     token = f"{this_host()} {uuid.uuid4()}"
     (begin_directory(path) / _TOKEN).write_text(token)
     return token
 
 
-def _write_mine(ranks: Ranks, path: Path, token: str, slices: dict[Slice, Tensor]) -> dict[str, Any]:
+def _write_mine(ranks: Ranks, path: Path, token: str, slices: dict[Slice, Tensor], patience_s: float) -> dict[str, Any]:
     directory = partial_directory(path)
     file = directory / _TOKEN
-    if not _soon(lambda: file.is_file() and file.read_text() == token):
+    if not _soon(lambda: file.is_file() and file.read_text() == token, patience_s):
         raise CheckpointWriteError(
             f"does not see the directory {directory} that rank 0 on host {token.split()[0]} has made: put checkpoints "
             "on storage that every host of the learner shares"
@@ -148,14 +152,15 @@ def _write_mine(ranks: Ranks, path: Path, token: str, slices: dict[Slice, Tensor
     return {"file": name, "num_bytes": total.num_bytes, "xxh3": total.xxh3, "slices": described}
 
 
-def _publish(path: Path, reports: list[dict[str, Any]], state: dict[str, Any]) -> None:
+def _publish(path: Path, reports: list[dict[str, Any]], state: dict[str, Any], patience_s: float) -> None:
     directory = partial_directory(path)
     sums = {}
     for rank, report in enumerate(reports):
         file = directory / report["file"]
-        if not _soon(lambda file=file, report=report: file.is_file() and file.stat().st_size == report["num_bytes"]):
+        num_bytes = report["num_bytes"]
+        if not _soon(lambda file=file, size=num_bytes: file.is_file() and file.stat().st_size == size, patience_s):
             raise CheckpointWriteError(f"does not see {file}, which rank {rank} has written: is the storage shared?")
-        sums[report["file"]] = files.Sum(report["num_bytes"], report["xxh3"])
+        sums[report["file"]] = files.Sum(num_bytes, report["xxh3"])
     index = indexed(
         Slice(name, dtype, tuple(whole), Box(tuple(offset), tuple(shape)), report["file"])
         for report in reports
@@ -171,8 +176,8 @@ def _publish(path: Path, reports: list[dict[str, Any]], state: dict[str, Any]) -
     files.flush_directory(path.parent)
 
 
-def _soon(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+def _soon(holds: Callable[[], bool], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
     while not holds():
         if time.monotonic() > deadline:
             return False

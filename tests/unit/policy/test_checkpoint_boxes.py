@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -90,7 +91,9 @@ def test_boxes_apart_have_nothing_in_common() -> None:
 
 
 @given(
-    mapping=st.sampled_from([QKV, GATE_UP, ROW, Mapping("e", ("e",), Layout.COLUMN), Mapping("n", ("n",), Layout.REPLICATED)]),
+    mapping=st.sampled_from(
+        [QKV, GATE_UP, ROW, Mapping("e", ("e",), Layout.COLUMN), Mapping("n", ("n",), Layout.REPLICATED)]
+    ),
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
@@ -98,7 +101,16 @@ def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
     mapping: Mapping, tensor_size: int, cuts: list[int]
 ) -> None:
     """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by piece."""
-    shapes = {"q": (4, 2), "k": (2, 2), "v": (2, 2), "gate": (4, 2), "up": (4, 2), "down": (2, 4), "e": (8, 2), "n": (5,)}
+    shapes = {
+        "q": (4, 2),
+        "k": (2, 2),
+        "v": (2, 2),
+        "gate": (4, 2),
+        "up": (4, 2),
+        "down": (2, 4),
+        "e": (8, 2),
+        "n": (5,),
+    }
     logical = {name: torch.rand(shapes[name]) for name in mapping.hf}
     found = {name: torch.full(shapes[name], torch.nan) for name in mapping.hf}
     for rank in range(tensor_size):
@@ -106,7 +118,7 @@ def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
         local = _local(mapping, logical, shard)
         ends = sorted({min(cut, local.numel()) for cut in (0, *cuts, 32)})
         parts = bands(mapping, tuple(local.shape), ARCH, shard)
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in itertools.pairwise(ends):
             run = local.flatten()[start:stop]
             for piece in pieces(parts, tuple(local.shape), start, stop):
                 assert piece.whole == shapes[piece.name]

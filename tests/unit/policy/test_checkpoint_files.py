@@ -17,7 +17,11 @@ from slipstream.policy.checkpoint.index import Slice, index_from_json, index_to_
 
 @pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES)
 def test_tensors_of_each_type_are_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"a[0,0]": torch.arange(6).to(dtype).view(2, 3), "b": torch.arange(5).to(dtype), "none": torch.empty(0, 2)}
+    tensors = {
+        "a[0,0]": torch.arange(6).to(dtype).view(2, 3),
+        "b": torch.arange(5).to(dtype),
+        "none": torch.empty(0, 2),
+    }
     total = write_tensors(tmp_path / "f", tensors)
     read = load_file(tmp_path / "f")
     assert read.keys() == tensors.keys()
