@@ -42,6 +42,7 @@ class PolicyCheckpoints:
     def __init__(self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture) -> None:
         self._model, self._optimizer, self._arch = model, optimizer, arch
         self._shard = parallel.current_shard()
+        self._writer: CheckpointWriter | None = None
 
     def save(self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any]) -> None:
         """Copy what a resumed run needs, and write it in the background; waits for the checkpoint before it.
@@ -50,6 +51,8 @@ class PolicyCheckpoints:
             CheckpointWriteError: the checkpoint before it could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
+        if self._writer is None:
+            self._writer = CheckpointWriter(self._ranks)
         self._writer.save(path, self._parts(num_updates), state)
 
     def wait(self) -> None:
@@ -58,11 +61,13 @@ class PolicyCheckpoints:
         Raises:
             CheckpointWriteError: the last checkpoint could not be written.
         """
-        self._writer.wait()
+        if self._writer is not None:
+            self._writer.wait()
 
     def raise_error(self) -> None:
         """Tell of a checkpoint that could not be written, without waiting for one that is being written."""
-        self._writer.raise_error()
+        if self._writer is not None:
+            self._writer.raise_error()
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` took, under whatever layout; returns `version`, `num_updates`, `layout` and `extra`.
@@ -87,11 +92,8 @@ class PolicyCheckpoints:
 
     @cached_property
     def _ranks(self) -> LearnerRanks:
+        # Made by the first `save` or `load`, which all ranks call at the same point.
         return LearnerRanks()
-
-    @cached_property
-    def _writer(self) -> CheckpointWriter:
-        return CheckpointWriter(self._ranks)
 
     def _held(self) -> list[HeldParameter]:
         return held_parameters(self._model, self._optimizer, self._arch, self._shard)

@@ -107,7 +107,7 @@ class CheckpointWriter:
             )
             on_all(ranks, publish, error=CheckpointWriteError)
             published = True
-        except CheckpointWriteError as error:
+        except Exception as error:  # also a rank that is gone: then gathering fails
             raise CheckpointWriteError(f"checkpoint {path} could not be written: {error}") from error
         finally:
             if is_main and not published:

@@ -147,6 +147,23 @@ def test_what_one_rank_cannot_write_is_raised_by_all_and_the_checkpoint_before_s
     assert on_each(lambda each: read(each, path)[1]) == [{"value": 1.0}] * 2
 
 
+class LonelyRanks:
+    """The first of two, whose partner has died: gloo says that the connection is closed."""
+
+    rank, size = 0, 2
+
+    def gather(self, value: Any) -> list[Any]:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_that_dies_while_a_checkpoint_is_written_ends_it_on_the_others(tmp_path: Path) -> None:
+    writer = CheckpointWriter(LonelyRanks())
+    writer.save(tmp_path / "c", [rows(0)], {})
+    with pytest.raises(CheckpointWriteError, match=r"c could not be written: Connection closed by peer"):
+        writer.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_error_of_the_writer_is_raised_once_by_the_next_step(tmp_path: Path) -> None:
     (alone,) = ranks(1)
     writer = CheckpointWriter(alone)
