@@ -17,6 +17,7 @@ from slipstream.records import StepRecord
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
+_GRACE_S = 60.0  # after an error the learner may be the one that hangs
 
 
 class Restorable(Protocol):
@@ -26,8 +27,8 @@ class Restorable(Protocol):
         """Write all that a resumed run needs, whole or not at all; may go on in the background, one at a time."""
         ...
 
-    def finish_checkpoint(self) -> None:
-        """Wait until what `save_checkpoint` began is written, or raise why it could not be."""
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait until what `save_checkpoint` began is written, or raise why it could not be or has taken too long."""
         ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class Checkpoints:
             yield
         except Exception:
             try:
-                learner.finish_checkpoint()
+                learner.finish_checkpoint(timeout_s=_GRACE_S)
             except Exception:
                 logger.exception("train_grpo: the checkpoint that was being written is lost")
             raise

@@ -117,5 +117,5 @@ def _hashed(path: Path) -> Iterator[_Writer]:
 
 
 def _blocks(tensor: Tensor) -> Iterable[memoryview]:
-    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
     return (data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES))

@@ -157,7 +157,7 @@ class _Steppers:
                 group, position = each.model_param_group_index_map[parameter]
                 main = each.optimizer.param_groups[group]["params"][position]
                 return Stepped(main, extent.start, extent.end, each.optimizer, is_sharded=True)
-        main = parameter if parameter.dtype is torch.float32 else parameter.main_param
+        main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
         if id(main) in self._whole:
             return Stepped(main, 0, main.numel(), self._whole[id(main)], is_sharded=False)
         assert self._sharded, f"{name} is stepped by no optimizer"

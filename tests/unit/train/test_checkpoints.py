@@ -53,7 +53,7 @@ class FileLearner:
         path.mkdir(parents=True)
         (path / "extra.json").write_text(json.dumps(extra))
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class SlowLearner(FileLearner):
         self.finish_checkpoint()
         self.waiting.append((path, extra))
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         while self.waiting:
             super().save_checkpoint(*self.waiting.pop())
 
@@ -182,20 +182,28 @@ def test_a_run_that_fails_while_one_is_written_keeps_it(tmp_path: Path) -> None:
 class FailingLearner(FileLearner):
     """Its disk is full."""
 
-    def finish_checkpoint(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float | None] = []
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        self.timeouts.append(timeout_s)
         raise CheckpointWriteError("the disk is full")
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(directory=tmp_path, recipe="a recipe")
-    with pytest.raises(CheckpointWriteError, match="the disk is full"), checkpoints.finished(FailingLearner()):
+    checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), FailingLearner()
+    with pytest.raises(CheckpointWriteError, match="the disk is full"), checkpoints.finished(learner):
         pass
+    assert learner.timeouts == [None]  # a slow disk is no error
 
 
 def test_a_run_that_fails_and_loses_its_checkpoint_ends_with_its_own_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = Checkpoints(directory=tmp_path, recipe="a recipe")
-    with pytest.raises(ZeroDivisionError), checkpoints.finished(FailingLearner()):
+    learner = FailingLearner()
+    with pytest.raises(ZeroDivisionError), checkpoints.finished(learner):
         raise ZeroDivisionError
+    assert learner.timeouts == [60.0]  # it may be the learner that hangs
     assert caplog.messages == ["train_grpo: the checkpoint that was being written is lost"]
