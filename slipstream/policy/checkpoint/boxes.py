@@ -68,6 +68,16 @@ class Piece:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Pieces that follow each other in one logical tensor: the numbers of `spans`, one after the other, are `box`."""
+
+    name: str
+    whole: tuple[int, ...]
+    box: Box
+    spans: tuple[tuple[int, int], ...]
+
+
 def bands(mapping: Mapping, shape: tuple[int, ...], arch: Architecture, shard: Shard) -> list[Band]:
     """The rows of a rank's parameter of this shape, as boxes of logical tensors; no row is left out."""
     rank, size, rows = shard.tensor_rank, shard.tensor_size, shape[0]
@@ -116,6 +126,21 @@ def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> 
             begin = mine.offset[0] * width + sum(mine.offset[1:]) - start
             offset = (part.box.offset[0] + mine.offset[0] - part.first_row, *_added(part.box.offset, mine.offset)[1:])
             yield Piece(part.name, part.whole, Box(offset, mine.shape), begin, begin + mine.numel)
+
+
+def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> list[Patch]:
+    """The same as `pieces`, in as few boxes as they make: what a file holds."""
+    found: list[Patch] = []
+    for piece in sorted(pieces(parts, shape, start, stop), key=lambda piece: (piece.name, piece.box.offset)):
+        span = (piece.start, piece.stop)
+        last = found[-1] if found else None
+        if last is not None and last.name == piece.name and piece.box.continues(last.box):
+            rows = last.box.shape[0] + piece.box.shape[0]
+            box = Box(last.box.offset, (rows, *last.box.shape[1:]))
+            found[-1] = Patch(last.name, last.whole, box, (*last.spans, span))
+        else:
+            found.append(Patch(piece.name, piece.whole, piece.box, (span,)))
+    return found
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slipstream.policy import parallel
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.checkpoint.boxes import Box, pieces
+from slipstream.policy.checkpoint.boxes import Box, Patch, patches, pieces
+from slipstream.policy.checkpoint.copying import copy_numbers
 from slipstream.policy.checkpoint.files import SAFETENSORS_DTYPES
 from slipstream.policy.checkpoint.held import (
     MAIN,
@@ -43,6 +44,7 @@ class PolicyCheckpoints:
         self._model, self._optimizer, self._arch = model, optimizer, arch
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
+        self._patches: dict[tuple[str, int, int], list[Patch]] = {}
 
     def save(self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any]) -> None:
         """Copy what a resumed run needs, and write it in the background; waits for the checkpoint before it.
@@ -80,7 +82,7 @@ class PolicyCheckpoints:
         self.wait()
         reader, state = open_checkpoint(self._ranks, path)
         num_updates = state["num_updates"]
-        found = self._held()
+        found = self._held
         self._require_same_model(reader, found, num_updates)
         with reader, torch.no_grad():
             for held in found:
@@ -95,21 +97,32 @@ class PolicyCheckpoints:
         # Made by the first `save` or `load`, which all ranks call at the same point.
         return LearnerRanks()
 
+    @cached_property
     def _held(self) -> list[HeldParameter]:
         return held_parameters(self._model, self._optimizer, self._arch, self._shard)
 
     def _parts(self, num_updates: int) -> Iterator[Part]:
-        found = [run for held in self._held() for run in runs(held, num_updates=num_updates)]
+        found = [run for held in self._held for run in runs(held, num_updates=num_updates)]
         mine = owned(
             found,
             data_rank=parallel_state.get_data_parallel_rank(),
             data_size=parallel_state.get_data_parallel_world_size(),
         )
         for run in mine:
-            yield from _parts_of(run)
+            flat = run.numbers.reshape(-1)
+            for patch in self._patches_of(run):
+                parts = tuple(flat[start:stop] for start, stop in patch.spans)
+                yield Part(f"{run.kind}/{patch.name}", patch.whole, patch.box, parts)
         for name, state in _rng_states().items():
             shape = tuple(state.shape)
             yield Part(f"{name}/{self._ranks.rank:05d}", shape, Box((0,), shape), (state,))
+
+    def _patches_of(self, run: Run) -> list[Patch]:
+        """Worked out once for a parameter, for training waits meanwhile."""
+        key = (run.held.name, run.start, run.stop)
+        if key not in self._patches:
+            self._patches[key] = patches(run.held.bands, tuple(run.held.parameter.shape), run.start, run.stop)
+        return self._patches[key]
 
     def _require_same_model(self, reader: Reader, found: list[HeldParameter], num_updates: int) -> None:
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -161,25 +174,6 @@ def _kinds(held: HeldParameter, num_updates: int) -> dict[str, torch.dtype]:
     return kinds
 
 
-def _parts_of(run: Run) -> Iterator[Part]:
-    """The run as slices of logical tensors; those that follow each other in one become one."""
-    flat = run.numbers.reshape(-1)
-    found = pieces(run.held.bands, tuple(run.held.parameter.shape), run.start, run.stop)
-    last: Part | None = None
-    for piece in sorted(found, key=lambda piece: (piece.name, piece.box.offset)):
-        numbers = flat[piece.start : piece.stop]
-        name = f"{run.kind}/{piece.name}"
-        if last is not None and last.name == name and piece.box.continues(last.box):
-            box = Box(last.box.offset, (last.box.shape[0] + piece.box.shape[0], *last.box.shape[1:]))
-            last = Part(name, piece.whole, box, (*last.runs, numbers))
-            continue
-        if last is not None:
-            yield last
-        last = Part(name, piece.whole, piece.box, (numbers,))
-    if last is not None:
-        yield last
-
-
 def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
     parameter, stepped = held.parameter, held.stepped
     shape = tuple(parameter.shape)
@@ -190,12 +184,12 @@ def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
             reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[piece.start : piece.stop].view(piece.box.shape))
         return numbers.view(like.shape)
 
-    parameter.copy_(read(WEIGHT, parameter, 0, parameter.numel()))
+    copy_numbers(read(WEIGHT, parameter, 0, parameter.numel()), into=parameter)
     if stepped is None:
         return
     main = stepped.main
     if held.has_main:
-        main.copy_(read(MAIN, main, stepped.start, stepped.stop))
+        copy_numbers(read(MAIN, main, stepped.start, stepped.stop), into=main)
     state = stepped.optimizer.state
     state.pop(main, None)
     if num_updates == 0:

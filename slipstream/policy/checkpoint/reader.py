@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.policy.checkpoint import files
 from slipstream.policy.checkpoint.boxes import Box
+from slipstream.policy.checkpoint.copying import copy_numbers
 from slipstream.policy.checkpoint.index import Index, index_from_json
 from slipstream.policy.checkpoint.ranks import Ranks, on_all, this_host
 from slipstream.policy.directories import existing_directory
@@ -43,7 +44,7 @@ class Reader:
             common = box.within(each.box)
             if common is not None:
                 stored = self._file(each.file).get_slice(each.key)
-                into[common.slices(box.offset)] = stored[common.slices(each.box.offset)]
+                copy_numbers(stored[common.slices(each.box.offset)], into=into[common.slices(box.offset)])
 
     def read_whole(self, name: str) -> Tensor:
         """A logical tensor."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.policy.checkpoint import files
 from slipstream.policy.checkpoint.boxes import Box
+from slipstream.policy.checkpoint.copying import copy_numbers
 from slipstream.policy.checkpoint.index import Slice, index_to_json, indexed, slice_key
 from slipstream.policy.checkpoint.ranks import Ranks, on_all, this_host
 from slipstream.policy.directories import begin_directory, partial_directory, put_in_place
@@ -126,7 +127,7 @@ class CheckpointWriter:
                 buffer = torch.empty(part.box.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
             slices[each] = buffers[each.key] = buffer
             for target, run in zip(buffer.view(-1).split([run.numel() for run in part.runs]), part.runs, strict=True):
-                target.copy_(run, non_blocking=True)
+                copy_numbers(run, into=target)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return slices

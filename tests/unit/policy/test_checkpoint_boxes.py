@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.policy import weights
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.checkpoint.boxes import Box, Piece, bands, pieces
+from slipstream.policy.checkpoint.boxes import Box, Patch, Piece, bands, patches, pieces
 from slipstream.policy.weights import Layout, Mapping, Shard
 
 ARCH = Architecture(
@@ -83,6 +83,21 @@ def test_a_flat_run_of_a_vector_is_one_piece() -> None:
     parts = bands(Mapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2))
     assert list(pieces(parts, (5,), 1, 4)) == [Piece("norm", (5,), Box((1,), (3,)), 0, 3)]
     assert list(pieces(parts, (5,), 3, 3)) == []
+
+
+def test_what_follows_each_other_in_a_logical_tensor_is_written_as_one_box() -> None:
+    # The queries of both groups are rows 0-1 and 4-5 of the parameter, and rows 0-3 of the logical tensor.
+    parts = bands(QKV, (8, 2), ARCH, Shard())
+    assert patches(parts, (8, 2), 0, 16) == [
+        Patch("k", (2, 2), Box((0, 0), (2, 2)), ((4, 6), (12, 14))),
+        Patch("q", (4, 2), Box((0, 0), (4, 2)), ((0, 4), (8, 12))),
+        Patch("v", (2, 2), Box((0, 0), (2, 2)), ((6, 8), (14, 16))),
+    ]
+    # Without its first number the first row is a box of its own.
+    assert patches(parts, (8, 2), 1, 4) == [
+        Patch("q", (4, 2), Box((0, 1), (1, 1)), ((0, 1),)),
+        Patch("q", (4, 2), Box((1, 0), (1, 2)), ((1, 3),)),
+    ]
 
 
 def test_boxes_apart_have_nothing_in_common() -> None:
