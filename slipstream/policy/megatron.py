@@ -28,10 +28,11 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.policy import capture as captures
-from slipstream.policy import checkpoint, collectives, hf, parallel, schedule
+from slipstream.policy import collectives, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels
 from slipstream.policy.capture import Capture
+from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.initial import initial_weights
@@ -77,6 +78,7 @@ class MegatronPolicy:
         self._head = OutputHead(
             self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
         )
+        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
 
     @classmethod
     def load(
@@ -293,24 +295,18 @@ class MegatronPolicy:
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write what a resumed run needs to go on bit for bit: weights, optimizer, random state, and JSON `extra`."""
-        state = checkpoint.State(
-            tensors=checkpoint.tensors_of(self._gpt, self._optimizer),
-            meta={"version": self.version, "num_updates": self._num_updates, "extra": extra},
-        )
-        checkpoint.save(path, state)
+        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`."""
+        self._checkpoints.save(path, version=self.version, num_updates=self._num_updates, extra=extra)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
+        self._checkpoints.wait()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote under the same architecture and parallel layout; returns its `extra`.
-
-        Raises:
-            ValueError: the checkpoint holds other tensors than this policy.
-        """
-        state = checkpoint.load(path)
-        self._num_updates = state.meta["num_updates"]
-        checkpoint.restore(self._gpt, self._optimizer, state.tensors, num_updates=self._num_updates)
-        self.version = state.meta["version"]
-        return state.meta["extra"]
+        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`."""
+        state = self._checkpoints.load(path)
+        self.version, self._num_updates = state["version"], state["num_updates"]
+        return state["extra"]
 
     def offload(self) -> int:
         """Give back the memory of weights, gradients and optimizer until `onload`; returns its bytes.
@@ -318,6 +314,7 @@ class MegatronPolicy:
         Gradients are dropped, the rest is copied to the host. Nothing but `onload` may be called meanwhile.
         """
         assert self._offloaded is None, "offloaded already"
+        self._checkpoints.wait()
         kept: list[Tensor] = [parameter for _, parameter in self._gpt.named_parameters()]
         dropped: list[Tensor] = []
         if self._optimizer is not None:
@@ -362,6 +359,7 @@ class MegatronPolicy:
         """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
+        self._checkpoints.raise_error()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)

@@ -87,12 +87,11 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
         mine,
     )
     stats = [policy.train_step(update).stats]
-    if not learner.distributed_optimizer:
-        policy.save_checkpoint(directory / "checkpoint", {})
+    policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)
-    if not learner.distributed_optimizer:
-        policy.load_checkpoint(directory / "checkpoint")
-        assert policy.train_step(update).stats == stats[-1], "resumed and uninterrupted differ"
+    policy.finish_checkpoint()
+    policy.load_checkpoint(directory / "checkpoint")
+    assert policy.train_step(update).stats == stats[-1], "resumed and uninterrupted differ"
     return {
         "before": before,
         "after": logprobs(),
