@@ -5,9 +5,10 @@ and on its row and column in the whole tensor. So the fingerprints of shards sum
 however it was cut; every rank computes those of what it holds, where it holds it, and only the sums travel.
 
 An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`, with `mix(x) = x ^ x >> 32`
-and odd 64-bit pseudo-random keys `R` and `C`. The product brings each bit of `b` to the upper half and `mix` from there
-to the lower half, so that no bit of an element is weaker than another; the odd keys make that a change of one element
-is always seen. Two changes cancel each other with a probability near 2**-63. This finds faults, not forgers.
+and odd 64-bit pseudo-random keys `R` and `C`; one of 64 bits counts as two columns of 32. The product spreads `b` over
+the upper half and `mix` from there over the lower one; since the keys are odd, a change of one element is seen. Several
+changes cancel each other with a probability near 2**-60, or 2**-32 if they change nothing but signs, in one row. This
+finds faults, not forgers.
 
 -0.0 counts as 0.0: layouts that an engine can only be asked for by multiplication give no other.
 """
@@ -67,9 +68,7 @@ def held_whole(name: str, tensor: Tensor) -> HeldWeights:
     return HeldWeights(tensor=tensor, parts=(part,), split=lambda rows: [rows])
 
 
-def part_fingerprints(
-    held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None
-) -> dict[WeightPart, int]:
+def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None) -> dict[WeightPart, int]:
     """The fingerprint of each part, in [0, 2**64); all tensors are on one device, where all is computed.
 
     Args:
@@ -86,7 +85,7 @@ def part_fingerprints(
         return {}
     lengths = [own.shape[0] for own in sums]
     keys = [_row_keys(part, length, sums[0].device) for part, length in zip(parts, lengths, strict=True)]
-    # The sum over each part as a difference of running sums, which wrap around as they should: few calls for many parts.
+    # Each part's sum is a difference of running sums, which wrap around as they should: few calls for many parts.
     running = torch.cat([sums[0].new_zeros(1), (torch.cat(sums) * torch.cat(keys)).cumsum(0)])
     bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
     totals = running[bounds].diff().tolist()
@@ -161,14 +160,19 @@ def _converted(held: Iterable[HeldWeights], dtypes: Mapping[str, str]) -> Iterat
 
 def _row_sums(held: Iterable[HeldWeights]) -> Iterator[tuple[HeldWeights, Tensor]]:
     """Each row's sum over its columns: [rows] int64. A vector is a matrix of one column."""
+    import torch
+
     scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
     groups: dict[tuple[Any, ...], _SameColumns] = {}
     for weights in held:
         tensor, first = weights.tensor.detach(), weights.parts[0]
         matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
         column = first.start if first.dim == 1 else 0
+        dtype: torch.dtype = getattr(torch, first.dtype)
+        if dtype.itemsize == 8:
+            matrix, column, dtype = _halves(matrix, dtype), 2 * column, torch.int32
         is_transposed = matrix.stride(0) < matrix.stride(1)
-        key = (matrix.shape[1], column, first.dtype, is_transposed, matrix.device)
+        key = (matrix.shape[1], column, dtype, is_transposed, matrix.device)
         if key not in groups:
             groups[key] = _SameColumns(*key, scratch)
         groups[key].add(weights, matrix)
@@ -186,7 +190,7 @@ class _SameColumns:
         self,
         num_columns: int,
         first_column: int,
-        dtype: str,
+        dtype: torch.dtype,
         is_transposed: bool,
         device: torch.device,
         scratch: dict[tuple[str, torch.dtype, torch.device], Tensor],
@@ -198,7 +202,7 @@ class _SameColumns:
         import torch
 
         self._num_columns, self._is_transposed, self._device = num_columns, is_transposed, device
-        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._dtype = dtype
         self._keys_C = _keys(_COLUMN_SEED, first_column + num_columns, device)[first_column:]
         chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
         self._chunk_rows = max(1, chunk // max(1, num_columns))
@@ -268,10 +272,19 @@ def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
         target.copy_(source).add_(0.0)
 
 
+def _halves(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, 2 * columns] int32 of elements that have 64 bits as `dtype`: a product has no upper half for those."""
+    import torch
+
+    values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    _copy_without_minus_zero(matrix, values)
+    return values.view(torch.int32)
+
+
 def _integer_of(dtype: torch.dtype) -> torch.dtype:
     import torch
 
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
 def _name_key(part: WeightPart) -> int:
