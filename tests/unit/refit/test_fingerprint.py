@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,7 @@ def test_minus_zero_counts_as_zero_and_a_gradient_is_no_difference() -> None:
 def cuts(size: int, draw: random.Random) -> list[tuple[int, int]]:
     """Starts and lengths of random pieces, some of them empty."""
     bounds = sorted([0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 4)))])
-    return [(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [(start, stop - start) for start, stop in pairwise(bounds)]
 
 
 @settings(deadline=None, max_examples=60)
