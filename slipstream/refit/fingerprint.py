@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODULUS = 1 << 64
-_CPU_CHUNK = 1 << 18  # elements that are worked on at once, at about 20 bytes each: what a core's cache holds
+_CPU_CHUNK = 1 << 17  # elements that are worked on at once, at about 20 bytes each: what a core's cache holds
 _DEVICE_CHUNK = 1 << 22
 _ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
