@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -19,40 +19,56 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
     Over all tensor-parallel ranks and pipeline stages each element comes once: what is replicated on the first rank, a
     tied output layer as the embedding that it is.
     """
-    for mapping in weights.mappings(arch, shard):
-        is_copy = mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0
+    for mapping in _answered_for(arch, shard):
+        tensor = parameters[mapping.megatron]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        parts, split = _layout(mapping, arch, shard, tensor.shape[0], tensor.shape[-1], dtype)
+        yield HeldWeights(tensor=tensor, parts=parts, split=split)
+
+
+@cache
+def _answered_for(arch: Architecture, shard: Shard) -> tuple[weights.Mapping, ...]:
+    def is_copy(mapping: weights.Mapping) -> bool:
         is_tied = mapping.megatron == "output_layer.weight" and arch.tie_word_embeddings
-        if is_copy or is_tied:
-            continue
-        tensor = parameters[mapping.megatron].detach()
-        parts = tuple(
-            WeightPart(
-                name=name,
-                dim=1 if mapping.layout is Layout.ROW else 0,
-                start=shard.tensor_rank * length,
-                length=length,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-            )
-            for name, length in zip(mapping.hf, _lengths(mapping.layout, tensor, arch, shard), strict=True)
+        return is_tied or (mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0)
+
+    return tuple(mapping for mapping in weights.mappings(arch, shard) if not is_copy(mapping))
+
+
+@cache  # the same at every refit, and of hundreds of tensors
+def _layout(
+    mapping: weights.Mapping, arch: Architecture, shard: Shard, num_rows: int, num_columns: int, dtype: str
+) -> tuple[tuple[WeightPart, ...], Callable[[Tensor], list[Tensor]]]:
+    """The parts in a parameter, and what cuts a value a row into theirs."""
+    lengths = _lengths(mapping.layout, num_rows, num_columns, arch, shard)
+    parts = tuple(
+        WeightPart(
+            name=name,
+            dim=1 if mapping.layout is Layout.ROW else 0,
+            start=shard.tensor_rank * length,
+            length=length,
+            dtype=dtype,
         )
-        yield HeldWeights(tensor=tensor, parts=parts, split=partial(_split, mapping, arch, shard))
+        for name, length in zip(mapping.hf, lengths, strict=True)
+    )
+    if len(parts) == 1:
+        return parts, _whole
+    return parts, partial(weights.rows_of_parts, mapping, arch=arch, shard=shard)
 
 
-def _split(mapping: weights.Mapping, arch: Architecture, shard: Shard, rows: Tensor) -> list[Tensor]:
-    if mapping.layout is Layout.ROW:
-        return [rows]
-    return weights.rows_of_parts(mapping, rows, arch, shard)
+def _whole(rows: Tensor) -> list[Tensor]:
+    return [rows]
 
 
-def _lengths(layout: Layout, tensor: Tensor, arch: Architecture, shard: Shard) -> list[int]:
+def _lengths(layout: Layout, num_rows: int, num_columns: int, arch: Architecture, shard: Shard) -> list[int]:
     """Of each part, along the dimension in which the tensor is cut."""
     match layout:
         case Layout.QKV:
             heads = [arch.num_attention_heads, arch.num_query_groups, arch.num_query_groups]
             return [num * arch.head_dim // shard.tensor_size for num in heads]
         case Layout.GATE_UP:
-            return [tensor.shape[0] // 2] * 2
+            return [num_rows // 2] * 2
         case Layout.ROW:
-            return [tensor.shape[1]]
+            return [num_columns]
         case Layout.REPLICATED | Layout.COLUMN:
-            return [tensor.shape[0]]
+            return [num_rows]

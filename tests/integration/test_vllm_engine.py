@@ -119,7 +119,7 @@ def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> No
     runner_of_vllm = importlib.import_module(module).GPUModelRunner
 
     class Runner:
-        """As much of a runner as both kinds have; what holds the draft is `drafter` in one, `speculator` in the other."""
+        """As much of a runner as both kinds have: one holds the draft as `drafter`, the other as `speculator`."""
 
         def __init__(self, policy: torch.nn.Module, draft: torch.nn.Module | None) -> None:
             self.policy, self.draft = policy, draft
