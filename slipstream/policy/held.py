@@ -1,13 +1,14 @@
-"""What a learner rank holds of the checkpoint's tensors, and answers for when a refit is checked."""
+"""What a learner rank holds of the checkpoint's tensors: gathered whole, or as it lies, to be answered for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 
 from torch import Tensor
 
-from slipstream.policy import weights
+from slipstream.policy import collectives, weights
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.weights import Layout, Shard
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
@@ -24,6 +25,23 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
         dtype = str(tensor.dtype).removeprefix("torch.")
         parts, split = _layout(mapping, arch, shard, tensor.shape[0], tensor.shape[-1], dtype)
         yield HeldWeights(tensor=tensor, parts=parts, split=split)
+
+
+def gathered_weights(
+    parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard
+) -> Iterator[tuple[str, Tensor]]:
+    """All Hugging Face tensors, whole, on every rank; collective."""
+    given: set[str] = set()
+    for stage in range(shard.pipeline_size):
+        for mapping in weights.mappings(arch, replace(shard, pipeline_rank=stage)):
+            if given.issuperset(mapping.hf):
+                continue  # the last stage's copy of a tied embedding
+            given.update(mapping.hf)
+            tensors = None
+            if stage == shard.pipeline_rank:
+                shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
+                tensors = weights.hf_from_shards(mapping, shards, arch)
+            yield from collectives.from_pipeline_stage(stage, tensors)
 
 
 @cache
