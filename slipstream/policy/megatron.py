@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import collectives, hf, parallel
+from slipstream.policy import collectives, held, hf, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
 from slipstream.policy.capture import Capture, CapturedStates
@@ -40,11 +39,11 @@ from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
-from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
+from slipstream.policy.weights import load_exactly, require_divisible, shard_from_hf
 from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import HeldWeights
 
 FloatArray = NDArray[np.float32]
-
 
 _Result = dict[str, Tensor]
 _LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, _Result]]
@@ -273,18 +272,13 @@ class MegatronPolicy:
 
         Tensors may share memory with the model: copy before the next update.
         """
+        return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
+
+    def held_weights(self) -> Iterator[HeldWeights]:
+        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        is_copy = parallel_state.get_data_parallel_rank() > 0
         parameters = dict(self._gpt.named_parameters())
-        given: set[str] = set()
-        for stage in range(self._shard.pipeline_size):
-            for mapping in mappings(self.architecture, replace(self._shard, pipeline_rank=stage)):
-                if given.issuperset(mapping.hf):
-                    continue  # the last stage's copy of a tied embedding
-                given.update(mapping.hf)
-                tensors = None
-                if stage == self._shard.pipeline_rank:
-                    shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
-                    tensors = hf_from_shards(mapping, shards, self.architecture)
-                yield from collectives.from_pipeline_stage(stage, tensors)
+        return iter(()) if is_copy else held.held_weights(parameters, self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""

@@ -14,7 +14,6 @@ import ray
 
 from slipstream.records import AcceptanceStats
 from slipstream.refit.config import EngineState
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
@@ -66,11 +65,11 @@ class RemoteEngine:
             ]
         )
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        """See `VllmEngine.weight_parts`; all engines are sharded alike."""
-        return ray.get(self._actors[0].weight_parts.remote(is_draft=is_draft))
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
+        return ray.get(self._actors[0].weight_dtypes.remote(is_draft=is_draft))
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
 

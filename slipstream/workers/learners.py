@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.idle import Idle
@@ -91,10 +91,9 @@ class RemoteLearner:
         """Write the present weights for the engines."""
         return self._on_all(lambda rank: rank.publish.remote(directory, version))
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """Fingerprints that an engine's parts of this policy must have."""
-        data = self._shared(parts)
-        return self._on_all(lambda rank: rank.weight_fingerprints.remote(data))
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        """Fingerprints that an engine with these types must have of every tensor of the policy."""
+        return weight_totals(ray.get([rank.weight_fingerprints.remote(dtypes) for rank in self._ranks]))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
