@@ -51,11 +51,11 @@ def layout(*, engine_tensor: int = 1, timeout_s: float = 60.0, nodes: int = 2, p
 
 def report(reservation: placement.Reservation, *, num_sets: int) -> dict[str, Any]:
     """Where actors find themselves: every learner rank, and the first worker of every engine of `num_sets` sets."""
-    here = ray.remote(Here)
+    here: Any = ray.remote(Here)
     plan = reservation.plan
-    ranks = [here.options(**reservation.learner_options(rank, {})).remote() for rank in range(len(plan.learner))]
+    ranks: list[Any] = [here.options(**reservation.learner_options(rank, {})).remote() for rank in range(len(plan.learner))]
     starts = [reservation.engine_start(index, {}) for _ in range(num_sets) for index in range(len(plan.engines))]
-    engines = [here.options(**start.options).remote() for start in starts]
+    engines: list[Any] = [here.options(**start.options).remote() for start in starts]
     names = {f"actor {index}": actor for index, actor in enumerate([*ranks, *engines])}
     placement.wait_until_started(names, timeout_s=100)
     found = {
@@ -98,7 +98,7 @@ def main() -> None:
     found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=4.0, per_node=2)))
     held.release()
 
-    wide = placement.reserve(layout(engine_tensor=8))
+    wide = placement.reserve(layout(engine_tensor=4, per_node=2))
     found["wide"] = report(wide, num_sets=1)
     wide.release()
 
