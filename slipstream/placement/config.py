@@ -30,7 +30,7 @@ class PlacementConfig:
     mode: PlacementMode = PlacementMode.COLOCATED
     generation_nodes: int = 0  # split only, as is the next
     training_nodes: int = 0
-    start_timeout_s: float = 900.0  # for the GPUs to be free, and again for the processes on them to be ready
+    start_timeout_s: float = 900.0  # for nodes to join and GPUs to be free
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "placement.nodes", "must be >= 1", self.nodes)

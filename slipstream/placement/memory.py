@@ -9,6 +9,7 @@ heads x head dim, `K` key-value heads x head dim, `V` vocabulary, `b` bytes of a
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.shape import Shape
@@ -22,6 +23,30 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 """Of one weight; `auto` may turn out as either, and is counted as the larger."""
 
 _FLOAT32 = 4
+
+
+class Recompute(StrEnum):
+    """What of a layer is computed anew for the gradient instead of being kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # the attention of queries to keys, and the feed-forward
+    FULL = "full"  # the whole layer: its input alone is kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Savings:
+    """What a learner does to hold less.
+
+    `logit_chunk_tokens`: the logits of so many tokens are held at once; None: those of a micro-batch.
+    `optimizer_shards`: ranks over which the optimizer's state is split.
+    """
+
+    recompute: Recompute = Recompute.NONE
+    logit_chunk_tokens: int | None = None
+    optimizer_shards: int = 1
+
+
+NO_SAVINGS = Savings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +87,23 @@ class EngineMemory:
         return max(0, int(self.kv_cache / self.kv_bytes_per_token))
 
 
-def learner_memory(shape: Shape, learner: LearnerConfig, *, with_reference: bool) -> LearnerMemory:
+def learner_memory(
+    shape: Shape, learner: LearnerConfig, *, with_reference: bool, savings: Savings = NO_SAVINGS
+) -> LearnerMemory:
     """The learner's peak, in the backward pass of its largest micro-batch, on the first or the last stage.
 
     Source: `policy/optimizer.py`: gradients accumulate in float32 (`grad_reduce_in_fp32`), AdamW keeps two float32
-    moments and, beside weights in bfloat16, float32 masters (`Float16OptimizerWithFloat16Params`). Muon keeps one
-    moment of a matrix; two are counted.
+    moments and, beside weights in bfloat16, float32 masters (`Float16OptimizerWithFloat16Params`); a distributed
+    optimizer splits moments and masters. Muon keeps one moment of a matrix; two are counted.
     """
-    stages = [_stage_memory(shape, learner, stage, with_reference) for stage in {0, learner.parallel.pipeline - 1}]
+    ends = {0, learner.parallel.pipeline - 1}
+    stages = [_stage_memory(shape, learner, stage, with_reference, savings) for stage in ends]
     return max(stages, key=lambda memory: memory.total)
 
 
-def _stage_memory(shape: Shape, learner: LearnerConfig, stage: int, with_reference: bool) -> LearnerMemory:
+def _stage_memory(
+    shape: Shape, learner: LearnerConfig, stage: int, with_reference: bool, savings: Savings
+) -> LearnerMemory:
     parameters, width = stage_parameters(shape, learner, stage), WEIGHT_BYTES[learner.dtype]
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
     where, tokens = learner.parallel, learner.max_tokens_per_microbatch
@@ -83,10 +113,14 @@ def _stage_memory(shape: Shape, learner: LearnerConfig, stage: int, with_referen
     return LearnerMemory(
         weights=parameters * width,
         gradients=parameters * _FLOAT32,
-        optimizer=parameters * (2 * _FLOAT32 + masters),
+        optimizer=parameters * (2 * _FLOAT32 + masters) / savings.optimizer_shards,
         reference=parameters * width if with_reference else 0.0,
-        activations=tokens * in_flight * layers * activation_bytes(shape, learner),
-        logits=tokens * logit_bytes(shape, learner) if is_last else 0.0,
+        activations=tokens
+        * (
+            in_flight * layers * activation_bytes(shape, learner, savings.recompute)
+            + recomputed_bytes(shape, learner, savings.recompute)
+        ),
+        logits=min(tokens, savings.logit_chunk_tokens or tokens) * logit_bytes(shape, learner) if is_last else 0.0,
     )
 
 
@@ -107,22 +141,34 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
     return shape.num_layers // where.pipeline * layer + ends
 
 
-def activation_bytes(shape: Shape, learner: LearnerConfig) -> float:
+def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute = Recompute.NONE) -> float:
     """What one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
 
     `s` is t with sequence parallelism, else 1. Both norms keep their input and the two projections behind them their
     own: 4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
     values, its output and a copy in another order: 4A + 3K. The gated unit keeps gate and up, SiLU of the gate, and
-    the product: 4f.
+    the product: 4f. Recomputed selectively, the feed-forward keeps its input alone and attention no output of its own:
+    3A + 3K are left. Recomputed whole, a layer keeps its input: h.
 
     Source: `policy/layers.py`, counted there; the terms are those of arXiv 2205.05198, section 4, with flash attention
     and without dropout.
     """
     where, width = learner.parallel, WEIGHT_BYTES[learner.dtype]
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    whole = 4 * shape.hidden_size / (where.tensor if where.sequence_parallel else 1)
-    split = 4 * shape.ffn_hidden_size + 4 * heads + 3 * groups
-    return width * (whole + split / where.tensor)
+    hidden = shape.hidden_size / (where.tensor if where.sequence_parallel else 1)
+    match recompute:
+        case Recompute.FULL:
+            return width * hidden
+        case Recompute.SELECTIVE:
+            return width * (4 * hidden + (3 * heads + 3 * groups) / where.tensor)
+        case Recompute.NONE:
+            split = 4 * shape.ffn_hidden_size + 4 * heads + 3 * groups
+            return width * (4 * hidden + split / where.tensor)
+
+
+def recomputed_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute) -> float:
+    """What the one layer that is being recomputed holds of one token, beside what it had kept."""
+    return activation_bytes(shape, learner) - activation_bytes(shape, learner, recompute)
 
 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:

@@ -22,8 +22,8 @@ from slipstream.rollout.engine import GenerationResult, Trace
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.idle import Idle
-from slipstream.workers.placement import Reservation, Start, reserved, wait_until_started
-from slipstream.workers.session import actor_environment, is_alive
+from slipstream.workers.placement import Reservation, Start, reserved
+from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
 
 logger = logging.getLogger(__name__)
 
@@ -133,16 +133,19 @@ def _new_engine(
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     logger.info("starting an engine with k=%d", k)
-    reservation, actors = reserved(layout), {}
+    reservation, actors = reserved(layout), []
     for index in range(config.num_engines):
         start = _start(reservation, index, config)
-        actor = ray.remote(VllmEngine).options(**start.options)
-        actors[f"engine {index}"] = actor.remote(
-            policy, config=config, speculative_config=speculative_config, executor=start.executor
+        environment = actor_environment({**process_environment(config), **start.environment})
+        # Learner and engine share the cores, in turn.
+        options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
+        actor = ray.remote(VllmEngine).options(**options)
+        actors.append(
+            actor.remote(policy, config=config, speculative_config=speculative_config, executor=start.executor)
         )
-    engine = RemoteEngine(list(actors.values()))
+    engine = RemoteEngine(actors)
     try:
-        wait_until_started(actors, timeout_s=layout.placement.start_timeout_s)
+        wait_until_ready(actors)
     except BaseException:
         engine.close()
         raise
@@ -151,15 +154,9 @@ def _new_engine(
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
     """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
-    environment = process_environment(config)
     if reservation is not None:
-        return reservation.engine_start(index, environment)
-    options = {
-        "num_cpus": 0,  # learner and engine share the cores, in turn
-        "num_gpus": 0,
-        "runtime_env": {"env_vars": actor_environment(environment)},
-    }
-    return Start(options=options, executor="uni" if config.tensor_parallel_size == 1 else "mp")
+        return reservation.engine_start(index)
+    return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
 
 
 def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:

@@ -20,8 +20,8 @@ from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.placement import reserved, wait_until_started
-from slipstream.workers.session import actor_environment, is_alive
+from slipstream.workers.placement import reserved
+from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,16 +189,15 @@ def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
     world_size = config.parallel.world_size
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     reservation, port = reserved(layout), _free_port()
-    anywhere = {"num_cpus": 0, "num_gpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
     ranks = []
     for rank in range(world_size):
-        options = anywhere if reservation is None else reservation.learner_options(rank, threads)
-        actor = ray.remote(LearnerProcess).options(**options)
+        place = {"num_gpus": 0} if reservation is None else reservation.learner_place(rank)
+        actor = ray.remote(LearnerProcess).options(**options, **place)
         ranks.append(actor.remote(config, rank=rank, world_size=world_size, master_port=port))
     learner = RemoteLearner(ranks)
     try:
-        names = {f"learner rank {rank}": actor for rank, actor in enumerate(ranks)}
-        wait_until_started(names, timeout_s=layout.placement.start_timeout_s)
+        wait_until_ready(learner.ranks)
     except BaseException:
         learner.close()
         raise

@@ -6,6 +6,7 @@ a GPU that they ask for are Ray's bookkeeping, not limits, and sum to less than 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +23,15 @@ from slipstream.placement.plan import Plan, Slot, make_plan
 from slipstream.workers.cluster import RayNode, as_cluster, ray_nodes
 from slipstream.workers.session import actor_environment
 
+logger = logging.getLogger(__name__)
+
 _NODE_LABEL = "ray.io/node-id"
 _LEARNERS, _ENGINES, _PROBE = 0.3, 0.6, 0.05  # of a GPU
 _POLL_S = 0.5
 
 
 class PlacementError(RuntimeError):
-    """The cluster did not give a run its GPUs, or a process did not start on them, within the deadline."""
+    """The cluster did not give a run its GPUs within the deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +47,16 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """How an engine is started: options of its Ray actor, and vLLM's executor of its workers."""
+    """How an engine is started.
 
-    options: dict[str, Any]
+    Attributes:
+        place: options of its Ray actor that decide where it runs.
+        environment: what its process needs beside its own.
+        executor: vLLM's, of its workers.
+    """
+
+    place: dict[str, Any]
+    environment: dict[str, str]
     executor: str
 
 
@@ -57,12 +67,11 @@ class Reservation:
         self.plan = plan
         self.seats = dict(seats)
 
-    def learner_options(self, rank: int, environment: Mapping[str, str]) -> dict[str, Any]:
-        """Options of the actor that is this rank."""
-        seat = self.seats[self.plan.learner[rank]]
-        return _options(seat, learner_share(self.plan.layout), environment)
+    def learner_place(self, rank: int) -> dict[str, Any]:
+        """Options that put the actor of this rank on its GPU."""
+        return _place(self.seats[self.plan.learner[rank]], learner_share(self.plan.layout))
 
-    def engine_start(self, index: int, environment: Mapping[str, str]) -> Start:
+    def engine_start(self, index: int) -> Start:
         """How the engine of this number starts.
 
         Within a node vLLM starts its workers itself, and the actor sees all their GPUs; over several nodes it puts
@@ -73,15 +82,19 @@ class Reservation:
         seats = [self.seats[slot] for slot in self.plan.engines[index]]
         share = engine_share(self.plan.layout)
         if len(seats) == 1:
-            return Start(options=_options(seats[0], share, environment), executor="uni")
+            return Start(place=_place(seats[0], share), environment={}, executor="uni")
         # Ray shows an actor the GPU of its own bundle alone; here the actor's children use the others.
-        own = {**environment, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        own = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if len({seat.node_id for seat in seats}) == 1:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpu_id for seat in seats)
-            return Start(options=_options(seats[0], share, own), executor="mp")
+            return Start(place=_place(seats[0], share), environment=own, executor="mp")
         own["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(seat.bundle) for seat in seats)
         own["VLLM_RAY_PER_WORKER_GPUS"] = str(share)
-        return Start(options=_options(seats[0], 0.0, own), executor="ray")
+        return Start(place=_place(seats[0], 0.0), environment=own, executor="ray")
+
+    def is_whole(self) -> bool:
+        """Whether all its nodes are alive."""
+        return {seat.node_id for seat in self.seats.values()} <= {node.id for node in ray_nodes()}
 
     def release(self) -> None:
         """Give the GPUs back; what still runs on them ends."""
@@ -107,7 +120,8 @@ _lock = threading.Lock()
 def reserved(layout: Layout) -> Reservation | None:
     """The GPUs of `layout`, reserved at the first call in a process; None for one without GPUs.
 
-    All stages of a process that have the same layout share its reservation; another layout releases it.
+    All stages of a process that have the same layout share its reservation; another layout, or the loss of one of its
+    nodes, releases it.
 
     Raises:
         PlacementError: the cluster does not have them free within `placement.start_timeout_s`.
@@ -116,7 +130,7 @@ def reserved(layout: Layout) -> Reservation | None:
         return None
     with _lock:
         key = (ray.get_runtime_context().get_job_id(), layout)
-        if key not in _held:
+        if key not in _held or not _held[key].is_whole():
             while _held:
                 _held.popitem()[1].release()
             _held[key] = reserve(layout)
@@ -133,52 +147,36 @@ def reserve(layout: Layout) -> Reservation:
     timeout_s = layout.placement.start_timeout_s
     deadline = time.monotonic() + timeout_s
     plan, nodes = _planned(layout, deadline)
-    groups = {members: _group(plan, members, nodes) for members in plan.groups}
+    logger.info("reserving %d GPUs on %s", len(plan.slots), ", ".join(nodes[node.name].address for node in plan.nodes))
+    groups = {_group(plan, members, nodes): members for members in plan.groups}
     try:
-        waiting = {group.ready(): members for members, group in groups.items()}
+        waiting = {group.ready(): members for group, members in groups.items()}
         _, pending = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if pending:
             missing = [index for reference in pending for index in waiting[reference]]
             raise PlacementError(_not_free(plan, sorted(missing), nodes, timeout_s))
-        return Reservation(plan, _seats(plan, groups, nodes, deadline))
+        return Reservation(plan, _seats(plan, list(groups), nodes, deadline))
     except BaseException:
-        for group in groups.values():
+        for group in groups:
             remove_placement_group(group)
         raise
 
 
-def wait_until_started(actors: Mapping[str, Any], *, timeout_s: float) -> None:
-    """Wait until each actor, by its name, has run its constructor; the first error of one is raised at once.
-
-    Raises:
-        PlacementError: some are not ready in time; it names them and what the cluster has free.
-    """
-    deadline = time.monotonic() + timeout_s
-    waiting = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
-    while waiting:
-        left_s = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
-        if not ready:
-            names = ", ".join(sorted(waiting.values()))
-            raise PlacementError(f"not started within placement.start_timeout_s {timeout_s:g} s: {names}; {_free()}")
-        for reference in ready:
-            ray.get(reference)
-            del waiting[reference]
-
-
 def _planned(layout: Layout, deadline: float) -> tuple[Plan, dict[str, RayNode]]:
     """The plan, as soon as the cluster is large enough for it: its nodes may still be on their way."""
+    timeout_s, is_first = layout.placement.start_timeout_s, True
     while True:
         nodes = ray_nodes()
         try:
             return make_plan(layout, as_cluster(nodes)), {node.id: node for node in nodes}
         except ConfigError as error:
             if time.monotonic() + _POLL_S > deadline:
-                timeout_s = layout.placement.start_timeout_s
                 raise PlacementError(
-                    f"the cluster did not become large enough within placement.start_timeout_s {timeout_s:g} s: "
-                    f"{error}; {_free()}"
+                    f"no plan for the cluster within placement.start_timeout_s {timeout_s:g} s: {error}; {_free()}"
                 ) from error
+            if is_first:
+                logger.warning("waiting up to %g s for nodes to join: %s", timeout_s, error)
+            is_first = False
             time.sleep(_POLL_S)
 
 
@@ -200,13 +198,14 @@ def _bundle(node: RayNode) -> dict[str, float]:
 
 
 def _seats(
-    plan: Plan, groups: Mapping[tuple[int, ...], PlacementGroup], nodes: Mapping[str, RayNode], deadline: float
+    plan: Plan, groups: Sequence[PlacementGroup], nodes: Mapping[str, RayNode], deadline: float
 ) -> dict[Slot, Seat]:
     """Ask in every bundle which GPU it is, and number a node's GPUs in their own order."""
-    probe = ray.remote(_gpu_here)
+    environment = {"env_vars": actor_environment({})}
+    probe: Any = ray.remote(num_cpus=0, runtime_env=environment)(_gpu_here)
     asked = {
-        probe.options(**_bundle_options(group, bundle, _PROBE, {})).remote(): (members, group, bundle)
-        for members, group in groups.items()
+        probe.options(**_in_bundle(group, bundle, _PROBE)).remote(): (group, bundle)
+        for group in groups
         for bundle in range(group.bundle_count)
     }
     answers, pending = ray.wait(list(asked), num_returns=len(asked), timeout=max(_POLL_S, deadline - time.monotonic()))
@@ -219,7 +218,7 @@ def _seats(
     by_node: dict[int, list[Seat]] = {}
     index_of = {node.name: index for index, node in enumerate(plan.nodes)}
     for reference in answers:
-        _, group, bundle = asked[reference]
+        group, bundle = asked[reference]
         node_id, gpu_id = ray.get(reference)
         seat = Seat(group=group, bundle=bundle, node_id=node_id, address=nodes[node_id].address, gpu_id=gpu_id)
         by_node.setdefault(index_of[node_id], []).append(seat)
@@ -237,17 +236,13 @@ def _gpu_here() -> tuple[str, str]:
     return context.get_node_id(), str(gpu_id)
 
 
-def _options(seat: Seat, share: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    return _bundle_options(seat.group, seat.bundle, share, environment)
+def _place(seat: Seat, share: float) -> dict[str, Any]:
+    return _in_bundle(seat.group, seat.bundle, share)
 
 
-def _bundle_options(group: PlacementGroup, bundle: int, share: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "num_cpus": 0,  # learner and engine share the bundle's cores, in turn
-        "num_gpus": share,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        "runtime_env": {"env_vars": actor_environment(dict(environment))},
-    }
+def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, Any]:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return {"num_gpus": share, "scheduling_strategy": strategy}
 
 
 def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode], timeout_s: float) -> str:

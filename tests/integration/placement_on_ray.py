@@ -53,11 +53,14 @@ def report(reservation: placement.Reservation, *, num_sets: int) -> dict[str, An
     """Where actors find themselves: every learner rank, and the first worker of every engine of `num_sets` sets."""
     here: Any = ray.remote(Here)
     plan = reservation.plan
-    ranks: list[Any] = [here.options(**reservation.learner_options(rank, {})).remote() for rank in range(len(plan.learner))]
-    starts = [reservation.engine_start(index, {}) for _ in range(num_sets) for index in range(len(plan.engines))]
-    engines: list[Any] = [here.options(**start.options).remote() for start in starts]
-    names = {f"actor {index}": actor for index, actor in enumerate([*ranks, *engines])}
-    placement.wait_until_started(names, timeout_s=100)
+    ranks: list[Any] = [
+        here.options(num_cpus=0, **reservation.learner_place(rank)).remote() for rank in range(len(plan.learner))
+    ]
+    starts = [reservation.engine_start(index) for _ in range(num_sets) for index in range(len(plan.engines))]
+    engines: list[Any] = [
+        here.options(num_cpus=0, **start.place, runtime_env={"env_vars": start.environment}).remote()
+        for start in starts
+    ]
     found = {
         "learner": ray.get([rank.where.remote() for rank in ranks]),
         "engines": ray.get([engine.where.remote() for engine in engines]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.placement import memory
 from slipstream.placement.assessment import PublishedShape
+from slipstream.placement.memory import Recompute, Savings
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.rollout.config import EngineConfig
@@ -89,6 +90,22 @@ def test_the_fuller_stage_counts() -> None:
     assert (found.activations, found.logits) == (2480, 0)
     wide = Tiny(vocab_size=80)
     assert memory.learner_memory(wide, _learner(pipeline=2), with_reference=False).logits == 11200
+
+
+def test_recomputing_keeps_less_and_works_on_one_layer_at_a_time() -> None:
+    # Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6) = 68.
+    for recompute, kept in ((Recompute.FULL, 8), (Recompute.SELECTIVE, 68), (Recompute.NONE, 124)):
+        savings = Savings(recompute=recompute)
+        found = memory.learner_memory(Tiny(), _learner(), with_reference=False, savings=savings)
+        assert found.activations == 10 * (2 * kept + 124 - kept)
+
+
+def test_chunked_logits_and_a_split_optimizer() -> None:
+    savings = Savings(logit_chunk_tokens=3, optimizer_shards=4)
+    found = memory.learner_memory(Tiny(), _learner(data=4), with_reference=False, savings=savings)
+    assert (found.logits, found.optimizer) == (3 * 112, 3 * 332)
+    wide = Savings(logit_chunk_tokens=30)
+    assert memory.learner_memory(Tiny(), _learner(), with_reference=False, savings=wide).logits == 10 * 112
 
 
 def _engine(**values: float | int | None) -> EngineConfig:

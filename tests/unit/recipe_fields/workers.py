@@ -63,11 +63,12 @@ class FakeRay:
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    """How many engines start, how long they may take, and how many are kept afterwards."""
+    """How many engines start, how long they may wait for their GPUs, and how many are kept afterwards."""
     ray, kept, seen = FakeRay(), [], []
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
-    tools.patch.setattr(engines, "wait_until_started", lambda actors, timeout_s: seen.append(timeout_s))
+    tools.patch.setattr(engines, "wait_until_ready", lambda actors: None)
+    tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, engine, capacity: kept.append(capacity))
     tools.patch.setattr(engines, "_idle_engines", idle)
     with support.recipe_engine(recipe, tools.directory, tools.directory, 0):
@@ -79,7 +80,7 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     """The learner's ranks, their environment, and how many learners are kept afterwards."""
     ray, kept = FakeRay(), []
     tools.patch.setattr(learners, "ray", ray)
-    tools.patch.setattr(learners, "wait_until_started", lambda actors, timeout_s: None)
+    tools.patch.setattr(learners, "wait_until_ready", lambda actors: None)
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
     tools.patch.setattr(learners, "_idle_learners", idle)
     with learners.start_learner(recipe.learner, layout=recipe.layout):

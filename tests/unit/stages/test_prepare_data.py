@@ -18,6 +18,8 @@ from slipstream.config import ConfigError, merge
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
+from slipstream.placement.config import PlacementConfig
+from slipstream.policy.config import ParallelConfig
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.prepare_data import prepare_data
@@ -102,7 +104,15 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
         num_positions=recipe.engine.max_model_len,
     )
     draft = replace(recipe.draft, num_prompts=24, num_heldout_prompts=6)
-    return replace(recipe, data=data, draft=draft, policy=replace(recipe.policy, model=str(source)))
+    return replace(
+        recipe,
+        data=data,
+        draft=draft,
+        policy=replace(recipe.policy, model=str(source)),
+        learner=replace(recipe.learner, parallel=ParallelConfig()),  # the model is too small to be split
+        engine=replace(recipe.engine, num_engines=1),
+        placement=PlacementConfig(),
+    )
 
 
 @pytest.mark.parametrize("workload", list(Workload))
