@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -75,6 +76,7 @@ class Assessment:
     engine: EngineMemory
     is_colocated: bool
     max_microbatch_tokens: int  # the largest micro-batch that would fit
+    num_longest_sequences: int  # of `engine.max_model_len` tokens that an engine's cache holds at once
     refit_bytes: float  # into each engine
     channel: Channel
 
@@ -82,12 +84,6 @@ class Assessment:
     def runtime(self) -> float:
         """What is set aside for everything that no formula counts."""
         return RUNTIME_RATE * self.hardware.memory_bytes
-
-    @property
-    def used(self) -> float:
-        """Of a GPU that holds both, or of the fuller kind."""
-        both = (self.learner.total, self.engine.total)
-        return self.runtime + (sum(both) if self.is_colocated else max(both))
 
 
 def known_shape(run: Run) -> Shape | None:
@@ -139,10 +135,11 @@ def assess(run: Run) -> Assessment | None:
         engine=engine,
         is_colocated=is_colocated,
         max_microbatch_tokens=_largest_microbatch(run, learner, usable - (engine.total if is_colocated else 0.0)),
+        num_longest_sequences=engine.kv_tokens // run.engine.max_model_len,
         refit_bytes=num_parameters(shape) * WEIGHT_BYTES[run.learner.dtype],
         channel=Channel.IPC if is_colocated else Channel.NCCL,
     )
-    _require_cache(run, found)
+    _require_cache(run, found, usable)
     _require_fit(run, found, usable)
     return found
 
@@ -153,22 +150,20 @@ def _largest_microbatch(run: Run, learner: LearnerMemory, room: float) -> int:
     return max(0, int((room - learner.total + growing) * run.learner.max_tokens_per_microbatch / growing))
 
 
-def _require_cache(run: Run, found: Assessment) -> None:
-    """An engine that cannot hold one whole sequence does not start."""
-    engine = found.engine
-    needed = run.engine.max_model_len
-    if engine.kv_tokens >= needed:
-        return
-    wanted = (engine.total - engine.kv_cache + needed * engine.kv_bytes_per_token) / found.hardware.memory_bytes
-    field = "engine.gpu_memory_utilization" if run.engine.kv_cache_gib is None else "engine.kv_cache_gib"
-    rule = f"must leave a key-value cache of one sequence of engine.max_model_len {needed} tokens"
-    value = run.engine.gpu_memory_utilization if run.engine.kv_cache_gib is None else run.engine.kv_cache_gib
-    fix = (
-        f"it holds {engine.kv_tokens}: "
-        + (f"raise it to {wanted:.2f}, or " if wanted < 1 - RUNTIME_RATE else "")
-        + f"raise engine.tensor_parallel_size {run.engine.tensor_parallel_size}"
-    )
-    require(False, field, rule, value, fix)
+def _require_cache(run: Run, found: Assessment, usable: float) -> None:
+    """An engine that cannot hold one whole sequence does not start, nor one that is larger than a GPU."""
+    engine, longest = found.engine, run.engine.max_model_len
+    rest = engine.total - engine.kv_cache
+    cache_gib = run.engine.kv_cache_gib
+    field = "engine.gpu_memory_utilization" if cache_gib is None else "engine.kv_cache_gib"
+    value = run.engine.gpu_memory_utilization if cache_gib is None else cache_gib
+    rule = f"must leave a {found.hardware.name} {_gb(usable)} for the engine, which takes {_gb(engine.total)}"
+    require(engine.total <= usable, field, rule, value, f"{_gb(rest)} of it are no cache")
+    wanted = (rest + longest * engine.kv_bytes_per_token) / found.hardware.memory_bytes
+    more = f"raise it to {math.ceil(100 * wanted) / 100:.2f}, or " if cache_gib is None and wanted < 1 else ""
+    rule = f"must leave a key-value cache of one sequence of engine.max_model_len {longest} tokens"
+    fix = f"it holds {engine.kv_tokens}: {more}raise engine.tensor_parallel_size {run.engine.tensor_parallel_size}"
+    require(engine.kv_tokens >= longest, field, rule, value, fix)
 
 
 def _require_fit(run: Run, found: Assessment, usable: float) -> None:

@@ -72,7 +72,8 @@ def _consequences(found: Assessment, plan: Plan) -> list[str]:
     moved = found.refit_bytes * layout.num_engines
     return [
         f"longest micro-batch that fits: {found.max_microbatch_tokens:,} tokens",
-        f"an engine's cache holds {found.engine.kv_tokens:,} tokens of context",
+        f"an engine's cache holds {found.engine.kv_tokens:,} tokens of context, "
+        f"{found.num_longest_sequences} of the longest sequences",
         f"a refit moves {_gb(found.refit_bytes)} GB into each of {layout.num_engines} engines, {_gb(moved)} GB in "
         f"all, by {found.channel.value}",
     ]

@@ -5,6 +5,8 @@ Prints one JSON object: what real actors reported, beside what the plan says.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from slipstream import cli
 from slipstream.placement.config import Layout, PlacementConfig
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.workers import placement
@@ -94,6 +97,9 @@ def main() -> None:
         cluster.add_node(num_cpus=4, num_gpus=4, labels={NVLINK_LABEL: "a"}, **({} if number else QUIET))
     ray.init(address=cluster.address, log_to_driver=False)
     found: dict[str, Any] = {"cluster": [(node.num_gpus, dict(node.labels)) for node in ray_nodes()]}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(["cluster"])
+    found["printed"] = printed.getvalue()
 
     pairs = layout(engine_tensor=2)
     held = placement.reserve(pairs)

@@ -86,3 +86,7 @@ def test_the_librarys_own_learner_starts_in_the_reservation_that_stages_share(fo
 def test_the_cluster_is_listed_with_its_labels(found: dict[str, Any]) -> None:
     assert [gpus for gpus, _ in found["cluster"]] == [4, 4]
     assert all(labels["ray.io/gpu-domain"] == "a" for _, labels in found["cluster"])
+    head, _, *rows = found["printed"].splitlines()
+    assert head.split("  ")[0] == "node" and "object store, GB" in head
+    assert len(rows) == 2
+    assert all("4 of 4" in row and "ray.io/gpu-domain=a" in row for row in rows)

@@ -1,11 +1,12 @@
 """The command line refuses bad input in one line before anything starts."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli import main
-from slipstream.recipe import load_recipe, write_recipe
+from slipstream.recipe import CONFIGS, load_recipe, write_recipe
 
 
 def test_check_accepts_the_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +33,14 @@ def test_check_prints_one_plan_for_both_workloads(capsys: pytest.CaptureFixture[
     assert printed.count("1 x 8 GPUs, colocated\n") == 1
     assert "\nnode0  -              L0 E0  L1 E1  L2 E2  L3 E3  L4 E4  L5 E5  L6 E6  L7 E7\n" in printed
     assert "\nH200 SXM has        141.0\n" in printed
+
+
+@pytest.mark.parametrize(("recipe", "cluster"), [("qwen3_8b", "8x4"), ("qwen3_8b_h200", "1x8")])
+def test_the_documents_show_what_check_prints(capsys: pytest.CaptureFixture[str], recipe: str, cluster: str) -> None:
+    assert main(["check", recipe, "--cluster", cluster]) == 0
+    _, _, plan = capsys.readouterr().out.partition("\n\n")
+    page = (CONFIGS.parent / "docs" / "cluster.md").read_text()
+    assert textwrap.indent(plan, "    ") in page
 
 
 def test_check_says_that_a_recipe_without_gpus_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,16 +98,23 @@ def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
     )
 
 
+def test_a_named_cache_larger_than_the_gpu_is_refused() -> None:
+    assert _refusal({**SPLIT, "engine": {"num_engines": 24, "kv_cache_gib": 160.0}}) == (
+        "engine.kv_cache_gib must leave a GB200 176.7 GB for the engine, which takes 193.7 GB, got 160.0; 21.9 GB of "
+        "it are no cache"
+    )
+
+
 def test_split_gpus_hold_one_role_each_and_refit_over_nccl() -> None:
     found = assess(load_recipe("qwen3_8b", overrides=SPLIT))
     assert found is not None
     assert (found.is_colocated, found.channel) == (False, Channel.NCCL)
-    assert found.used == pytest.approx(found.runtime + found.learner.total)  # the fuller kind
     together = assess(load_recipe("qwen3_8b"))
     assert together is not None
     assert together.channel is Channel.IPC
-    assert together.used == pytest.approx(found.used + found.engine.total)
-    assert found.max_microbatch_tokens > together.max_microbatch_tokens
+    # Alone, a micro-batch has the engine's share too: 83.7 GB at (67,072 x 36 + 14 x 37,984) bytes a token.
+    more = found.max_microbatch_tokens - together.max_microbatch_tokens
+    assert more == pytest.approx(0.45 * 186e9 / (67_072 * 36 + 14 * 37_984), abs=1)
 
 
 def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:

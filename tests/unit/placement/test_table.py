@@ -64,7 +64,7 @@ def test_memory_of_a_shared_gpu_is_one_column() -> None:
     assert "reference" not in "\n".join(lines)  # the loss has no KL
     assert lines[-3:] == [
         "longest micro-batch that fits: 19,053 tokens",
-        "an engine's cache holds 407,800 tokens of context",
+        "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
     ]
 
