@@ -68,6 +68,7 @@ def train(
         ):
             learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
             history = checkpoints.restore(learner)
+            running.enter_context(checkpoints.finished(learner))
             bar = running.enter_context(
                 progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
             )

@@ -103,8 +103,12 @@ class RemoteLearner:
         self._on_all(lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs."""
+        """Write all that a resumed run needs, in the background; an error of that is raised by what comes next."""
         self._on_all(lambda rank: rank.save_checkpoint.remote(path, extra))
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written."""
+        ray.get([rank.finish_checkpoint.remote() for rank in self._ranks], timeout=timeout_s)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""

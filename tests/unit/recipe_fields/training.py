@@ -60,6 +60,9 @@ class NotedLearner:
         path.mkdir(parents=True)
         self.checkpoints.append(path.name)
 
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
+
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """The end."""
 
