@@ -39,7 +39,8 @@ from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
-from slipstream.policy.weights import load_exactly, require_divisible, shard_from_hf
+from slipstream.policy.shape import require_divisible
+from slipstream.policy.weights import load_exactly, shard_from_hf
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 

@@ -14,7 +14,6 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from slipstream.config import require
 from slipstream.policy.architecture import Architecture
 
 
@@ -71,18 +70,6 @@ class Shard:
     def is_last(self) -> bool:
         """Holds the final norm and the output layer."""
         return self.pipeline_rank == self.pipeline_size - 1
-
-
-def require_divisible(arch: Architecture, *, tensor: int, pipeline: int) -> None:
-    """Refuse a split over ranks that does not come out even."""
-    for name, size in (
-        ("key-value heads", arch.num_query_groups),
-        ("ffn hidden size", arch.ffn_hidden_size),
-        ("vocabulary", arch.vocab_size),
-    ):
-        require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
-    layers = arch.num_layers
-    require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)
 
 
 def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:

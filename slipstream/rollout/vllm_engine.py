@@ -43,12 +43,20 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
 class VllmEngine:
     """A running vLLM engine that holds one version of the policy and, if it speculates, one of the draft."""
 
-    def __init__(self, policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+    ) -> None:
         """Start the engine.
 
         Args:
             policy: model directory in Hugging Face format.
             speculative_config: vLLM's own, None for autoregressive decoding.
+            executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
         Raises:
             RuntimeError: the process samples with a broken rejection sampler.
         """
@@ -73,6 +81,7 @@ class VllmEngine:
             max_num_seqs=config.max_num_seqs,
             enforce_eager=config.enforce_eager,
             tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend=executor,
             skip_tokenizer_init=True,
             disable_log_stats=False,  # the acceptance counters live there
             logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution

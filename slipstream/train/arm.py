@@ -61,7 +61,7 @@ def train(
     name = f"train_grpo {plan.arm.value}"
     try:
         with (
-            start_learner(recipe.learner) as learner,
+            start_learner(recipe.learner, layout=recipe.layout) as learner,
             plan.start_engine() as engine,
             Verifier(recipe.reward) as verifier,
             ExitStack() as running,

@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.config import ConfigError
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import Dtype
-from slipstream.policy.weights import Shard, hf_from_shards, mappings, require_divisible, shard_from_hf
+from slipstream.policy.shape import require_divisible
+from slipstream.policy.weights import Shard, hf_from_shards, mappings, shard_from_hf
 
 ARCH = Architecture(
     vocab_size=8,

@@ -80,11 +80,15 @@ Probe = Callable[[Recipe, Tools], object]
 
 
 class Check(typing.NamedTuple):
-    """Another `value` of a field, what sees it, and what else both recipes must say for it to be allowed."""
+    """Another `value` of a field, what sees it, and what else both recipes must say for it to be allowed.
+
+    `along`: what changes with it, because it would be refused alone.
+    """
 
     value: Any
     probe: Probe
     also: Mapping[str, Any] = {}
+    along: Mapping[str, Any] = {}
 
 
 def recipe_with(changes: Mapping[str, Any], values: Mapping[str, Any] = SMALL) -> Recipe:

@@ -81,7 +81,7 @@ def trained(recipe: Recipe, tools: Tools, *, hidden: bool = False) -> tuple[Note
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
-    tools.patch.setattr(arm, "start_learner", lambda config: nullcontext(learner))
+    tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
     plan = arm.ArmPlan(
         arm=Arm.AUTOREGRESSIVE,
         num_speculative_tokens=0,
