@@ -90,6 +90,7 @@ class StepRecord:
     policy_version: int  # that generated the rollouts
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
+    engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
