@@ -22,7 +22,7 @@ class Workload(StrEnum):
 
 
 class Arm(StrEnum):
-    """The two arms of an ablation: same start, prompts and engine settings; only speculation differs, and what is drawn.
+    """The two arms of an ablation: same start, prompts and engine settings; only speculation differs.
 
     Each draws its rollouts with seeds of its own, so the arms are independent samples of the same training.
     """

@@ -1,8 +1,8 @@
 """Which engine gets which prompts: longest first, to the engine with the least to do; what has no room yet is queued.
 
-Engines take from the queue as soon as they have room for a group (`slipstream.workers.engines`), so none is idle while a
-group waits. Dealing alone would leave an engine idle when its prompts end early; a queue alone would give the first
-engine that asks everything it has room for.
+Engines take from the queue as soon as they have room for a group (`slipstream.rollout.gathering`), so none is idle
+while a group waits. Dealing alone would leave an engine idle when its prompts end early; a queue alone would give the
+first engine that asks everything it has room for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-`register` installs the fixes of vLLM's sampling; `EngineProbe.check_sampler` proves at engine start that they reached the
-process that samples.
+`register` installs the fixes of vLLM's sampling; `EngineProbe.check_sampler` proves at engine start that they reached
+the process that samples.
 """
 
 from __future__ import annotations

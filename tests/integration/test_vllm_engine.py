@@ -79,9 +79,7 @@ def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ra
     from slipstream.workers.engines import start_engine
 
     draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], k) if k else None
-    prompts = tuple(
-        Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8)
-    )
+    prompts = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
     results = {}
     for name, config, order in (
         ("one", ENGINE, prompts),

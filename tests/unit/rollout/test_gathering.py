@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -76,8 +77,9 @@ def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> No
     requests = requests_of(5, 3, 2)
     portions = gather(engines, deal(requests, SeenLengths(), num_engines=2, num_slots=8))
     result = joined(requests, portions)
-    assert [(engine, call.is_first, call.room_for) for engine, call in engines.calls] == [(0, True, None)] + [
-        (1, True, None)
+    assert [(engine, call.is_first, call.room_for) for engine, call in engines.calls] == [
+        (0, True, None),
+        (1, True, None),
     ]
     assert [group.prompt.id for group in result.groups] == ["5", "3", "2"]
     # 5 and 2 on the first engine, at the same time; 3 on the second, which idles for 2 of 2 x 5 seconds.
@@ -176,4 +178,4 @@ def test_no_engine_is_idle_while_a_group_waits(
     if taken_s:
         assert min(engine[-1].ended_s for engine in portions) >= max(taken_s)
     for engine in portions:  # and no engine waits between two of its calls
-        assert all(a.ended_s == b.started_s for a, b in zip(engine, engine[1:], strict=False))
+        assert all(a.ended_s == b.started_s for a, b in pairwise(engine))

@@ -17,7 +17,7 @@ class Scheduled:
         self.added: list[tuple[str, Any, Any]] = []
         self.aborted: list[str] = []
         self.steps = list(steps)
-        self.counts = (0, 0)  # running, waiting
+        self.counts: tuple[int, int] = (0, 0)  # running, waiting
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
 
     def get_request_counts(self) -> tuple[int, int]:

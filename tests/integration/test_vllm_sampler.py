@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from vllm.v1.sample.metadata import SamplingMetadata
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
+from slipstream.rollout import vllm_sampler
 
-from slipstream.rollout import vllm_sampler  # noqa: E402  # after the packages that it needs
+pytestmark = pytest.mark.slow  # vLLM's import takes seconds
 
 CPU = torch.device("cpu")
 
 
-def metadata(generators: dict[int, torch.Generator], temperature: list[float]):
+def metadata(generators: dict[int, torch.Generator], temperature: list[float]) -> SamplingMetadata:
     return replace(
         vllm_sampler._two_seeded_of_three(CPU),
         temperature=torch.tensor(temperature),
@@ -81,7 +82,7 @@ def test_greedy_requests_take_the_likeliest_token() -> None:
 def test_drafts_follow_the_drafts_probabilities() -> None:
     """20,000 requests of one draw each, and one request of 20,000 draws, against the exact probabilities."""
     logits = torch.tensor([1.0, 0.0, -1.0, 0.5, 2.0])
-    num, exact = 20_000, torch.softmax(logits / 0.7, dim=-1).numpy()
+    num, exact = 20_000, torch.softmax(logits.double() / 0.7, dim=-1).numpy()
     many, _ = vllm_sampler.draw_draft_tokens(logits.repeat(num, 1), metadata(seeded(*range(num)), [0.7] * num))
     one = metadata(seeded(9), [0.7])
     along = [int(vllm_sampler.draw_draft_tokens(logits[None].clone(), one)[0]) for _ in range(num)]
