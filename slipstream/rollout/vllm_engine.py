@@ -31,12 +31,14 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
     """Environment that the engine's process must start with.
 
     vLLM's core runs in that same process: it has no other work, and a step then needs no message between processes.
+    The ranks of a tensor-parallel engine are its children and inherit the rest. None is bound to cores: vLLM would bind
+    the ranks of every engine on the host to the same ones.
     """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{config.num_threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -70,6 +72,7 @@ class VllmEngine:
             max_num_seqs=config.max_num_seqs,
             enforce_eager=config.enforce_eager,
             tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
             skip_tokenizer_init=True,
             disable_log_stats=False,  # the acceptance counters live there
             logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution

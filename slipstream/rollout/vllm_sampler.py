@@ -78,8 +78,9 @@ def draw_draft_tokens(
     noise = empty_exponential_noise_like(probs, use_fp64_gumbel)
     if len(sampling_metadata.generators) < len(noise):
         noise.exponential_()
+    rows = noise.unbind()  # cheaper than an index a request, of which there are k a step
     for row, generator in sampling_metadata.generators.items():
-        noise[row].exponential_(generator=generator)
+        rows[row].exponential_(generator=generator)
     tokens = sample_with_exponential_noise(probs.clone(), noise)
     return torch.where(is_greedy, probs.argmax(dim=-1), tokens), probs
 
@@ -117,8 +118,8 @@ def broken_v2(device: torch.device) -> str:
     """What is wrong with the sampler that the second model runner uses; empty if nothing is.
 
     Three requests at one position, two with the same seed. Equal seeds must give equal noise and other seeds other
-    noise, and drafts must not get the noise of the policy's own draws. Logits of 6 at temperatures 1, 2 and 3 are 6, 3
-    and 2.
+    noise, and drafts must not get the noise of the policy's own draws. Logits of 6 at temperatures 0.5, 1 and 2 are 12,
+    6 and 3.
     """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
@@ -127,14 +128,14 @@ def broken_v2(device: torch.device) -> str:
     states = SamplingStates(3, _VOCABULARY)
     seeds = (_SEED, _SEED, _SEED + 1)
     for row, seed in enumerate(seeds):
-        states.add_request(row, SamplingParams(temperature=1.0 + row, seed=seed))
+        states.add_request(row, SamplingParams(temperature=0.5 * 2**row, seed=seed))
     states.apply_staged_writes()
     if tuple(states.seeds.gpu[:3].tolist()) != seeds:
         return f"seeds {seeds} reach the sampler as {states.seeds.gpu[:3].tolist()}"
     rows = torch.arange(3, dtype=torch.int32, device=device)
     scaled = torch.full((3, 8), 6.0, device=device)
     apply_temperature(scaled, rows, states.temperature.gpu)
-    if scaled[:, 0].tolist() != [6.0, 3.0, 2.0]:
+    if scaled[:, 0].tolist() != [12.0, 6.0, 3.0]:
         return f"apply_temperature gave {scaled[:, 0].tolist()}: it loses sampling parameters"
     positions = torch.full((3,), 5, dtype=torch.int64, device=device)
     drawn, drafted = (

@@ -47,7 +47,7 @@ class RemoteEngine:
         num_engines = len(self._actors)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
-        result = joined(requests, gather(_Running(self._actors, sampling), dealt))
+        result = joined(requests, gather(RunningEngines(self._actors, sampling), dealt))
         self._lengths.note(result.groups)
         return result
 
@@ -93,19 +93,21 @@ class RemoteEngine:
         self._actors.clear()
 
 
-class _Running:
-    """The engines' actors during one generation."""
+class RunningEngines:
+    """The engines' actors during one generation, as `gather` sees them."""
 
     def __init__(self, actors: Sequence[Any], sampling: SamplingConfig) -> None:
         self._actors = actors
         self._sampling = sampling
 
     def start(self, engine: int, call: Call) -> Any:
+        """See `slipstream.rollout.gathering.Engines`."""
         return self._actors[engine].generate.remote(
             call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
         )
 
     def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
+        """See `slipstream.rollout.gathering.Engines`."""
         done, _ = ray.wait(list(calls), num_returns=1)
         return done[0], ray.get(done[0])
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -88,3 +92,48 @@ def test_drafts_follow_the_drafts_probabilities() -> None:
     along = [int(vllm_sampler.draw_draft_tokens(logits[None].clone(), one)[0]) for _ in range(num)]
     for drawn in (many.numpy(), np.asarray(along)):
         assert stats.chisquare(np.bincount(drawn, minlength=5), exact * num).pvalue > 1e-3
+
+
+_INTERPRETED = """
+import types
+from triton.backends import backends
+
+# To vLLM's CPU build Triton is there if it has a backend for CPUs; the interpreter needs none.
+driver = types.SimpleNamespace(is_active=lambda: False)
+backends.setdefault("cpu", types.SimpleNamespace(driver=driver, compiler=None))
+
+import torch
+import vllm.v1.worker.cpu.shm  # vLLM's stand-ins for pinned memory
+from vllm.v1.worker.gpu.sample import gumbel
+
+from slipstream.rollout import vllm_sampler
+
+cpu = torch.device("cpu")
+sample, scale = gumbel.gumbel_sample, gumbel.apply_temperature
+print(repr(vllm_sampler.broken_v2(cpu)))
+gumbel.gumbel_sample = lambda *args, is_drafting, **kwargs: sample(*args, is_drafting=False, **kwargs)
+print(vllm_sampler.broken_v2(cpu))
+gumbel.gumbel_sample = lambda logits, rows, temperature, seeds, *args, **kwargs: sample(
+    logits, rows, temperature, torch.arange(3), *args, **kwargs
+)
+print(vllm_sampler.broken_v2(cpu))
+gumbel.apply_temperature = lambda *args: None
+print(vllm_sampler.broken_v2(cpu))
+"""
+
+
+def test_the_second_runners_sampler_passes_its_check_and_each_fault_of_it_is_named() -> None:
+    """Its Triton kernels, in Triton's interpreter: there is no GPU here."""
+    run = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    whole, shared, ignored, lost = run.stdout.strip().splitlines()[-4:]
+    assert whole == "''"
+    assert shared.startswith("drafts get the noise of the policy's draws")
+    assert "noise must follow from the seed" in ignored
+    assert lost == "apply_temperature gave [6.0, 6.0, 6.0]: it loses sampling parameters"
