@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
