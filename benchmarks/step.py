@@ -20,6 +20,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.support import decode, recipe_engine, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.loop import SyncLoop
+from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
@@ -66,13 +67,14 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
     connect()
     with (
         tempfile.TemporaryDirectory() as transfer,
-        start_learner(recipe.learner) as learner,
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
         recipe_engine(recipe, run.policy, run.draft, k) as remote,
         Verifier(recipe.reward) as verifier,
     ):
         engine = NotingEngine(engine=remote, seconds=[])
         learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
         SyncLoop(
+            arm=Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE,
             engine=engine,
             learner=learner,
             prompts=PromptStream(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
@@ -28,7 +28,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.policy import capture as captures
-from slipstream.policy import collectives, hf, parallel, schedule
+from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels
 from slipstream.policy.capture import Capture
@@ -42,8 +42,10 @@ from slipstream.policy.offload import Offloaded
 from slipstream.policy.optimizer import tensors_of_optimizer, with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.policy.schedule import LossOf, Result
-from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
+from slipstream.policy.shape import require_divisible
+from slipstream.policy.weights import load_exactly, shard_from_hf
 from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import HeldWeights
 
 FloatArray = NDArray[np.float32]
 
@@ -273,18 +275,13 @@ class MegatronPolicy:
 
         Tensors may share memory with the model: copy before the next update.
         """
+        return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
+
+    def held_weights(self) -> Iterator[HeldWeights]:
+        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        is_copy = parallel_state.get_data_parallel_rank() > 0
         parameters = dict(self._gpt.named_parameters())
-        given: set[str] = set()
-        for stage in range(self._shard.pipeline_size):
-            for mapping in mappings(self.architecture, replace(self._shard, pipeline_rank=stage)):
-                if given.issuperset(mapping.hf):
-                    continue  # the last stage's copy of a tied embedding
-                given.update(mapping.hf)
-                tensors = None
-                if stage == self._shard.pipeline_rank:
-                    shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
-                    tensors = hf_from_shards(mapping, shards, self.architecture)
-                yield from collectives.from_pipeline_stage(stage, tensors)
+        return iter(()) if is_copy else held.held_weights(parameters, self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""

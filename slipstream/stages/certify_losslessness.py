@@ -64,7 +64,7 @@ def certify_losslessness(
                 progress(f"{_NODE} k={num_tokens}", total=config.num_tokens, unit="token") as bar,
             ):
                 engine.refit(trained, policy_version=recipe.grpo.num_steps)
-                seed = config.seed + len(samples) * config.num_tokens  # engines must not share their randomness
+                seed = config.seed + len(samples) * (config.num_tokens + 1)  # engines must not share their randomness
                 samples.append(
                     draw(
                         engine,
@@ -78,7 +78,7 @@ def certify_losslessness(
                 )
             logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
         logger.info("certify_losslessness: the learner judges %d responses", sum(len(s.traces) for s in samples))
-        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
+        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
             learner.load(trained, None)
             record = certify(
                 samples[0],

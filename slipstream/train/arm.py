@@ -32,7 +32,7 @@ _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engine, nothing else."""
+    """What sets one arm apart from the other: its engine and the seeds of its rollouts, nothing else."""
 
     arm: Arm
     num_speculative_tokens: int
@@ -61,7 +61,7 @@ def train(
     name = f"train_grpo {plan.arm.value}"
     try:
         with (
-            start_learner(recipe.learner) as learner,
+            start_learner(recipe.learner, layout=recipe.layout) as learner,
             plan.start_engine() as engine,
             Verifier(recipe.reward) as verifier,
             ExitStack() as running,
@@ -83,6 +83,7 @@ def train(
                     checkpoints.save(learner, history)
 
             SyncLoop(
+                arm=plan.arm,
                 engine=engine,
                 learner=learner,
                 prompts=PromptStream(

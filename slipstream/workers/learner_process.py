@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,9 +185,9 @@ class LearnerProcess:
             pass
         return None
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """Fingerprints that an engine's parts of this policy must have, by `WeightPart.key`; collective."""
-        return part_fingerprints(self._loaded.weights(), parts)
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[WeightPart, int]:
+        """Fingerprints, as these types, of the parts of the policy that this rank answers for."""
+        return part_fingerprints(self._loaded.held_weights(), dtypes)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from slipstream.refit.config import EngineState
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.vllm_engine import VllmEngine
 
 
@@ -21,12 +20,15 @@ class FaultyEngine(VllmEngine):
         """From now on, fail in these ways."""
         self._faults = frozenset(faults)
         from vllm.v1.sample import rejection_sampler
+        from vllm.v1.spec_decode import llm_base_proposer
 
-        from slipstream.rollout import vllm_plugin
+        from slipstream.rollout import vllm_sampler
 
-        rejection_sampler.expand_batch_to_tokens = (
-            vllm_plugin.SHIPPED_EXPAND if "no sampler fix" in faults else vllm_plugin.expand_batch_to_tokens
-        )
+        vllm_sampler.install()
+        if "no sampler fix" in faults:
+            rejection_sampler.expand_batch_to_tokens = vllm_sampler.SHIPPED_EXPAND
+        if "drafts ignore seeds" in faults:
+            llm_base_proposer.compute_probs_and_sample_next_token = vllm_sampler.SHIPPED_DRAFTS
         genuine = _genuine(rejection_sampler)
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
 
@@ -54,11 +56,11 @@ class FaultyEngine(VllmEngine):
             self.num_prefix_cache_resets -= 1
         return self.state()
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """As the real one, unless its backend hides the tensors."""
         if "tensors hidden" in self._faults:
             raise LookupError("model.layers.0.mlp.experts.weight is empty: its backend hides it")
-        return super().weight_parts(is_draft=is_draft)
+        return super().weight_dtypes(is_draft=is_draft)
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first value of a weight that the engine computes with."""

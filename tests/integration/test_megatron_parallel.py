@@ -19,6 +19,7 @@ from slipstream.policy import parallel
 from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
+from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
 
 VOCAB = 32
@@ -97,6 +98,8 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
         "after": logprobs(),
         "stats": [dataclasses.asdict(step) for step in stats],
         "weights": _weights(policy),
+        "fingerprints": part_fingerprints(policy.held_weights()),
+        "gathered": part_fingerprints(held_whole(name, tensor) for name, tensor in policy.weights()),
     }
 
 
@@ -146,6 +149,7 @@ def test_two_ranks_compute_what_one_does(
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         ranks = [pool.submit(_rank, rank, learner, port, model, tmp_path) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
+    assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([got[0]["gathered"]])
     # A bfloat16 near 3.4 is known to 0.008, and AdamW's first steps are signs: gradients near 0 go either way.
     rough = learner.dtype is Dtype.BFLOAT16
     for rank in (0, 1):

@@ -1,6 +1,7 @@
 """The real engine: reproducible, refitted exactly, its sampler fixed, and drafts that do not fit refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,47 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path]
     assert (first.policy_version, first.draft_version) == (7, 3)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ray_session: None, k: int) -> None:
+    """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
+    from slipstream.workers.engines import start_engine
+
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], k) if k else None
+    prompts = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
+    results = {}
+    for name, config, order in (
+        ("one", ENGINE, prompts),
+        ("three", replace(ENGINE, num_engines=3, max_num_seqs=2), prompts[::-1]),
+    ):
+        with start_engine(models["old"], config=config, speculative_config=draft) as engine:
+            results[name] = engine.generate(order, sampling=SAMPLING, group_size=2, seed=1)
+    one, three = results["one"], results["three"]
+    assert [group.prompt for group in three.groups] == list(prompts[::-1])
+    assert _tokens(one) == _tokens(replace(three, groups=three.groups[::-1]))
+    assert len(set(_tokens(one))) == 16  # no two rollouts of a group share their draws
+    assert one.engine_idle_fraction == 0.0
+    assert 0.0 < three.engine_idle_fraction < 1.0
+    if one.acceptance is not None and three.acceptance is not None:
+        assert one.acceptance == three.acceptance
+
+
+def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    """A seeded request whose prompt is computed in chunks would end vLLM's engine on a CPU."""
+    from slipstream.workers.engines import start_engine
+
+    prompts = tuple(
+        Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(90))), answer="")
+        for i in range(4)
+    )
+    config = replace(ENGINE, max_num_seqs=2)  # so vLLM takes at most 2 x 128 tokens a step, less than three prompts
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    with start_engine(models["old"], config=config, speculative_config=draft) as engine:
+        result = engine.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
+    assert len({tokens for tokens in _tokens(result)}) == 16
+
+
 def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
     models: dict[str, Path], ray_session: None
 ) -> None:
@@ -105,3 +147,38 @@ def test_a_draft_whose_positions_end_early_is_refused(models: dict[str, Path]) -
         ConfigError, match=r"draft max_position_embeddings must be >= engine.max_model_len 512, got 256"
     ):
         check_draft(models["old"], models["old_draft"], max_model_len=512)
+
+
+@pytest.mark.parametrize("module", ["vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"])
+def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> None:
+    import importlib
+
+    import torch
+
+    from slipstream.refit.fingerprint import held_whole, part_fingerprints
+    from slipstream.rollout.vllm_plugin import EngineProbe
+
+    runner_of_vllm = importlib.import_module(module).GPUModelRunner
+
+    class Runner:
+        """As much of a runner as both kinds have: one holds the draft as `drafter`, the other as `speculator`."""
+
+        def __init__(self, policy: torch.nn.Module, draft: torch.nn.Module | None) -> None:
+            self.policy, self.draft = policy, draft
+
+        def get_model(self) -> torch.nn.Module:
+            return self.policy
+
+        def get_draft_model(self) -> torch.nn.Module | None:
+            return self.draft
+
+    assert all(callable(getattr(runner_of_vllm, name)) for name in ("get_model", "get_draft_model"))
+    policy = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4, bias=False)})
+    draft = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3, bias=False)})})
+    probe = EngineProbe()
+    probe.model_runner = Runner(policy, draft)  # type: ignore[attr-defined]
+    assert probe.weight_dtypes(False) == {"norm.weight": "float32"}
+    assert probe.weight_fingerprints(True) == part_fingerprints([held_whole("norm.weight", torch.ones(3))])
+    probe.model_runner = Runner(policy, None)  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="the engine drafts without a model"):
+        probe.weight_dtypes(True)

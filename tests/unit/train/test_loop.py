@@ -5,7 +5,7 @@ The gate is the real one: what it asks of engine and learner is part of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, Reco
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
@@ -27,7 +26,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
@@ -43,9 +42,9 @@ CONFIG = GrpoConfig(
     seed=5,
 )
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
-PART = WeightPart(name="weight", dim=0, start=0, length=1, dtype="float32")
-# numpy's own: SeedSequence([5, step]).generate_state(1)
-SEEDS = [int(np.random.SeedSequence([5, step]).generate_state(1)[0]) for step in range(3)]
+DTYPES = {"weight": "float32"}
+# numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
+SEEDS = [[int(np.random.SeedSequence([5, arm, step]).generate_state(1)[0]) for step in range(3)] for arm in (0, 1)]
 
 
 class NotingEngine:
@@ -88,11 +87,11 @@ class NotingEngine:
             )
         ]
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        return [] if is_draft else [PART]
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        return {} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
-        return [{} if is_draft else {PART.key: f"bits {self.version}"}]
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+        return [{} if is_draft else {"weight": 100 + self.version}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         raise AssertionError("its tensors can be read")
@@ -129,9 +128,9 @@ class NotingLearner:
         self.published = version
         return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        self.calls.append(("weight_fingerprints", {"parts": tuple(parts)}))
-        return {part.key: f"bits {self.published}" for part in parts}
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        self.calls.append(("weight_fingerprints", {"dtypes": dtypes}))
+        return dict.fromkeys(dtypes, 100 + self.published)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
@@ -165,6 +164,7 @@ def run(
     engine: NotingEngine,
     learner: NotingLearner,
     *,
+    arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
     start_step: int = 0,
     rewards: Sequence[float] = (1.0, 0.0, 1.0, 1.0),
@@ -182,6 +182,7 @@ def run(
         return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
 
     SyncLoop(
+        arm=arm,
         engine=engine,
         learner=learner,
         prompts=PromptStream(prompts=PROMPTS, batch_size=2, seed=0),
@@ -208,7 +209,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         assert refit == ("refit", {"policy": f"weights {step}", "policy_version": step, "draft": None})
         assert generate == (
             "generate",
-            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[step]},
+            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]},
         )
         batch = TrainBatch(
             token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
@@ -219,7 +220,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         )
         publish, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
         assert publish == ("publish", {"directory": Path("transfer"), "version": step})
-        assert fingerprints == ("weight_fingerprints", {"parts": (PART,)})
+        assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
         update: Update = train[1]["update"]
@@ -251,6 +252,16 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert isinstance(gap, Mismatch)
     assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.5)
     assert gap.k3 == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 2)
+
+
+def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
+    engines = {arm: NotingEngine() for arm in Arm}
+    for arm, engine in engines.items():
+        run(engine, NotingLearner(), arm=arm)
+    calls = [[call for name, call in engine.calls if name == "generate"] for engine in engines.values()]
+    assert [[call["seed"] for call in arm] for arm in calls] == SEEDS
+    assert len({*SEEDS[0], *SEEDS[1]}) == 6
+    assert [call["prompts"] for call in calls[0]] == [call["prompts"] for call in calls[1]]
 
 
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
@@ -357,7 +368,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.weight_fingerprints = lambda parts: {part.key: "other bits" for part in parts}
+    learner.weight_fingerprints = lambda dtypes: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["refit"]
