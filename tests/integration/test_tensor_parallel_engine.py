@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.ragged import Ragged
 from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.refit.gate import RefitGate
@@ -74,7 +75,7 @@ class Publisher:
         return weight_totals([self.process.weight_fingerprints(dtypes)])
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return self.process.token_logprobs(sequences)
+        return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))
 
 
 def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:

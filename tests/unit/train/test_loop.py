@@ -304,7 +304,7 @@ def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_
     (record,) = run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, updates_per_step=2))
     first, second = learner.updates
     assert [name for name, _ in learner.calls if name == "logprobs"] == ["logprobs"]
-    assert first.batch.advantages + second.batch.advantages == (0.5, -0.5, 0.0, 0.0)
+    assert (*first.batch.advantages, *second.batch.advantages) == (0.5, -0.5, 0.0, 0.0)
     assert second.trainer_logprobs is not None
     assert [row.tolist() for row in second.trainer_logprobs] == [[-0.5, -0.5]] * 2
     stats = record.train
