@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from slipstream.refit import engine_transfer, engine_weights
+from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import WeightPart, fingerprint
 
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
@@ -58,6 +59,11 @@ class EngineProbe:
         ends = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
         got = rejection_sampler.expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1).tolist()
         return "" if got == [7.0, 7.0, 1.0, 1.0, 1.0, 9.0] else f"expand_batch_to_tokens gave {got}"
+
+    def location(self) -> Location:
+        """Where this rank computes."""
+        device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
+        return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
 
     def received_digest(self) -> str:
         """Digest of the bytes that the last weight update of this rank read."""

@@ -16,6 +16,7 @@ from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
+from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Update
     from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
+    from slipstream.refit.channel.source import WeightSource
 
 Sequences = Sequence[Sequence[int]]
+_POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +56,14 @@ class LearnerProcess:
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
         self._draft_chats: _DraftChats | None = None
-        self._snapshots: dict[Path, SnapshotWriter] = {}
+        self._sources: dict[str, WeightSource] = {}  # by model
+        self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
+        self._sender: Sender | None = None
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
         self._policy = self._load(path, optimizer)
+        self._sources.pop(_POLICY, None)
         self._reference = self._load(path, None) if with_reference else None
         return self._policy.architecture.num_parameters()
 
@@ -68,12 +75,14 @@ class LearnerProcess:
         self._policy = MegatronPolicy.from_scratch(
             scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
         )
+        self._sources.pop(_POLICY, None)
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = None
-        self._snapshots = {}
+        self.close_stream()
+        self._sources, self._snapshots = {}, {}
         gc.collect()
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
@@ -146,15 +155,46 @@ class LearnerProcess:
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
         return stats, self._drafting.step(kept, batch.prompt_lengths, states)
 
+    def location(self) -> Location:
+        """Where this rank computes."""
+        import torch
+
+        return here(str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None)
+
+    def weight_bytes(self) -> int:
+        """Size of the policy as it is sent to engines; collective."""
+        return self._source(_POLICY).num_bytes()
+
     def publish(self, directory: Path, version: int) -> Snapshot | None:
-        """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
-        weights = self._loaded.weights()
-        if self._rank == 0:
-            writer = self._snapshots.setdefault(directory, SnapshotWriter(directory, "policy"))
-            return writer.write(weights, version=version)
-        for _ in weights:  # gathering is collective: every rank must run through it
-            pass
-        return None
+        """Write the policy for engines on this host; rank 0 alone writes and returns the snapshot."""
+        return self._publish(_POLICY, directory, version)
+
+    def publish_draft(self, directory: Path, version: int) -> Snapshot | None:
+        """The same of the draft."""
+        return self._publish(_DRAFT, directory, version)
+
+    def open_stream(self, settings: StreamSettings, engines: EngineControl, address: str) -> None:
+        """Join a channel with the engines, which rank 0 steers; one that was open is left.
+
+        Args:
+            address: of this rank's host.
+        """
+        from slipstream.refit.channel.sender import open_sender
+
+        self.close_stream()
+        source = self._source(_POLICY)
+        self._sender = open_sender(settings, engines=engines, source=source, rank=self._rank, address=address)
+
+    def stream(self, *, is_draft: bool) -> Sent:
+        """Send the policy, or the draft, to the engines; what rank 0 returns counts."""
+        assert self._sender is not None, "open_stream comes first"
+        return self._sender.send(self._source(_DRAFT if is_draft else _POLICY), is_draft=is_draft)
+
+    def close_stream(self) -> None:
+        """Leave the channel, if there is one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
 
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         """Fingerprints that an engine's parts of this policy must have, by `WeightPart.key`; collective."""
@@ -177,6 +217,7 @@ class LearnerProcess:
         from slipstream.drafts.trainer import DraftTrainer
 
         self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
+        self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
@@ -219,6 +260,21 @@ class LearnerProcess:
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
+
+    def _source(self, model: str) -> WeightSource:
+        from slipstream.refit.channel.source import WeightSource
+
+        weights = self._loaded.weights if model == _POLICY else self._drafting.weights
+        return self._sources.setdefault(model, WeightSource(weights, model=model))
+
+    def _publish(self, model: str, directory: Path, version: int) -> Snapshot | None:
+        source = self._source(model)
+        if self._rank == 0:
+            writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
+            return writer.write(source, version=version)
+        for _ in source:  # gathering is collective: every rank must run through it
+            pass
+        return None
 
     @property
     def _loaded(self) -> MegatronPolicy:
