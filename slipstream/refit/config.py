@@ -12,6 +12,10 @@ class RefitError(RuntimeError):
     """An engine does not hold what the learner published: going on would train on another policy's rollouts."""
 
 
+class ChannelBroke(RefitError):
+    """Somebody else left a channel, or stood still: whoever raises this is not to blame."""
+
+
 class Channel(StrEnum):
     """How weights travel from the learner to the engines. See `slipstream.refit.channel`."""
 
@@ -31,13 +35,13 @@ class RefitConfig:
     """
 
     channel: Channel = Channel.AUTO
-    bucket_mib: int = 256  # weights that are on their way at once, twice over; whole tensors at least over ipc
+    bucket_mib: float = 256.0  # of weights that are on their way at once; two buckets a process are held
     timeout_s: float = 600.0  # of one transfer: an engine that takes longer counts as dead
     check_every_steps: int = 1
     max_probe_difference: float = 0.1  # nats a token, where an engine hides its tensors and only its logprobs show
 
     def __post_init__(self) -> None:
-        require(self.bucket_mib >= 1, "refit.bucket_mib", "must be >= 1", self.bucket_mib)
+        require(self.bucket_mib > 0, "refit.bucket_mib", "must be > 0", self.bucket_mib)
         require(self.timeout_s > 0, "refit.timeout_s", "must be > 0", self.timeout_s)
         require(self.check_every_steps >= 1, "refit.check_every_steps", "must be >= 1", self.check_every_steps)
         require(self.max_probe_difference > 0, "refit.max_probe_difference", "must be > 0", self.max_probe_difference)
@@ -45,7 +49,7 @@ class RefitConfig:
     @property
     def bucket_bytes(self) -> int:
         """Size of a bucket."""
-        return self.bucket_mib << 20
+        return max(1, int(self.bucket_mib * 2**20))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

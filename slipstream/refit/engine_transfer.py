@@ -82,17 +82,13 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
 
         Raises:
             FileNotFoundError: there are no files.
-            RefitError: the sender is gone, or stood still.
+            ChannelBroke: the sender or another engine is gone, or stood still.
         """
         match Channel(update_info.channel):
             case Channel.SHARED_MEMORY:
                 self._read(Path(update_info.settings["path"]))
             case Channel.GLOO:
-                assert self._group is not None, "init_transfer_engine comes first"
-                update = GlooUpdate.of(update_info.settings)
-                loader = loader_of(self.model, self.model_config, update.metas)
-                self.received_digest = receive(self._group, update, loader.take)
-                loader.finish()
+                self._receive(GlooUpdate.of(update_info.settings))
             case _:
                 self._receive_with_vllm(update_info.settings)
 
@@ -123,6 +119,16 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         loader = loader_of(self.model, self.model_config, [WeightMeta.of(name, tensor) for name, tensor in tensors])
         loader.take(tensors)
         loader.finish()
+
+    def _receive(self, update: GlooUpdate) -> None:
+        assert self._group is not None, "init_transfer_engine comes first"
+        try:
+            loader = loader_of(self.model, self.model_config, update.metas)
+            self.received_digest = receive(self._group, update, loader.take)
+            loader.finish()
+        except BaseException:
+            self.shutdown()  # or the sender would wait for this rank
+            raise
 
     def _receive_with_vllm(self, settings: dict[str, Any]) -> None:
         assert self._vllm is not None, "init_transfer_engine comes first"

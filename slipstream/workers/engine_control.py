@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from slipstream.refit.config import Channel, RefitError
+from slipstream.refit.config import Channel, ChannelBroke, RefitError
+
+_AFTER_FAILURE_S = 10.0  # for the others to end as well, or to die
 
 
 def node_address() -> str:
@@ -43,9 +45,7 @@ class RayEngineControl:
         """See `EngineControl.init_weight_transfer_engine`: each engine's workers come after those of the one before."""
 
         def join(index: int, actor: Any) -> Any:
-            settings = dict(init_info)
-            if "rank_offset" in settings:
-                settings["rank_offset"] += index * self._num_workers_each
+            settings = settings_of(init_info, index=index, num_workers_each=self._num_workers_each)
             return actor.join_channel.remote(self._channel, settings)
 
         self._on_all(f"join the {self._channel.value} channel", join)
@@ -70,11 +70,19 @@ class RayEngineControl:
         answers_of(calls, names=names, action=action, timeout_s=self._timeout_s)
 
 
+def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: int) -> dict[str, Any]:
+    """What engine number `index` is told: vLLM's senders know one engine, whose workers have the first ranks."""
+    settings = dict(init_info)
+    if "rank_offset" in settings:
+        settings["rank_offset"] += index * num_workers_each
+    return settings
+
+
 def answers_of(calls: Sequence[Any], *, names: Sequence[str], action: str, timeout_s: float) -> list[Any]:
-    """The results of calls that wait for one another: one that fails leaves the others waiting.
+    """The results of calls that wait for one another, so that one failure leaves the others waiting or failing too.
 
     Raises:
-        RefitError: a process died (known at once), or is silent, or failed; the first such group is named.
+        RefitError: not all of them have one. See `blamed`.
     """
     deadline = time.monotonic() + timeout_s
     named = dict(zip(calls, names, strict=True))
@@ -82,21 +90,37 @@ def answers_of(calls: Sequence[Any], *, names: Sequence[str], action: str, timeo
     while pending:
         ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            silent = ", ".join(named[each] for each in pending)
-            raise RefitError(f"{silent} did not {action} within {timeout_s:g} s")
+            break
         for each in ready:
             try:
                 ray.get(each)
             except RayActorError as error:
                 raise RefitError(f"{named[each]} died and could not {action}: {_last_line(error)}") from error
             except RayTaskError as error:
-                failed[each] = error
-    for each, error in failed.items():
-        if not isinstance(error, RefitError):  # which says who broke the channel; others say that it broke
-            raise error
-    for each, error in failed.items():
-        raise RefitError(f"{named[each]} could not {action}: {_last_line(error)}") from error
+                failed[named[each]] = error
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+    error = blamed(failed, [named[each] for each in pending], action=action, timeout_s=timeout_s)
+    if error is not None:
+        raise error
     return ray.get(list(calls))
+
+
+def blamed(
+    failed: Mapping[str, Exception], silent: Sequence[str], *, action: str, timeout_s: float
+) -> RefitError | None:
+    """The error that names whoever is to blame; None if nobody is.
+
+    One that failed by itself comes first, then those that are silent, and last one that says that somebody else broke
+    the channel. An error that names an engine already stays as it is.
+    """
+    own = {name: error for name, error in failed.items() if not isinstance(error, ChannelBroke)}
+    if not own and silent:
+        return RefitError(f"{', '.join(silent)} did not {action} within {timeout_s:g} s")
+    for name, error in (own or failed).items():
+        if name in own and isinstance(error, RefitError):
+            return error
+        return RefitError(f"{name} could not {action}: {_last_line(error)}")
+    return None
 
 
 def _last_line(error: Exception) -> str:

@@ -159,7 +159,7 @@ class LearnerProcess:
         """Where this rank computes."""
         import torch
 
-        return here(str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else None)
+        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None)
 
     def weight_bytes(self) -> int:
         """Size of the policy as it is sent to engines; collective."""
@@ -173,17 +173,15 @@ class LearnerProcess:
         """The same of the draft."""
         return self._publish(_DRAFT, directory, version)
 
-    def open_stream(self, settings: StreamSettings, engines: EngineControl, address: str) -> None:
-        """Join a channel with the engines, which rank 0 steers; one that was open is left.
-
-        Args:
-            address: of this rank's host.
-        """
+    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+        """Join a channel with the engines, which rank 0 steers; one that was open is left."""
         from slipstream.refit.channel.sender import open_sender
+        from slipstream.workers.engine_control import node_address
 
         self.close_stream()
-        source = self._source(_POLICY)
-        self._sender = open_sender(settings, engines=engines, source=source, rank=self._rank, address=address)
+        self._sender = open_sender(
+            settings, engines=engines, source=self._source(_POLICY), rank=self._rank, address=node_address()
+        )
 
     def stream(self, *, is_draft: bool) -> Sent:
         """Send the policy, or the draft, to the engines; what rank 0 returns counts."""

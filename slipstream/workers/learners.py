@@ -19,7 +19,7 @@ from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
-from slipstream.workers.engine_control import answers_of, node_address
+from slipstream.workers.engine_control import answers_of
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
@@ -110,11 +110,7 @@ class RemoteLearner:
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
         """Join a channel with the engines. See `answers_of` for errors."""
-        addresses = ray.get([rank.__ray_call__.remote(lambda _: node_address()) for rank in self._ranks])
-        calls = [
-            rank.open_stream.remote(settings, engines, address)
-            for rank, address in zip(self._ranks, addresses, strict=True)
-        ]
+        calls = [rank.open_stream.remote(settings, engines) for rank in self._ranks]
         answers_of(calls, names=self._names, action="open the weight channel", timeout_s=settings.timeout_s + _GRACE_S)
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:

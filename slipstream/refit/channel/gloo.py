@@ -7,8 +7,9 @@ store that the sender keeps at its own address.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
 from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
 from slipstream.refit.channel.source import WeightMeta, WeightSource
-from slipstream.refit.config import RefitError
+from slipstream.refit.config import ChannelBroke
 
 _NUM_BUFFERS = 2  # one travels while the other is filled, or read
 
@@ -64,16 +65,16 @@ class GlooGroup:
         Args:
             address: of this host's interface to the others: what a host's name resolves to may be its loopback.
         Raises:
-            RefitError: not all of them came in time.
+            ChannelBroke: not all of them came in time.
         """
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         prefixed = PrefixStore("slipstream", store)
         try:
-            self._group = ProcessGroupGloo(prefixed, rank, world_size, options)
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, world_size, options)
         except RuntimeError as error:
-            raise RefitError(
+            raise ChannelBroke(
                 f"rank {rank} of the {world_size} in the gloo channel could not meet the others: {error}"
             ) from error
         self._store = store  # rank 0's is the server, which ends with it
@@ -92,25 +93,45 @@ class GlooGroup:
             timeout_s=init.timeout_s,
         )
 
-    def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Begin to send or receive; what is returned waits for the end, and raises `RefitError` if there is none."""
+    def broadcast(self, buffer: Tensor) -> Transfer:
+        """Begin to send or receive."""
+        assert self._group is not None, "closed"
         options = BroadcastOptions()
         options.rootRank = 0
-        work = self._group.broadcast([buffer], options)
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RefitError(
-                    f"the gloo channel broke, or stood still for {self._timeout_s} s: {_first_line(error)}"
-                ) from error
-
-        return wait
+        return Transfer(self._group.broadcast([buffer], options), self._timeout_s)
 
     def close(self) -> None:
-        """Leave; whoever waits for this rank gets an error."""
-        self._group.abort()
+        """Leave; whoever waits for this rank gets an error. The connections end with the last reference to them."""
+        self._group = None
+
+
+class Transfer:
+    """A bucket on its way."""
+
+    def __init__(self, work: Work, timeout_s: float) -> None:
+        self._work: Work | None = work
+        self._timeout_s = timeout_s
+
+    def wait(self) -> None:
+        """Until it has arrived.
+
+        Raises:
+            ChannelBroke: another rank is gone, or stood still.
+        """
+        work, self._work = self._work, None  # which keeps the connections open, in a traceback too
+        assert work is not None, "waited already"
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ChannelBroke(
+                f"the gloo channel broke, or stood still for {self._timeout_s:g} s: {_first_line(error)}"
+            ) from error
+        finally:
+            del work
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        self._work = None
 
 
 class GlooSender:
@@ -121,6 +142,7 @@ class GlooSender:
         self._settings = settings
         self._engines = engines
         self._buffers: list[Tensor] = []
+        self._group: GlooGroup | None = None
         timeout_s, world_size = settings.timeout_s, 1 + engines.num_workers
         store = TCPStore(
             address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
@@ -136,7 +158,7 @@ class GlooSender:
         def join() -> GlooGroup:
             return GlooGroup(store, rank=0, world_size=world_size, address=address, timeout_s=timeout_s)
 
-        self._group = _beside(join, lambda: engines.init_weight_transfer_engine(asdict(init)))
+        self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(asdict(init)))
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
         """See `Sender.send`."""
@@ -144,64 +166,91 @@ class GlooSender:
         update = GlooUpdate(metas=metas, bucket_bytes=bucket_bytes).plain()
         self._engines.aim(is_draft=is_draft)
         self._engines.start_weight_update()
-        digest = _beside(lambda: self._broadcast(source), lambda: self._engines.update_weights(update))
+        digest = self._beside(lambda: self._broadcast(source), lambda: self._engines.update_weights(update))
         source.require_finite()
         self._engines.finish_weight_update()
         return Sent(num_bytes=source.num_bytes(), digest=digest)
 
     def close(self) -> None:
         """See `Sender.close`."""
-        self._group.close()
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
     def _broadcast(self, source: WeightSource) -> str:
         """Send all buckets; returns the digest of their bytes."""
+        group = self._group
+        assert group is not None, "closed"
         size = min(self._settings.bucket_bytes, source.num_bytes())
         if not self._buffers or len(self._buffers[0]) != size:
             self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
         weights = iter(source)
         digest = xxhash.xxh3_64()
+        before: Transfer | None = None
         try:
-            wait: Callable[[], None] | None = None
             for bucket in packed(weights, self._buffers):
                 digest.update(bucket.numpy().data)
-                sent = self._group.broadcast(bucket)
-                if wait is not None:
-                    wait()  # the buffer that is filled next has arrived
-                wait = sent
-            if wait is not None:
-                wait()
-        except RefitError:
+                transfer = group.broadcast(bucket)
+                if before is not None:
+                    before.wait()  # the buffer that is filled next has arrived
+                before = transfer
+            if before is not None:
+                before.wait()
+        except ChannelBroke:
+            transfer.drop()
             for _ in weights:  # the other ranks are on their way through them
                 pass
             raise
         return digest.hexdigest()
+
+    def _beside(self, ours: Callable[[], Any], theirs: Callable[[], None]) -> Any:
+        """Both at the same time, for each waits for the other; what `ours` gives.
+
+        `theirs` knows which engine failed, so its error comes first; it has a deadline of its own. If either fails the
+        channel is closed, so that nobody waits for the other.
+        """
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            answer = pool.submit(theirs)
+            try:
+                result = ours()
+            except BaseException as error:
+                self.close()
+                if isinstance(error, ChannelBroke):
+                    answer.result()
+                raise
+            answer.result()
+        return result
 
 
 def receive(group: GlooGroup, update: GlooUpdate, take: Callable[[Sequence[tuple[str, Tensor]]], None]) -> str:
     """Take tensors as they are complete; returns the digest of all bytes that came.
 
     Raises:
-        RefitError: the sender is gone, or stood still.
+        ChannelBroke: the sender is gone, or stood still.
     """
     unpacker, digest = Unpacker(update.metas), xxhash.xxh3_64()
-    for bucket in _buckets(group, update):
-        digest.update(bucket.numpy().data)
-        take(unpacker.feed(bucket))
+    with closing(_buckets(group, update)) as buckets:
+        for bucket in buckets:
+            digest.update(bucket.numpy().data)
+            take(unpacker.feed(bucket))
     assert unpacker.is_complete
     return digest.hexdigest()
 
 
-def _buckets(group: GlooGroup, update: GlooUpdate) -> Iterator[Tensor]:
+def _buckets(group: GlooGroup, update: GlooUpdate) -> Generator[Tensor, None, None]:
     """The buckets in their order; while one is read the next is on its way."""
     sizes = bucket_sizes(sum(meta.num_bytes for meta in update.metas), update.bucket_bytes)
     buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes[:_NUM_BUFFERS]]
     views = [buffers[index % _NUM_BUFFERS][:size] for index, size in enumerate(sizes)]
-    wait = group.broadcast(views[0])
-    for index, view in enumerate(views):
-        wait()
-        if index + 1 < len(views):
-            wait = group.broadcast(views[index + 1])
-        yield view
+    transfer = group.broadcast(views[0])
+    try:
+        for index, view in enumerate(views):
+            transfer.wait()
+            if index + 1 < len(views):
+                transfer = group.broadcast(views[index + 1])
+            yield view
+    finally:
+        transfer.drop()
 
 
 def address_towards(address: str, port: int) -> str:
@@ -210,22 +259,6 @@ def address_towards(address: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
         return str(probe.getsockname()[0])
-
-
-def _beside(ours: Callable[[], Any], theirs: Callable[[], None]) -> Any:
-    """Both at the same time, for each waits for the other; what `ours` gives.
-
-    `theirs` knows which engine failed, so its error comes first; it has a deadline of its own.
-    """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        answer = pool.submit(theirs)
-        try:
-            result = ours()
-        except RefitError:
-            answer.result()
-            raise
-        answer.result()
-    return result
 
 
 def _first_line(error: Exception) -> str:

@@ -6,8 +6,7 @@ The gate is the real one: what it asks of engine and learner is part of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
+from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -69,11 +68,9 @@ class NotingEngine:
         acceptance = None if self.draft_version is None else accepted(24)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        self.calls.append(("refit", {"policy": str(policy), "policy_version": policy_version, "draft": draft}))
-        self.version, self.num_resets = policy_version, self.num_resets + 1
+    def take(self, version: int) -> list[EngineState]:
+        self.calls.append(("take", {"version": version}))
+        self.version, self.num_resets = version, self.num_resets + 1
         return self.states()
 
     def states(self) -> list[EngineState]:
@@ -120,10 +117,10 @@ class NotingLearner:
             loss=0.1 * number, grad_norm=1.0 * number, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
         )
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        self.calls.append(("publish", {"directory": directory, "version": version}))
+    def give(self, version: int) -> str:
+        self.calls.append(("give", {"version": version}))
         self.published = version
-        return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
+        return f"digest {version}"
 
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         self.calls.append(("weight_fingerprints", {"parts": tuple(parts)}))
@@ -131,6 +128,21 @@ class NotingLearner:
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
+
+
+@dataclass(frozen=True)
+class NotingChannel:
+    """From the one to the other."""
+
+    learner: NotingLearner
+    engine: NotingEngine
+
+    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+        assert draft_version is None  # the loop trains the policy alone
+        digest = self.learner.give(policy_version)
+        return Delivery(
+            states=self.engine.take(policy_version), digest=digest, num_bytes=4, origin=f"weights {policy_version}"
+        )
 
 
 def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
@@ -184,7 +196,9 @@ def run(
         score=score,
         config=config,
         sampling=SAMPLING,
-        gate=RefitGate(engine, learner, transfer=Path("transfer"), draft=None, config=RefitConfig()),
+        gate=RefitGate(
+            engine, learner, channel=NotingChannel(learner, engine), draft=None, config=RefitConfig()
+        ),
         on_step=records.append,
         draft_version=engine.draft_version,
         guard=AcceptanceGuard() if guard is None else guard,
@@ -200,8 +214,8 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
     stream = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
     for step in (0, 1):
         prompts = stream.batch(step)
-        refit, generate = engine.calls[2 * step : 2 * step + 2]
-        assert refit == ("refit", {"policy": f"weights {step}", "policy_version": step, "draft": None})
+        take, generate = engine.calls[2 * step : 2 * step + 2]
+        assert take == ("take", {"version": step})
         assert generate == (
             "generate",
             {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[step]},
@@ -213,8 +227,8 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
             advantages=(0.5, -0.5, 0.0, 0.0),
             policy_version=step,
         )
-        publish, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
-        assert publish == ("publish", {"directory": Path("transfer"), "version": step})
+        give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
+        assert give == ("give", {"version": step})
         assert fingerprints == ("weight_fingerprints", {"parts": (PART,)})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
@@ -280,8 +294,8 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
 
     engine, learner = NotingEngine(), NotingLearner()
     for owner, name, seconds in (
-        (learner, "publish", 1.0),
-        (engine, "refit", 2.0),
+        (learner, "give", 1.0),
+        (engine, "take", 2.0),
         (engine, "generate", 4.0),
         (learner, "logprobs", 8.0),
         (learner, "ref_logprobs", 16.0),
@@ -326,4 +340,4 @@ def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() 
     learner.weight_fingerprints = lambda parts: {part.key: "other bits" for part in parts}
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
-    assert [name for name, _ in engine.calls] == ["refit"]
+    assert [name for name, _ in engine.calls] == ["take"]
