@@ -47,6 +47,7 @@ bench-setup: setup requirements/bench.lock ## lay TRL over the main environment,
 
 bench: bench-setup ## time simulator, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.refit_channels
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")

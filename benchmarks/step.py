@@ -84,7 +84,11 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
             config=replace(recipe.grpo, num_steps=num_steps),
             sampling=recipe.sampling,
             gate=RefitGate(
-                remote, learner, channel=opened.enter_context(open_channel(recipe.refit, learner, remote)), draft=run.draft if k else None, config=recipe.refit
+                remote,
+                learner,
+                channel=opened.enter_context(open_channel(recipe.refit, learner, remote)),
+                draft=run.draft if k else None,
+                config=recipe.refit,
             ),
             draft_version=0 if k else None,
             on_step=records.append,

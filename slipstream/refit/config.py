@@ -12,7 +12,7 @@ class RefitError(RuntimeError):
     """An engine does not hold what the learner published: going on would train on another policy's rollouts."""
 
 
-class ChannelBroke(RefitError):
+class ChannelBrokeError(RefitError):
     """Somebody else left a channel, or stood still: whoever raises this is not to blame."""
 
 

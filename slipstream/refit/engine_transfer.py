@@ -82,7 +82,7 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
 
         Raises:
             FileNotFoundError: there are no files.
-            ChannelBroke: the sender or another engine is gone, or stood still.
+            ChannelBrokeError: the sender or another engine is gone, or stood still.
         """
         match Channel(update_info.channel):
             case Channel.SHARED_MEMORY:
@@ -110,9 +110,7 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
 
     def _read(self, path: Path) -> None:
         files = _files(path)
-        maps = [
-            torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files
-        ]
+        maps = [torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files]
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
         tensors = [(name, file.get_tensor(name)) for file in opened for name in file.keys()]  # noqa: SIM118 no mapping

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from slipstream.refit.config import Channel, ChannelBroke, RefitError
+from slipstream.refit.config import Channel, ChannelBrokeError, RefitError
 
 _AFTER_FAILURE_S = 10.0  # for the others to end as well, or to die
 
@@ -113,7 +113,7 @@ def blamed(
     One that failed by itself comes first, then those that are silent, and last one that says that somebody else broke
     the channel. An error that names an engine already stays as it is.
     """
-    own = {name: error for name, error in failed.items() if not isinstance(error, ChannelBroke)}
+    own = {name: error for name, error in failed.items() if not isinstance(error, ChannelBrokeError)}
     if not own and silent:
         return RefitError(f"{', '.join(silent)} did not {action} within {timeout_s:g} s")
     for name, error in (own or failed).items():

@@ -15,8 +15,8 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.records import TrainStats
-from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -159,7 +159,11 @@ class LearnerProcess:
         """Where this rank computes."""
         import torch
 
-        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None)
+        return here(
+            str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            if torch.cuda.is_available()
+            else None
+        )
 
     def weight_bytes(self) -> int:
         """Size of the policy as it is sent to engines; collective."""

@@ -133,7 +133,7 @@ def test_one_host_without_a_gpu_takes_shared_memory(ends: Ends) -> None:
 @pytest.mark.parametrize("channel", [Channel.NCCL, Channel.IPC])
 def test_channels_between_gpus_are_refused_on_cpus(ends: Ends, channel: Channel) -> None:
     with (
-        pytest.raises(ConfigError, match="refit.channel must do without CUDA"),
+        pytest.raises(ConfigError, match=r"refit\.channel must do without CUDA"),
         open_channel(RefitConfig(channel=channel), ends.learner, ends.engines),
     ):
         pass

@@ -33,9 +33,7 @@ def here(gpu: str | None = None) -> Location:
     return Location(host=host, memory=f"{_BOOT.read_text().strip()}/{os.stat(_SHARED_MEMORY).st_dev}", gpu=gpu)
 
 
-def resolve(
-    wanted: Channel, *, driver: Location, learner: Sequence[Location], engines: Sequence[Location]
-) -> Channel:
+def resolve(wanted: Channel, *, driver: Location, learner: Sequence[Location], engines: Sequence[Location]) -> Channel:
     """The channel to take; `auto` takes the fastest that the hosts can do.
 
     Args:

@@ -147,9 +147,7 @@ class StreamChannel:
         self._engines = engines
         self._channel = channel
         self._timeout_s = config.timeout_s
-        settings = StreamSettings(
-            channel=channel, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s
-        )
+        settings = StreamSettings(channel=channel, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s)
         learner.open_stream(settings, engines.control(channel, timeout_s=config.timeout_s))
 
     def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
@@ -170,9 +168,7 @@ class StreamChannel:
 
 
 @contextmanager
-def open_channel(
-    config: RefitConfig, learner: SendingLearner, engines: ReceivingEngines
-) -> Iterator[WeightChannel]:
+def open_channel(config: RefitConfig, learner: SendingLearner, engines: ReceivingEngines) -> Iterator[WeightChannel]:
     """The channel of `config` between a learner that has loaded its policy and engines that run.
 
     Raises:

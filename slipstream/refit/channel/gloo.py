@@ -7,6 +7,7 @@ store that the sender keeps at its own address.
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,8 +22,8 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
 from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-from slipstream.refit.channel.source import WeightMeta, WeightSource
-from slipstream.refit.config import ChannelBroke
+from slipstream.refit.channel.source import WeightMeta, Weights, WeightSource
+from slipstream.refit.config import ChannelBrokeError
 
 _NUM_BUFFERS = 2  # one travels while the other is filled, or read
 
@@ -65,16 +66,16 @@ class GlooGroup:
         Args:
             address: of this host's interface to the others: what a host's name resolves to may be its loopback.
         Raises:
-            ChannelBroke: not all of them came in time.
+            ChannelBrokeError: not all of them came in time.
         """
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         prefixed = PrefixStore("slipstream", store)
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(prefixed, rank, world_size, options)
+            self._group: Any = ProcessGroupGloo(prefixed, rank, world_size, options)
         except RuntimeError as error:
-            raise ChannelBroke(
+            raise ChannelBrokeError(
                 f"rank {rank} of the {world_size} in the gloo channel could not meet the others: {error}"
             ) from error
         self._store = store  # rank 0's is the server, which ends with it
@@ -116,14 +117,14 @@ class Transfer:
         """Until it has arrived.
 
         Raises:
-            ChannelBroke: another rank is gone, or stood still.
+            ChannelBrokeError: another rank is gone, or stood still.
         """
         work, self._work = self._work, None  # which keeps the connections open, in a traceback too
         assert work is not None, "waited already"
         try:
             work.wait()
         except RuntimeError as error:
-            raise ChannelBroke(
+            raise ChannelBrokeError(
                 f"the gloo channel broke, or stood still for {self._timeout_s:g} s: {_first_line(error)}"
             ) from error
         finally:
@@ -162,11 +163,18 @@ class GlooSender:
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
         """See `Sender.send`."""
-        metas, bucket_bytes = source.metas(), self._settings.bucket_bytes
-        update = GlooUpdate(metas=metas, bucket_bytes=bucket_bytes).plain()
-        self._engines.aim(is_draft=is_draft)
-        self._engines.start_weight_update()
-        digest = self._beside(lambda: self._broadcast(source), lambda: self._engines.update_weights(update))
+        metas, weights = source.metas(), iter(source)
+        update = GlooUpdate(metas=metas, bucket_bytes=self._settings.bucket_bytes).plain()
+        try:
+            self._engines.aim(is_draft=is_draft)
+            self._engines.start_weight_update()
+            digest = self._beside(
+                lambda: self._broadcast(weights, source.num_bytes()), lambda: self._engines.update_weights(update)
+            )
+        except BaseException:
+            for _ in weights:  # the learner's other ranks are on their way through them
+                pass
+            raise
         source.require_finite()
         self._engines.finish_weight_update()
         return Sent(num_bytes=source.num_bytes(), digest=digest)
@@ -177,30 +185,24 @@ class GlooSender:
             self._group.close()
         self._group = None
 
-    def _broadcast(self, source: WeightSource) -> str:
+    def _broadcast(self, weights: Weights, num_bytes: int) -> str:
         """Send all buckets; returns the digest of their bytes."""
         group = self._group
         assert group is not None, "closed"
-        size = min(self._settings.bucket_bytes, source.num_bytes())
+        size = min(self._settings.bucket_bytes, num_bytes)
         if not self._buffers or len(self._buffers[0]) != size:
             self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(_NUM_BUFFERS)]
-        weights = iter(source)
-        digest = xxhash.xxh3_64()
-        before: Transfer | None = None
+        digest, on_their_way = xxhash.xxh3_64(), deque[Transfer]()
         try:
             for bucket in packed(weights, self._buffers):
                 digest.update(bucket.numpy().data)
-                transfer = group.broadcast(bucket)
-                if before is not None:
-                    before.wait()  # the buffer that is filled next has arrived
-                before = transfer
-            if before is not None:
-                before.wait()
-        except ChannelBroke:
-            transfer.drop()
-            for _ in weights:  # the other ranks are on their way through them
-                pass
-            raise
+                on_their_way.append(group.broadcast(bucket))
+                if len(on_their_way) == _NUM_BUFFERS:
+                    on_their_way.popleft().wait()  # or its buffer would be overwritten next
+            for transfer in on_their_way:
+                transfer.wait()
+        finally:
+            on_their_way.clear()
         return digest.hexdigest()
 
     def _beside(self, ours: Callable[[], Any], theirs: Callable[[], None]) -> Any:
@@ -215,7 +217,7 @@ class GlooSender:
                 result = ours()
             except BaseException as error:
                 self.close()
-                if isinstance(error, ChannelBroke):
+                if isinstance(error, ChannelBrokeError):
                     answer.result()
                 raise
             answer.result()
@@ -226,7 +228,7 @@ def receive(group: GlooGroup, update: GlooUpdate, take: Callable[[Sequence[tuple
     """Take tensors as they are complete; returns the digest of all bytes that came.
 
     Raises:
-        ChannelBroke: the sender is gone, or stood still.
+        ChannelBrokeError: the sender is gone, or stood still.
     """
     unpacker, digest = Unpacker(update.metas), xxhash.xxh3_64()
     with closing(_buckets(group, update)) as buckets:
@@ -263,5 +265,3 @@ def address_towards(address: str, port: int) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-

@@ -41,13 +41,20 @@ class SourceForVllm(VllmWeightSource):
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
+        self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
         """See vLLM's `WeightSource.metadata`."""
         return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in self._source.metas()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._source)
+        self._pass = iter(self._source)
+        return self._pass
+
+    def drain(self) -> None:
+        """Go through what is left of the pass: the learner's other ranks are on their way through it."""
+        for _ in self._pass or iter(self._source):
+            pass
 
 
 class VllmSender:
@@ -60,8 +67,13 @@ class VllmSender:
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
         """See `Sender.send`."""
         self._engines.aim(is_draft=is_draft)
-        self._trainer.source = SourceForVllm(source)
-        self._trainer.send_weights()
+        adapted = SourceForVllm(source)
+        self._trainer.source = adapted
+        try:
+            self._trainer.send_weights()
+        except BaseException:
+            adapted.drain()
+            raise
         source.require_finite()
         return Sent(num_bytes=source.num_bytes(), digest=None)
 

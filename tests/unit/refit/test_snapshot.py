@@ -139,7 +139,9 @@ def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: 
         text=True,
         check=False,
     )
-    assert "ConfigError: refit.channel shared_memory needs 1,200,208 bytes" in done.stderr  # twice 600,000 and a header of 104
+    assert (
+        "ConfigError: refit.channel shared_memory needs 1,200,208 bytes" in done.stderr
+    )  # twice 600,000 and a header of 104
     assert "'1,048,576 bytes free'" in done.stderr
 
 

@@ -196,9 +196,7 @@ def run(
         score=score,
         config=config,
         sampling=SAMPLING,
-        gate=RefitGate(
-            engine, learner, channel=NotingChannel(learner, engine), draft=None, config=RefitConfig()
-        ),
+        gate=RefitGate(engine, learner, channel=NotingChannel(learner, engine), draft=None, config=RefitConfig()),
         on_step=records.append,
         draft_version=engine.draft_version,
         guard=AcceptanceGuard() if guard is None else guard,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from slipstream.refit.config import ChannelBroke, RefitError
+from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.workers.engine_control import blamed, settings_of
 
-BROKE = ChannelBroke("the gloo channel broke, or stood still for 60 s")
+BROKE = ChannelBrokeError("the gloo channel broke, or stood still for 60 s")
 NAMES_AN_ENGINE = RefitError("engine 1 died and could not receive weights")
 
 

@@ -22,7 +22,11 @@ TWO_CPUS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a"), p
 DRIVER_AWAY = {"driver": place("head"), "learner": [place("a")], "engines": [place("a")]}
 # two containers of one host: the same name, each with a memory of its own
 CONTAINERS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a", memory="other")]}
-COLOCATED = {"driver": DRIVER, "learner": [place("a", "g0"), place("a", "g1")], "engines": [place("a", "g0"), place("a", "g1")]}
+COLOCATED = {
+    "driver": DRIVER,
+    "learner": [place("a", "g0"), place("a", "g1")],
+    "engines": [place("a", "g0"), place("a", "g1")],
+}
 MORE_RANKS = {"driver": DRIVER, "learner": [place("a", "g0"), place("b", "g1")], "engines": [place("b", "g1")]}
 SPLIT = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b", "g1"), place("b", "g2")]}
 HALF_SHARED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("a", "g0"), place("a", "g1")]}

@@ -15,9 +15,7 @@ from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.snapshot import Snapshot
 
 STATES = [
-    EngineState(
-        policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1
-    )
+    EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
 ]
 
 
@@ -136,6 +134,9 @@ def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
 
 def test_a_channel_that_the_hosts_cannot_do_is_refused_before_anything_is_opened() -> None:
     ends = Ends()
-    with pytest.raises(ConfigError, match="refit.channel"), open_channel(RefitConfig(channel=Channel.NCCL), ends, ends):
+    with (
+        pytest.raises(ConfigError, match=r"refit\.channel"),
+        open_channel(RefitConfig(channel=Channel.NCCL), ends, ends),
+    ):
         pass
     assert ends.calls == []

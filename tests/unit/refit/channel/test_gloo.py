@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
 from slipstream.refit.channel.sender import StreamSettings
 from slipstream.refit.channel.source import WeightSource
-from slipstream.refit.config import Channel, ChannelBroke, RefitError
+from slipstream.refit.config import Channel, ChannelBrokeError, RefitError
 
 TENSORS = [
     ("embed", torch.arange(60, dtype=torch.bfloat16).reshape(6, 10)),
@@ -72,7 +72,7 @@ class ThreadEngines:
         with ThreadPoolExecutor(self.num_workers) as pool:
             futures = [pool.submit(function, worker) for worker in range(self.num_workers)]
         errors = [future.exception() for future in futures]
-        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, ChannelBroke)):
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, ChannelBrokeError)):
             raise error
         return [future.result() for future in futures]
 
@@ -97,7 +97,9 @@ def test_every_engine_gets_every_tensor_and_all_agree_on_the_bytes(bucket_bytes:
     assert engines.digests == [sent.digest] * 3
     for received in engines.received:
         assert received.keys() == {name for name, _ in TENSORS}
-        assert all(torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype for name, tensor in TENSORS)
+        assert all(
+            torch.equal(received[name], tensor) and received[name].dtype == tensor.dtype for name, tensor in TENSORS
+        )
 
 
 def test_the_engines_join_once_and_each_model_is_sent_by_itself() -> None:
@@ -114,7 +116,9 @@ def test_weights_that_are_not_finite_end_in_an_error_and_not_in_a_hang() -> None
     engines = ThreadEngines(2)
     sending = sender(engines, bucket_bytes=8)
     with pytest.raises(ValueError, match="weight b of the policy must be finite"):
-        sending.send(source([("a", torch.ones(3)), ("b", torch.tensor([float("nan")])), ("c", torch.ones(5))]), is_draft=False)
+        sending.send(
+            source([("a", torch.ones(3)), ("b", torch.tensor([float("nan")])), ("c", torch.ones(5))]), is_draft=False
+        )
     sending.close()
     assert engines.calls[-1] == "update"  # nobody was told that the update is whole
 
@@ -129,7 +133,15 @@ def test_an_engine_that_fails_is_named_and_nobody_waits_for_it(fails: int) -> No
     assert time.monotonic() - start < 10.0  # the timeout is 20 s
 
 
-def test_a_rank_that_gathers_with_the_sender_is_not_left_alone() -> None:
+class Dead(ThreadEngines):
+    """Engines that are gone before an update."""
+
+    def start_weight_update(self) -> None:
+        raise RefitError("engine 0 died")
+
+
+@pytest.mark.parametrize("engines", [ThreadEngines(1, fails=0), Dead(1)])
+def test_a_rank_that_gathers_with_the_sender_is_not_left_alone(engines: ThreadEngines) -> None:
     """After a failure the rest of the weights still goes by: other ranks are on their way through it."""
     gone: list[str] = []
 
@@ -138,7 +150,6 @@ def test_a_rank_that_gathers_with_the_sender_is_not_left_alone() -> None:
             yield name, tensor
             gone.append(name)
 
-    engines = ThreadEngines(1, fails=0)
     sending = sender(engines, bucket_bytes=8)
     stream = WeightSource(weights, model="policy")
     stream.metas()
@@ -165,7 +176,7 @@ def test_engines_that_never_join_end_in_an_error() -> None:
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             time.sleep(3.0)
 
-    with pytest.raises(ChannelBroke, match=r"rank 0 of the 2 in the gloo channel could not meet the others"):
+    with pytest.raises(ChannelBrokeError, match=r"rank 0 of the 2 in the gloo channel could not meet the others"):
         sender(Absent(1), timeout_s=1.0)
 
 

@@ -99,6 +99,32 @@ def test_weights_that_are_not_finite_are_an_error_after_all_were_sent() -> None:
     assert ("update", {"names": ["a", "b"]}) in engines.calls
 
 
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) -> None:
+    gone: list[str] = []
+
+    def weights() -> Any:
+        for name, tensor in TENSORS:
+            yield name, tensor
+            gone.append(name)
+
+    class Failing(RecordingTrainer):
+        def send_weights(self) -> None:
+            if fails_after:
+                given = iter(self.source)
+                for _ in range(fails_after):
+                    next(given)
+            raise RuntimeError("an engine is gone")
+
+    engines = RecordingEngines()
+    stream = WeightSource(weights, model="policy")
+    stream.metas()
+    gone.clear()
+    with pytest.raises(RuntimeError, match="an engine is gone"):
+        vllm.VllmSender(Failing(engines), engines).send(stream, is_draft=False)
+    assert gone == ["embed", "norm"]
+
+
 def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     info = vllm.nccl_init(SETTINGS, num_workers=4, address="10.0.0.1", port=1234)
     assert asdict(info) == {
@@ -132,4 +158,3 @@ def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:
     assert ranks == [1, 3]
     assert told["rank_offset"] == 1
     assert settings_of({"packed": True}, index=1, num_workers_each=2) == {"packed": True}  # IPC has no ranks
-
