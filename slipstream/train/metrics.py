@@ -49,6 +49,7 @@ def step_record(
     rewards: RewardResult,
     train: TrainStats,
     mismatch: Mismatch,
+    has_logprob_pass: bool,
 ) -> StepRecord:
     """The record of one step, whose rollouts all come from one version of policy and draft."""
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
@@ -69,6 +70,7 @@ def step_record(
         policy_version=rollouts[0].policy_version,
         draft_version=rollouts[0].draft_version,
         refit=refit,
+        has_logprob_pass=has_logprob_pass,
     )
 
 

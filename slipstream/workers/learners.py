@@ -14,7 +14,6 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.records import TrainStats
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from slipstream.grpo.update import Update
+    from slipstream.grpo.update import Trained, Update
     from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
     from slipstream.refit.snapshot import Snapshot
 
@@ -87,7 +86,7 @@ class RemoteLearner:
         data = self._shared(prefixes)
         return self._on_all(lambda rank: rank.next_token_probabilities.remote(data, sampling))
 
-    def train_step(self, update: Update) -> TrainStats:
+    def train_step(self, update: Update) -> Trained:
         """One update of the policy."""
         data = self._shared(update)
         return self._on_all(lambda rank: rank.train_step.remote(data))
