@@ -268,7 +268,7 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
     learner = NotingLearner()
     (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
-    assert [name for name, _ in learner.calls] == ["publish", "weight_fingerprints", "train_step"]
+    assert [name for name, _ in learner.calls] == ["give", "weight_fingerprints", "train_step"]
     assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
     assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
     # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
