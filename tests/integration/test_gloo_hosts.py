@@ -1,4 +1,4 @@
-"""Weights over gloo between two hosts made of network namespaces, and what happens when the line between them is cut."""
+"""Weights over gloo between two hosts made of network namespaces, and what a cut line between them ends in."""
 
 from __future__ import annotations
 
