@@ -99,6 +99,7 @@ def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:
     [
         ({"max_tokens_per_microbatch": 0}, "learner.max_tokens_per_microbatch must be > 0, got 0"),
         ({"num_threads": 0}, "learner.num_threads must be > 0 or null, got 0"),
+        ({"num_kept_idle": -1}, "learner.num_kept_idle must be >= 0, got -1"),
     ],
 )
 def test_a_learner_outside_its_bounds_is_refused(

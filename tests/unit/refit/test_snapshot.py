@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from slipstream.config import ConfigError
 from slipstream.refit import snapshot
 from slipstream.refit.channel.source import WeightSource
-from slipstream.refit.snapshot import SnapshotWriter, require_space, transfer_directory
+from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, require_space, transfer_directory
 
 
 def source(tensors: list[tuple[str, torch.Tensor]], model: str = "policy") -> WeightSource:
@@ -177,3 +177,17 @@ def test_transfer_directories_are_fresh_and_in_memory_where_there_is_such_a_file
     finally:
         first.rmdir()
         second.rmdir()
+
+
+def test_what_a_killed_process_left_is_discarded_and_nothing_else(tmp_path: Path) -> None:
+    """Of this process, for the directory carries the number of the process that made it."""
+    ours = transfer_directory()
+    (ours / "policy-0.safetensors").write_bytes(b"weights")
+    others = Path(tempfile.mkdtemp(prefix="slipstream-refit-1-", dir=ours.parent))
+    try:
+        discard_transfers(os.getpid())
+        assert not ours.exists()
+        assert others.is_dir()
+        discard_transfers(os.getpid())  # nothing is left, and nothing is wrong
+    finally:
+        shutil.rmtree(others)
