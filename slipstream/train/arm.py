@@ -58,13 +58,14 @@ def train(
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
     name = f"train_grpo {plan.arm.value}"
     with (
-        start_learner(recipe.learner) as learner,
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
         plan.start_engine() as engine,
         Verifier(recipe.reward) as verifier,
         ExitStack() as running,
     ):
         learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
         history = checkpoints.restore(learner)
+        running.enter_context(checkpoints.finished(learner))
         channel = running.enter_context(open_channel(recipe.refit, learner, engine))
         bar = running.enter_context(
             progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,16 @@ import ray
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.engine_control import answers_of
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
+from slipstream.workers.placement import reserved
 from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
 
 if TYPE_CHECKING:
@@ -121,18 +123,21 @@ class RemoteLearner:
         """Leave the channel."""
         self._on_all(lambda rank: rank.close_stream.remote())
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """Fingerprints that an engine's parts of this policy must have."""
-        data = self._shared(parts)
-        return self._on_all(lambda rank: rank.weight_fingerprints.remote(data))
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        """Fingerprints that an engine with these types must have of every tensor of the policy."""
+        return weight_totals(ray.get([rank.weight_fingerprints.remote(dtypes) for rank in self._ranks]))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
         self._on_all(lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs."""
+        """Write all that a resumed run needs, in the background; an error of that is raised by what comes next."""
         self._on_all(lambda rank: rank.save_checkpoint.remote(path, extra))
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written."""
+        ray.get([rank.finish_checkpoint.remote() for rank in self._ranks], timeout=timeout_s)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -194,18 +199,19 @@ class RemoteLearner:
         return ray.put(value) if len(self._ranks) > 1 else value
 
 
+_ANYWHERE = Layout()
 _idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
 
 
 @contextmanager
-def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
-    """The learner's ranks, without a model, for the span of the block.
+def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Iterator[RemoteLearner]:
+    """The learner's ranks, without a model, for the span of the block, on the GPUs that `layout` says.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one with the same settings gets them back
     without what they held. After an exception they end.
     """
-    key = repr(config)
-    learner = _idle_learners.take(key) or _new_learner(config)
+    key = repr((config, layout))
+    learner = _idle_learners.take(key) or _new_learner(config, layout)
     try:
         yield learner
         if config.num_kept_idle:
@@ -216,17 +222,17 @@ def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
     _idle_learners.put(key, learner, capacity=config.num_kept_idle)
 
 
-def _new_learner(config: LearnerConfig) -> RemoteLearner:
+def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
     world_size = config.parallel.world_size
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
-    # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
-    num_gpus = 0.01 if ray.cluster_resources().get("GPU") else 0
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": actor_environment(threads)}}
-    actor = ray.remote(LearnerProcess).options(**options)
-    port = _free_port()
-    learner = RemoteLearner(
-        [actor.remote(config, rank=rank, world_size=world_size, master_port=port) for rank in range(world_size)]
-    )
+    reservation, port = reserved(layout), _free_port()
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
+    ranks = []
+    for rank in range(world_size):
+        place = {"num_gpus": 0} if reservation is None else reservation.learner_place(rank)
+        actor = ray.remote(LearnerProcess).options(**options, **place)
+        ranks.append(actor.remote(config, rank=rank, world_size=world_size, master_port=port))
+    learner = RemoteLearner(ranks)
     try:
         wait_until_ready(learner.ranks)
     except BaseException:

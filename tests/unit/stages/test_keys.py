@@ -34,6 +34,7 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"engine": {"max_num_seqs": 128}}, DRAFT),
     ({"engine": {"num_kept_idle": 0}}, NOTHING),
     ({"sampling": {"max_response_tokens": 150}}, DRAFT),
+    ({"placement": {"start_timeout_s": 5.0}}, NOTHING),
     ({"data": {"max_prompt_tokens": 63}}, ALL),
     ({"data": {"instruction": "add {problem}"}}, ALL),
     ({"data": {"seed": 1}}, ALL),
