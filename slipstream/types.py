@@ -22,7 +22,10 @@ class Workload(StrEnum):
 
 
 class Arm(StrEnum):
-    """The two arms of an ablation: same seeds, prompts and engine settings, only speculation differs."""
+    """The two arms of an ablation: same start, prompts and engine settings; only speculation differs.
+
+    Each draws its rollouts with seeds of its own, so the arms are independent samples of the same training.
+    """
 
     AUTOREGRESSIVE = "autoregressive"
     SPECULATIVE = "speculative"

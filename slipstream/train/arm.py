@@ -31,7 +31,7 @@ _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engine, nothing else."""
+    """What sets one arm apart from the other: its engine and the seeds of its rollouts, nothing else."""
 
     arm: Arm
     num_speculative_tokens: int
@@ -81,6 +81,7 @@ def train(
                 checkpoints.save(learner, history)
 
         SyncLoop(
+            arm=plan.arm,
             engine=engine,
             learner=learner,
             prompts=PromptStream(

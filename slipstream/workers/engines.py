@@ -13,12 +13,13 @@ from typing import Any
 import ray
 
 from slipstream.placement.config import Layout
-from slipstream.records import AcceptanceStats
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
-from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult, Trace
+from slipstream.rollout.dealing import SeenLengths, deal
+from slipstream.rollout.engine import GenerationResult, Portion, Trace
+from slipstream.rollout.gathering import Call, gather, joined
+from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.engine_control import RayEngineControl
@@ -30,29 +31,28 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteEngine:
-    """Rollout engines in processes of their own, the prompts dealt out to them in turn."""
+    """Rollout engines in processes of their own that share the prompts of each call: see `slipstream.rollout.dealing`.
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    Args:
+        max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, max_num_seqs: int | None = None) -> None:
         self._actors = list(actors)
+        self._max_num_seqs = max_num_seqs
+        self._lengths = SeenLengths()
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """See `Engine.generate`; `generation_s` is that of the slowest engine."""
-        num = len(self._actors)
-        calls = [
-            actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i)
-            for i, actor in enumerate(self._actors)
-            if prompts[i::num]
-        ]
-        parts: list[GenerationResult] = ray.get(calls)
-        groups = [parts[i % num].groups[i // num] for i in range(len(prompts))]
-        known: list[AcceptanceStats] = [part.acceptance for part in parts if part.acceptance is not None]
-        return GenerationResult(
-            groups=tuple(groups),
-            acceptance=combine(known) if known else None,
-            generation_s=max(part.generation_s for part in parts),
-        )
+        """See `Engine.generate`."""
+        requests = group_requests(prompts, group_size=group_size, seed=seed)
+        num_engines = len(self._actors)
+        num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
+        dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
+        result = joined(requests, gather(RunningEngines(self._actors, sampling), dealt))
+        self._lengths.note(result.groups)
+        return result
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
@@ -111,6 +111,25 @@ class RemoteEngine:
         self._actors.clear()
 
 
+class RunningEngines:
+    """The engines' actors during one generation, as `gather` sees them."""
+
+    def __init__(self, actors: Sequence[Any], sampling: SamplingConfig) -> None:
+        self._actors = actors
+        self._sampling = sampling
+
+    def start(self, engine: int, call: Call) -> Any:
+        """See `slipstream.rollout.gathering.Engines`."""
+        return self._actors[engine].generate.remote(
+            call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
+        )
+
+    def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
+        """See `slipstream.rollout.gathering.Engines`."""
+        done, _ = ray.wait(list(calls), num_returns=1)
+        return done[0], ray.get(done[0])
+
+
 _ANYWHERE = Layout()
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
@@ -159,7 +178,7 @@ def _new_engine(
         actors.append(
             actor.remote(policy, config=config, speculative_config=speculative_config, executor=start.executor)
         )
-    engine = RemoteEngine(actors)
+    engine = RemoteEngine(actors, max_num_seqs=config.max_num_seqs)
     try:
         wait_until_ready(actors)
     except BaseException:
