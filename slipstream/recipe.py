@@ -156,6 +156,13 @@ class Recipe:
             self.learner.parallel.tensor,
             "it makes whole matrices orthogonal, not their shards: take adamw",
         )
+        require(
+            OptimizerMethod.MUON not in methods or not self.learner.distributed_optimizer,
+            "learner.distributed_optimizer",
+            f"must be false with the optimizer {OptimizerMethod.MUON.value!r}",
+            self.learner.distributed_optimizer,
+            "it splits matrices over ranks, which Muon needs whole: take adamw",
+        )
 
     def fingerprint(self) -> str:
         """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""

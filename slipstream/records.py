@@ -69,6 +69,7 @@ class TrainStats:
     clip_fraction: float  # of tokens whose gradient the clip cut off
     num_tokens: int  # response tokens
     learning_rate: float
+    entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ only by the learner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -82,12 +83,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """One GRPO batch of `B` sequences, prompt and response joined."""
+    """One GRPO batch of `B` sequences, prompt and response joined; on its way to a learner rank its rows are arrays."""
 
-    token_ids: tuple[tuple[int, ...], ...]  # B sequences of prompt + response tokens
-    prompt_lengths: tuple[int, ...]  # B
-    rollout_logprobs: tuple[tuple[float, ...], ...]  # B, one a response token
-    advantages: tuple[float, ...]  # B
+    token_ids: Sequence[Sequence[int]]  # B sequences of prompt + response tokens
+    prompt_lengths: Sequence[int]  # B
+    rollout_logprobs: Sequence[Sequence[float]]  # B, one a response token
+    advantages: Sequence[float]  # B
     policy_version: int
 
 

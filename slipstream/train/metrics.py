@@ -103,6 +103,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "refit/check_s": record.refit.elapsed_s,
         "train/policy_version": record.policy_version,
     }
+    if record.train.entropy is not None:
+        metrics["train/entropy"] = record.train.entropy
     if record.refit.probe_difference is not None:
         metrics["refit/probe_difference"] = record.refit.probe_difference
     if record.acceptance is not None:

@@ -1,20 +1,29 @@
-"""The learner's ranks as a driver sees them: every method runs on all ranks at once, the result is rank 0's."""
+"""The learner's ranks as a driver sees them: every method runs on all ranks at once.
+
+Of a batch each data-parallel rank is handed its own share, as arrays, and the answers come back in the batch's order;
+what is asked of the whole learner is rank 0's answer.
+"""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.placement.config import Layout
-from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.ragged import Ragged
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
@@ -24,9 +33,9 @@ from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement import reserved
 from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
+from slipstream.workers.shards import Shards
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
@@ -40,8 +49,9 @@ _GRACE_S = 30.0  # a sender has its own deadline, and names the engine that miss
 class RemoteLearner:
     """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
+    def __init__(self, ranks: Sequence[Any], layout: ParallelConfig) -> None:
         self._ranks = list(ranks)
+        self._layout = layout
 
     @property
     def ranks(self) -> tuple[Any, ...]:
@@ -56,42 +66,71 @@ class RemoteLearner:
         """Make a policy with random weights; returns the number of its parameters."""
         return self._on_all(lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
+    def offload(self) -> int:
+        """Give device memory back until `onload`: nothing else may be asked meanwhile; returns rank 0's bytes."""
+        return self._on_all(lambda rank: rank.offload.remote())
+
+    def onload(self) -> None:
+        """Take it again."""
+        self._on_all(lambda rank: rank.onload.remote())
+
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
-        data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.lm_step.remote(data, loss_starts, learning_rate=learning_rate))
+        answers = self._on_shards(
+            Shards.of_update(sequences, self._layout.data),
+            lambda indices: (_rows(sequences, indices), [loss_starts[index] for index in indices]),
+            lambda rank, data: rank.lm_step.remote(data, learning_rate=learning_rate),
+        )
+        return answers[0]
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
-        data = self._shared(batch)
-        return self._on_all(lambda rank: rank.logprobs.remote(data, temperature))
+        return self._by_sequence(
+            batch.token_ids, partial(part_of_batch, batch), lambda rank, data: rank.logprobs.remote(data, temperature)
+        )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """The same under the reference policy, None without one."""
-        data = self._shared(batch)
-        return self._on_all(lambda rank: rank.ref_logprobs.remote(data, temperature))
+        shards = Shards.of(batch.token_ids, self._layout.data)
+        answers = self._on_shards(
+            shards, partial(part_of_batch, batch), lambda rank, data: rank.ref_logprobs.remote(data, temperature)
+        )
+        return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Logprob of each token but the first, at temperature 1."""
-        data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.token_logprobs.remote(data))
+        return self._by_sequence(
+            sequences, partial(_rows, sequences), lambda rank, data: rank.token_logprobs.remote(data)
+        )
 
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
         """What the policy says about each response token."""
-        data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed))
+        by_sequence = self._by_sequence(
+            sequences,
+            lambda indices: (_rows(sequences, indices), [prompt_lengths[index] for index in indices]),
+            lambda rank, data: rank.conditionals.remote(data, sampling, seed=seed),
+        )
+        return np.concatenate(by_sequence)
 
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
         """The distribution that is sampled after each prefix."""
-        data = self._shared(prefixes)
-        return self._on_all(lambda rank: rank.next_token_probabilities.remote(data, sampling))
+        by_prefix = self._by_sequence(
+            prefixes,
+            partial(_rows, prefixes),
+            lambda rank, data: rank.next_token_probabilities.remote(data, sampling),
+        )
+        return np.stack(by_prefix)
 
     def train_step(self, update: Update) -> Trained:
         """One update of the policy."""
-        data = self._shared(update)
-        return self._on_all(lambda rank: rank.train_step.remote(data))
+        shards = Shards.of_update(update.batch.token_ids, self._layout.data)
+        answers: list[Trained] = self._on_shards(
+            shards, partial(part_of, update), lambda rank, data: rank.train_step.remote(data)
+        )
+        own = [answer.own_logprobs for answer in answers if answer.own_logprobs is not None]
+        return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
 
     def locations(self) -> list[Location]:
         """Where each rank computes."""
@@ -194,6 +233,24 @@ class RemoteLearner:
     def _on_all(self, call: Callable[[Any], Any]) -> Any:
         return ray.get([call(rank) for rank in self._ranks])[0]
 
+    def _on_shards(
+        self, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Hand each rank what `part` makes of its data-parallel rank's indices; one answer a data-parallel rank."""
+        data = [part(indices) for indices in shards.indices]
+        if self._layout.world_size > self._layout.data:  # several ranks read each share
+            data = [ray.put(each) for each in data]
+        answers = ray.get([call(rank, data[self._layout.data_rank(i)]) for i, rank in enumerate(self._ranks)])
+        first_stage = self._layout.tensor * self._layout.data
+        return answers[: first_stage : self._layout.tensor]
+
+    def _by_sequence(
+        self, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """What the data-parallel ranks answer for each sequence, in order."""
+        shards = Shards.of(sequences, self._layout.data)
+        return shards.in_order(self._on_shards(shards, part, call))
+
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
         return ray.put(value) if len(self._ranks) > 1 else value
@@ -232,13 +289,17 @@ def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
         place = {"num_gpus": 0} if reservation is None else reservation.learner_place(rank)
         actor = ray.remote(LearnerProcess).options(**options, **place)
         ranks.append(actor.remote(config, rank=rank, world_size=world_size, master_port=port))
-    learner = RemoteLearner(ranks)
+    learner = RemoteLearner(ranks, config.parallel)
     try:
         wait_until_ready(learner.ranks)
     except BaseException:
         learner.close()
         raise
     return learner
+
+
+def _rows(sequences: Sequences, indices: Sequence[int]) -> Ragged:
+    return Ragged.of([sequences[index] for index in indices], np.int32)
 
 
 def _free_port() -> int:

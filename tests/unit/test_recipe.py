@@ -72,6 +72,11 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             for channel in ("nccl", "ipc")
         ),
         (
+            {"learner": {"distributed_optimizer": True}},
+            "learner.distributed_optimizer must be false with the optimizer 'muon', got True; it splits matrices over "
+            "ranks, which Muon needs whole: take adamw",
+        ),
+        (
             {"learner": {"parallel": {"tensor": 2}}},
             f"learner.parallel.tensor must be 1 with the optimizer 'muon', got 2; {SHARDS}",
         ),
