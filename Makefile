@@ -50,6 +50,7 @@ bench: bench-setup ## time simulator, fingerprints, engine, learner, refit and t
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.logprobs
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learner_layouts
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.fingerprint
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.refit_channels
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.records import StepRecord
+from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.engine import GenerationResult
@@ -66,10 +66,10 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
     records: list[StepRecord] = []
     connect()
     with (
-        tempfile.TemporaryDirectory() as transfer,
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         recipe_engine(recipe, run.policy, run.draft, k) as remote,
         Verifier(recipe.reward) as verifier,
+        ExitStack() as opened,
     ):
         engine = NotingEngine(engine=remote, seconds=[])
         learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
@@ -86,7 +86,11 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
             config=replace(recipe.grpo, num_steps=num_steps),
             sampling=recipe.sampling,
             gate=RefitGate(
-                remote, learner, transfer=Path(transfer), draft=run.draft if k else None, config=recipe.refit
+                remote,
+                learner,
+                channel=opened.enter_context(open_channel(recipe.refit, learner, remote)),
+                draft=run.draft if k else None,
+                config=recipe.refit,
             ),
             draft_version=0 if k else None,
             on_step=records.append,

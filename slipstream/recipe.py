@@ -26,7 +26,7 @@ from slipstream.placement.assessment import assess
 from slipstream.placement.config import Layout, PlacementConfig
 from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.records import write_atomic
-from slipstream.refit.config import RefitConfig
+from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
@@ -140,6 +140,13 @@ class Recipe:
             f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
             self.engine.gpu_memory_utilization,
             "tuning compares engines that live at once",
+        )
+        require(
+            self.engine.kv_cache_gib is None or self.refit.channel not in (Channel.NCCL, Channel.IPC),
+            "refit.channel",
+            "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
+            self.refit.channel.value,
+            "set auto",
         )
         methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
         require(

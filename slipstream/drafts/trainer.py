@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from speculators.losses import resolve_loss_config
 from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import build_draft, save_draft
+from slipstream.drafts.eagle3 import build_draft, draft_tensors, save_draft
 from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
 from slipstream.policy.errors import CheckpointError
 
@@ -122,6 +122,10 @@ class DraftTrainer:
         windows = torch.cat([self._windows(row) for row in self._rows(sequences, prompt_lengths, states)], dim=1)
         length = 1.0 + float(windows.cumprod(dim=0).sum(dim=0).mean())
         return [float(rate) for rate in windows.mean(dim=1)], length
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The draft's tensors under the names that vLLM loads; they share memory with it."""
+        yield from draft_tensors(self._model).items()
 
     def save(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.records import RefitCheck
+from slipstream.refit.channel.driver import Delivery, WeightChannel
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import differences, file_fingerprints
-from slipstream.refit.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +22,7 @@ _NAMED = 5  # of the tensors that differ
 
 
 class EngineWeights(Protocol):
-    """Engines that take weights and show which they have."""
-
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        """See `VllmEngine.refit`; one state an engine."""
-        ...
+    """Engines that show which weights they have."""
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """See `VllmEngine.weight_dtypes`."""
@@ -48,11 +42,7 @@ class EngineWeights(Protocol):
 
 
 class LearnerWeights(Protocol):
-    """The learner, as far as a refit needs it."""
-
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        """Write the weights where engines find them."""
-        ...
+    """The learner, as far as the check of a refit needs it."""
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         """Of every tensor, as an engine with these types must have it."""
@@ -64,11 +54,12 @@ class LearnerWeights(Protocol):
 
 
 class RefitGate:
-    """Moves the learner's weights into the engines and checks that they arrived.
+    """Has the learner's weights sent to the engines and checks that they arrived, over whichever channel.
 
-    After every refit the engines must have read the bytes that the learner wrote, hold the new version, and have reset
-    their prefix caches, which they count. Every `check_every_steps`-th refit, and the first after a start or resume,
-    also compares fingerprints of all tensors of policy and draft that the engines compute with to the learner's own.
+    After every refit the engines must have read the bytes that the learner sent, hold the new version, and have reset
+    their prefix caches, which they count. Every `check_every_steps`-th refit, the first after a start or resume, and
+    each one over a channel that takes no digest of the bytes also compares fingerprints of all tensors of policy and
+    draft that the engines compute with to the learner's own.
 
     An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
     blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
@@ -80,7 +71,7 @@ class RefitGate:
         engine: EngineWeights,
         learner: LearnerWeights,
         *,
-        transfer: Path,
+        channel: WeightChannel,
         draft: Path | None,
         config: RefitConfig,
         probes: Sequence[Sequence[int]] = (),
@@ -88,7 +79,7 @@ class RefitGate:
         """Ask the engines what they hold.
 
         Args:
-            transfer: directory that learner and engines see.
+            channel: from this learner to these engines.
             draft: directory of the draft that the engines must hold; None without one.
             probes: token sequences for engines that hide their tensors.
         Raises:
@@ -96,10 +87,10 @@ class RefitGate:
         """
         self._engine = engine
         self._learner = learner
-        self._transfer = transfer
+        self._channel = channel
         self._config = config
         self._probes = probes
-        self._states = engine.states()
+        self._states: Sequence[EngineState] = engine.states()
         self._dtypes = self._readable_dtypes()
         self._draft_expected = None if draft is None else self._draft_fingerprints(draft)
         self._num_refits = 0
@@ -108,13 +99,13 @@ class RefitGate:
         """Bring the engines to the learner's present weights, as `version`.
 
         Raises:
-            RefitError: an engine kept another version, did not reset its prefix cache, or holds other weights.
+            RefitError: an engine did not take the weights, kept another version, did not reset its prefix cache, or
+                holds other weights.
         """
-        snapshot = self._learner.publish(self._transfer, version)
-        states = self._engine.refit(Path(snapshot.path), policy_version=version)
-        self._check_states(self._states, states, snapshot)
-        self._states = states
-        due = self._num_refits % self._config.check_every_steps == 0
+        delivery = self._channel.send(version)
+        self._check_states(self._states, delivery, version)
+        self._states = delivery.states
+        due = delivery.digest is None or self._num_refits % self._config.check_every_steps == 0
         self._num_refits += 1
         if not due:
             return RefitCheck(num_tensors=0, elapsed_s=0.0)
@@ -123,15 +114,14 @@ class RefitGate:
         difference = self._check_probes(version) if self._dtypes is None else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
-    def _check_states(self, before: Sequence[EngineState], after: Sequence[EngineState], snapshot: Snapshot) -> None:
-        version = snapshot.version
-        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+    def _check_states(self, before: Sequence[EngineState], delivery: Delivery, version: int) -> None:
+        for index, (old, new) in enumerate(zip(before, delivery.states, strict=True)):
             if new.policy_version != version:
                 raise RefitError(f"engine {index} must hold policy version {version}, got {new.policy_version}")
-            if new.policy_digest != snapshot.digest:
+            if delivery.digest is not None and new.policy_digest != delivery.digest:
                 raise RefitError(
                     f"engine {index} must read policy version {version} as the learner wrote it, got other bytes from "
-                    f"{snapshot.path}"
+                    f"{delivery.origin}"
                 )
             if new.num_prefix_cache_resets != old.num_prefix_cache_resets + 1:
                 raise RefitError(

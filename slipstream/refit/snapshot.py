@@ -1,35 +1,32 @@
-"""Moving weights from the learner to the engines: versioned snapshots on storage that both see.
+"""Moving weights from the learner to engines on the same host: versioned snapshots in memory that both see.
 
-A snapshot is one safetensors file under the names of the Hugging Face checkpoint. On one host the directory lies in
-memory (`/dev/shm`).
+A snapshot is one safetensors file under the names of the Hugging Face checkpoint, in `/dev/shm` where there is one.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from slipstream.config import require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.refit.channel.source import WeightMeta, WeightSource
+
 _SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
-_SAFETENSORS_DTYPES = {
-    "torch.float32": "F32",
-    "torch.bfloat16": "BF16",
-    "torch.float16": "F16",
-    "torch.int64": "I64",
-    "torch.bool": "BOOL",
-}
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL"}
 _ALIGNMENT = 8
+_NUM_FILES = 2  # engines may read one version while the next is written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +52,25 @@ def discard_transfers(pid: int) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def require_space(directory: Path, num_bytes: int) -> None:
+    """Refuse a file system without room for all snapshots of a model of `num_bytes`.
+
+    Whoever writes to a mapped page that the file system cannot give is killed by a signal and says nothing.
+
+    Raises:
+        ConfigError: there is less.
+    """
+    free = shutil.disk_usage(directory).free
+    needed = _NUM_FILES * num_bytes
+    require(
+        needed <= free,
+        "refit.channel",
+        f"shared_memory needs {needed:,} bytes for {_NUM_FILES} snapshots of the weights in {directory.parent}",
+        f"{free:,} bytes free",
+        "mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs no files",
+    )
+
+
 def _transfer_prefix(pid: int) -> str:
     return f"slipstream-refit-{pid}-"
 
@@ -63,7 +79,8 @@ class SnapshotWriter:
     """Writes version after version of one model's weights into two files in turn.
 
     The files are mapped into memory once and overwritten in place, which costs a third of writing a new one. An engine
-    gets the path when the version is complete, and the version after it goes into the other file.
+    gets the path when the version is complete, and the version after it goes into the other file. Tensors are written
+    as they come: nobody holds the whole model but the file.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -72,46 +89,41 @@ class SnapshotWriter:
         self._buffers: dict[int, Tensor] = {}
         self._header = b""
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Snapshot:
-        """Write `weights` as `version`.
+    def write(self, source: WeightSource, *, version: int) -> Snapshot:
+        """Write what `source` gives as `version`.
 
         Raises:
-            ValueError: a tensor holds NaN or Inf: the engine would sample noise and say nothing.
+            ConfigError: the file system has no room for it.
+            ValueError: a tensor holds NaN or Inf; nobody must read the file.
         """
-        import torch
+        from slipstream.refit.channel.buckets import as_bytes
 
-        tensors = dict(weights)
-        header = _safetensors_header(tensors)
+        header = _safetensors_header(source.metas())
         assert self._header in (b"", header), "every version has the same tensors"
         self._header = header
-        path = self._directory / f"{self._name}-{version % 2}.safetensors"
-        buffer = self._buffer(path, version % 2, sum(tensor.nbytes for tensor in tensors.values()))
+        path = self._directory / f"{self._name}-{version % _NUM_FILES}.safetensors"
+        buffer = self._buffer(path, version % _NUM_FILES, source.num_bytes())
         start = len(header)
-        for name, tensor in tensors.items():
-            if not _is_finite(tensor):
-                raise ValueError(f"weight {name} of {self._name} version {version} must be finite, got NaN or Inf")
-            raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+        for _, tensor in source:
+            raw = as_bytes(tensor)
             buffer[start : start + len(raw)].copy_(raw)
             start += len(raw)
+        source.require_finite()
         return Snapshot(path=str(path), version=version, num_bytes=len(buffer), digest=bytes_digest([buffer]))
 
     def _buffer(self, path: Path, index: int, num_bytes: int) -> Tensor:
         import torch
 
         if index not in self._buffers:
+            if not self._buffers:
+                require_space(self._directory, len(self._header) + num_bytes)
             size = len(self._header) + num_bytes
             with path.open("wb") as file:
                 file.write(self._header)
-                file.truncate(size)
+                file.flush()
+                os.posix_fallocate(file.fileno(), 0, size)  # full now is an error here; full later would be a signal
             self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         return self._buffers[index]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf: both survive a sum, which is cheaper than looking at each value."""
-    import torch
-
-    return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
 def bytes_digest(parts: Iterable[Tensor]) -> str:
@@ -122,17 +134,17 @@ def bytes_digest(parts: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
+def _safetensors_header(metas: Sequence[WeightMeta]) -> bytes:
     """The head of a safetensors file: its length in 8 bytes, then JSON, padded so that the data is aligned."""
     start = 0
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, tensor in tensors.items():
-        entries[name] = {
-            "dtype": _SAFETENSORS_DTYPES[str(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.nbytes],
+    for meta in metas:
+        entries[meta.name] = {
+            "dtype": _SAFETENSORS_DTYPES[meta.dtype],
+            "shape": list(meta.shape),
+            "data_offsets": [start, start + meta.num_bytes],
         }
-        start += tensor.nbytes
+        start += meta.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -14,7 +14,8 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.imports import uncollected
-from slipstream.refit.config import EngineState
+from slipstream.refit.channel.choice import Location
+from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -92,12 +93,13 @@ class VllmEngine:
         )
         self._check_sampler()
         self._max_model_len = config.max_model_len
-        self._transfer_ready = False
+        self._is_draft_updating = False
         self._num_traced = 0
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self.policy_version = 0
         self.policy_digest = ""
         self.draft_version = 0
+        self.draft_digest = ""
         self.num_prefix_cache_resets = 0
 
     def generate(
@@ -200,14 +202,60 @@ class VllmEngine:
             RuntimeError: vLLM could not reset the prefix cache, or its ranks read different weights; the engine must
                 not be used further.
         """
-        self._transfer(policy, self._llm.start_weight_update)
+        self._read(policy, is_draft=False)
+        if draft is not None:
+            self._read(draft, is_draft=True)
+        return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
+
+    def locations(self) -> list[Location]:
+        """Where each of the engine's workers computes."""
+        return self._llm.collective_rpc("location")
+
+    def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
+        """Get ready to receive over `channel`; `settings` are what its sender says. Files can be read at any time."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        init = {"channel": channel, "settings": settings}
+        self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+
+    def start_update(self, *, is_draft: bool) -> None:
+        """What comes next is for the policy, or for the draft."""
+        require(self._speculates or not is_draft, "refit.draft", "needs an engine that speculates", is_draft)
+        (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
+        self._is_draft_updating = is_draft
+
+    def update(self, channel: Channel, settings: dict[str, Any]) -> None:
+        """Receive some or all weights over `channel`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {"channel": channel, "settings": settings}
+        self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    def finish_update(self) -> None:
+        """All weights have come.
+
+        Raises:
+            RuntimeError: the engine's ranks read different weights; the engine must not be used further.
+        """
+        self._llm.finish_weight_update()
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
-            raise RuntimeError(f"the engine's ranks read different weights for policy version {policy_version}")
-        self.policy_version, self.policy_digest = policy_version, digests.pop()
-        if draft is not None:
-            require(self._speculates, "refit.draft", "needs an engine that speculates", str(draft))
-            self._transfer(draft, self._llm.start_draft_weight_update)
+            raise RuntimeError("the engine's ranks read different weights in one update")
+        if self._is_draft_updating:
+            self.draft_digest = digests.pop()
+        else:
+            self.policy_digest = digests.pop()
+
+    def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
+        """Call what was received by these versions, and forget all cached prefixes.
+
+        Args:
+            draft_version: None if the draft stayed as it was.
+        Raises:
+            RuntimeError: vLLM could not reset the prefix cache; the engine must not be used further.
+        """
+        self.policy_version = policy_version
+        if draft_version is not None:
             self.draft_version = draft_version
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
@@ -253,6 +301,7 @@ class VllmEngine:
             policy_version=self.policy_version,
             policy_digest=self.policy_digest,
             draft_version=self.draft_version if self._speculates else None,
+            draft_digest=self.draft_digest,
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )
 
@@ -270,15 +319,10 @@ class VllmEngine:
             detokenize=False,
         )
 
-    def _transfer(self, path: Path, start: Any) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
-        if not self._transfer_ready:
-            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-            self._transfer_ready = True
-        start()
-        self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
-        self._llm.finish_weight_update()
+    def _read(self, path: Path, *, is_draft: bool) -> None:
+        self.start_update(is_draft=is_draft)
+        self.update(Channel.SHARED_MEMORY, {"path": str(path)})
+        self.finish_update()
 
     def _check_sampler(self) -> None:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]

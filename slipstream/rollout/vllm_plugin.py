@@ -12,6 +12,7 @@ import torch
 from vllm.platforms import current_platform
 
 from slipstream.refit import engine_transfer, engine_weights
+from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.rollout import vllm_sampler
 
@@ -30,6 +31,11 @@ class EngineProbe:
         device = torch.device(current_platform.device_type)
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
         return vllm_sampler.broken_v2(device) if uses_v2 else vllm_sampler.broken_v1(device)
+
+    def location(self) -> Location:
+        """Where this rank computes."""
+        device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
+        return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
 
     def received_digest(self) -> str:
         """Digest of the bytes that the last weight update of this rank read."""

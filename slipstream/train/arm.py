@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from slipstream.data.prompts import PromptStream
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import ArmRecord, StepRecord
+from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import transfer_directory
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
@@ -57,56 +56,53 @@ def train(
         log: gets the metrics of each step.
     """
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
-    transfer = transfer_directory()
     name = f"train_grpo {plan.arm.value}"
-    try:
-        with (
-            start_learner(recipe.learner, layout=recipe.layout) as learner,
-            plan.start_engine() as engine,
-            Verifier(recipe.reward) as verifier,
-            ExitStack() as running,
-        ):
-            learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
-            history = checkpoints.restore(learner)
-            running.enter_context(checkpoints.finished(learner))
-            bar = running.enter_context(
-                progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
-            )
+    with (
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
+        plan.start_engine() as engine,
+        Verifier(recipe.reward) as verifier,
+        ExitStack() as running,
+    ):
+        learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+        history = checkpoints.restore(learner)
+        running.enter_context(checkpoints.finished(learner))
+        channel = running.enter_context(open_channel(recipe.refit, learner, engine))
+        bar = running.enter_context(
+            progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
+        )
 
-            def on_step(record: StepRecord) -> None:
-                history.append(record)
-                log(metrics_of(record), record.step)
-                bar.advance(text=f"reward {record.reward_mean:.3f}")
-                words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
-                logger.info("%s: %s", name, ", ".join(words))
-                if len(history) % recipe.grpo.checkpoint_every_steps == 0:
-                    checkpoints.save(learner, history)
+        def on_step(record: StepRecord) -> None:
+            history.append(record)
+            log(metrics_of(record), record.step)
+            bar.advance(text=f"reward {record.reward_mean:.3f}")
+            words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
+            logger.info("%s: %s", name, ", ".join(words))
+            if len(history) % recipe.grpo.checkpoint_every_steps == 0:
+                checkpoints.save(learner, history)
 
-            SyncLoop(
-                arm=plan.arm,
-                engine=engine,
-                learner=learner,
-                prompts=PromptStream(
-                    prompts=tuple(prompts), batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
-                ),
-                score=lambda groups: score(groups, verifier, decode),
-                config=recipe.grpo,
-                sampling=recipe.sampling,
-                gate=RefitGate(
-                    engine,
-                    learner,
-                    transfer=transfer,
-                    draft=plan.draft,
-                    config=recipe.refit,
-                    probes=[prompt.token_ids for prompt in prompts[:_NUM_PROBES]],
-                ),
-                on_step=on_step,
-                draft_version=0 if plan.draft is not None else None,
-                guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
-            ).run(start_step=len(history))
-            learner.save_hf(directory / "policy", policy)
-    finally:
-        shutil.rmtree(transfer)
+        SyncLoop(
+            arm=plan.arm,
+            engine=engine,
+            learner=learner,
+            prompts=PromptStream(
+                prompts=tuple(prompts), batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
+            ),
+            score=lambda groups: score(groups, verifier, decode),
+            config=recipe.grpo,
+            sampling=recipe.sampling,
+            gate=RefitGate(
+                engine,
+                learner,
+                channel=channel,
+                draft=plan.draft,
+                config=recipe.refit,
+                probes=[prompt.token_ids for prompt in prompts[:_NUM_PROBES]],
+            ),
+            on_step=on_step,
+            draft_version=0 if plan.draft is not None else None,
+            guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+        ).run(start_step=len(history))
+        learner.save_hf(directory / "policy", policy)
     return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import ray
 
 from slipstream.placement.config import Layout
-from slipstream.refit.config import EngineState
+from slipstream.refit.channel.choice import Location
+from slipstream.refit.config import Channel, EngineState
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import SeenLengths, deal
 from slipstream.rollout.engine import GenerationResult, Portion, Trace
@@ -21,6 +22,7 @@ from slipstream.rollout.gathering import Call, gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
+from slipstream.workers.engine_control import RayEngineControl
 from slipstream.workers.idle import Idle
 from slipstream.workers.placement import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
@@ -65,6 +67,21 @@ class RemoteEngine:
                 actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
                 for actor in self._actors
             ]
+        )
+
+    def locations(self) -> list[Location]:
+        """Where each worker of each engine computes, engine by engine."""
+        return [place for places in ray.get([actor.locations.remote() for actor in self._actors]) for place in places]
+
+    def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
+        """What a sender in another process steers all engines with."""
+        workers = [len(places) for places in ray.get([actor.locations.remote() for actor in self._actors])]
+        return RayEngineControl(self._actors, channel=channel, num_workers_each=workers[0], timeout_s=timeout_s)
+
+    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
+        """See `VllmEngine.adopt`; one state an engine."""
+        return ray.get(
+            [actor.adopt.remote(policy_version=policy_version, draft_version=draft_version) for actor in self._actors]
         )
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:

@@ -17,6 +17,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
+from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
+    from slipstream.refit.channel.source import WeightSource
 
 Sequences = Sequence[Sequence[int]]
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
+_POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,14 @@ class LearnerProcess:
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
         self._draft_chats: _DraftChats | None = None
-        self._snapshots: dict[Path, SnapshotWriter] = {}
+        self._sources: dict[str, WeightSource] = {}  # by model
+        self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
+        self._sender: Sender | None = None
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
         self._policy = self._load(path, optimizer)
+        self._sources.pop(_POLICY, None)
         self._reference = self._load(path, None) if with_reference else None
         return self._policy.architecture.num_parameters()
 
@@ -82,12 +89,14 @@ class LearnerProcess:
             world_size=self._world_size,
             master_port=self._master_port,
         )
+        self._sources.pop(_POLICY, None)
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = None
-        self._snapshots = {}
+        self.close_stream()
+        self._sources, self._snapshots = {}, {}
         gc.collect()
 
     def offload(self) -> int:
@@ -175,15 +184,46 @@ class LearnerProcess:
         total = summed_over_data_ranks if self._config.parallel.data > 1 else None
         return trained, self._drafting.step(kept, batch.prompt_lengths, states, sum_over_ranks=total)
 
+    def location(self) -> Location:
+        """Where this rank computes."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return here()
+        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+    def weight_bytes(self) -> int:
+        """Size of the policy as it is sent to engines; collective."""
+        return self._source(_POLICY).num_bytes()
+
     def publish(self, directory: Path, version: int) -> Snapshot | None:
-        """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
-        weights = self._loaded.weights()
-        if self._rank == 0:
-            writer = self._snapshots.setdefault(directory, SnapshotWriter(directory, "policy"))
-            return writer.write(weights, version=version)
-        for _ in weights:  # gathering is collective: every rank must run through it
-            pass
-        return None
+        """Write the policy for engines on this host; rank 0 alone writes and returns the snapshot."""
+        return self._publish(_POLICY, directory, version)
+
+    def publish_draft(self, directory: Path, version: int) -> Snapshot | None:
+        """The same of the draft."""
+        return self._publish(_DRAFT, directory, version)
+
+    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+        """Join a channel with the engines, which rank 0 steers; one that was open is left."""
+        from slipstream.refit.channel.sender import open_sender
+        from slipstream.workers.engine_control import node_address
+
+        self.close_stream()
+        self._sender = open_sender(
+            settings, engines=engines, source=self._source(_POLICY), rank=self._rank, address=node_address()
+        )
+
+    def stream(self, *, is_draft: bool) -> Sent:
+        """Send the policy, or the draft, to the engines; what rank 0 returns counts."""
+        assert self._sender is not None, "open_stream comes first"
+        return self._sender.send(self._source(_DRAFT if is_draft else _POLICY), is_draft=is_draft)
+
+    def close_stream(self) -> None:
+        """Leave the channel, if there is one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[WeightPart, int]:
         """Fingerprints, as these types, of the parts of the policy that this rank answers for."""
@@ -210,6 +250,7 @@ class LearnerProcess:
         from slipstream.drafts.trainer import DraftTrainer
 
         self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
+        self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
@@ -254,6 +295,21 @@ class LearnerProcess:
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
+
+    def _source(self, model: str) -> WeightSource:
+        from slipstream.refit.channel.source import WeightSource
+
+        weights = self._loaded.weights if model == _POLICY else self._drafting.weights
+        return self._sources.setdefault(model, WeightSource(weights, model=model))
+
+    def _publish(self, model: str, directory: Path, version: int) -> Snapshot | None:
+        source = self._source(model)
+        if self._rank == 0:
+            writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
+            return writer.write(source, version=version)
+        for _ in source:  # gathering is collective: every rank must run through it
+            pass
+        return None
 
     def _generator(self, seed: int) -> torch.Generator:
         """Where the learner computes; ranks that compute different tokens draw different numbers."""

@@ -24,9 +24,11 @@ from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
+from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.engine_control import answers_of
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement import reserved
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
+    from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
     from slipstream.refit.snapshot import Snapshot
 
 Sequences = Sequence[Sequence[int]]
+_GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
 
 
 class RemoteLearner:
@@ -128,9 +132,35 @@ class RemoteLearner:
         own = [answer.own_logprobs for answer in answers if answer.own_logprobs is not None]
         return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
 
+    def locations(self) -> list[Location]:
+        """Where each rank computes."""
+        return ray.get([rank.location.remote() for rank in self._ranks])
+
+    def weight_bytes(self) -> int:
+        """Size of the policy as it is sent to engines."""
+        return self._on_all(lambda rank: rank.weight_bytes.remote())
+
     def publish(self, directory: Path, version: int) -> Snapshot:
         """Write the present weights for the engines."""
         return self._on_all(lambda rank: rank.publish.remote(directory, version))
+
+    def publish_draft(self, directory: Path, version: int) -> Snapshot:
+        """Write the draft's present weights for the engines."""
+        return self._on_all(lambda rank: rank.publish_draft.remote(directory, version))
+
+    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+        """Join a channel with the engines. See `answers_of` for errors."""
+        calls = [rank.open_stream.remote(settings, engines) for rank in self._ranks]
+        answers_of(calls, names=self._names, action="open the weight channel", timeout_s=settings.timeout_s + _GRACE_S)
+
+    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+        """Send the policy, or the draft, to the engines that joined. See `answers_of` for errors."""
+        calls = [rank.stream.remote(is_draft=is_draft) for rank in self._ranks]
+        return answers_of(calls, names=self._names, action="send the weights", timeout_s=timeout_s + _GRACE_S)[0]
+
+    def close_stream(self) -> None:
+        """Leave the channel."""
+        self._on_all(lambda rank: rank.close_stream.remote())
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         """Fingerprints that an engine with these types must have of every tensor of the policy."""
@@ -195,6 +225,10 @@ class RemoteLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"learner rank {index}" for index in range(len(self._ranks))]
 
     def _on_all(self, call: Callable[[Any], Any]) -> Any:
         return ray.get([call(rank) for rank in self._ranks])[0]

@@ -17,10 +17,11 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
 from slipstream.records import CertificateRecord
-from slipstream.refit.config import RefitConfig, RefitError
+from slipstream.refit.channel.driver import Delivery
+from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot, bytes_digest
+from slipstream.refit.snapshot import bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Dtype, Prompt
@@ -219,15 +220,25 @@ def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -
 
 
 class Publisher:
-    """A learner that holds one of the models, and sends it or another."""
+    """A learner that holds one of the models, and a channel that brings it or another."""
 
     def __init__(self, bench: Bench, policy: str, *, sends: str | None = None, altered: bool = False) -> None:
         self.bench, self.policy, self.sends, self.altered = bench, policy, sends or policy, altered
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
+    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+        assert draft_version is None
         path = self.bench.models[self.sends] / "model.safetensors"
         digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
-        return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size, digest=digest)
+        return Delivery(
+            states=self.refit(path, policy_version=policy_version),
+            digest=digest,
+            num_bytes=path.stat().st_size,
+            origin=str(path),
+        )
+
+    def refit(self, path: Path, *, policy_version: int) -> list[EngineState]:
+        """The engine's own."""
+        return self.bench.engine.refit(path, policy_version=policy_version)
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         return weight_totals([self.bench.exact[self.policy].weight_fingerprints(dtypes)])
@@ -240,7 +251,7 @@ def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_p
     return RefitGate(
         bench.engine,
         publisher,
-        transfer=Path("unused"),
+        channel=publisher,
         draft=bench.models[draft],
         config=RefitConfig(),
         probes=[prompt.token_ids for prompt in PROMPTS] if with_probes else (),
@@ -267,21 +278,15 @@ def test_weights_of_another_policy_are_named(bench: Bench, inject: Callable[...,
 def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[..., None]) -> None:
     import ray
 
-    checked = gate(bench, Publisher(bench, "old"))
-    refit = bench.engine.refit
+    class Flipping(Publisher):
+        """A channel to an engine whose memory loses a bit after the refit."""
 
-    class Flipping:
-        """The engine, with memory that loses a bit after the refit."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(bench.engine, name)
-
-        def refit(self, *args: Any, **kwargs: Any) -> Any:
-            states = refit(*args, **kwargs)
+        def refit(self, path: Path, *, policy_version: int) -> list[EngineState]:
+            states = super().refit(path, policy_version=policy_version)
             ray.get(bench.actor.flip.remote("model.norm.weight"))
             return states
 
-    checked._engine = Flipping()  # type: ignore[assignment]
+    checked = gate(bench, Flipping(bench, "old"))
     with pytest.raises(RefitError, match=r"1 of 47 tensors differ: model\.norm\.weight"):
         checked.refit(1)
 

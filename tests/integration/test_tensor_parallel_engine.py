@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftMethod, speculative_config
+<<<<<<< HEAD
 from slipstream.ragged import Ragged
+=======
+from slipstream.refit.channel.driver import Delivery
+>>>>>>> w-channels
 from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot, bytes_digest
+from slipstream.refit.snapshot import bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.types import Dtype, Prompt
 
@@ -54,22 +58,28 @@ def engine(models: dict[str, Path], ray_session: None) -> Iterator[Any]:
 
 
 class Publisher:
-    """A learner that holds the new policy, and sends it or another."""
+    """A learner that holds the new policy, and a channel that brings it or another."""
 
-    def __init__(self, models: dict[str, Path], sends: str) -> None:
+    def __init__(self, engine: Any, models: dict[str, Path], sends: str) -> None:
         from slipstream.policy.config import LearnerConfig
         from slipstream.workers.learner_process import LearnerProcess
 
+        self.engine = engine
         self.path = models[sends] / "model.safetensors"
         self.process = LearnerProcess(LearnerConfig())
         self.process.load(models["new"], None)
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
+    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
         import torch
 
+        assert draft_version is None
         content = self.path.read_bytes()
-        digest = bytes_digest([torch.tensor(list(content)).byte()])
-        return Snapshot(path=str(self.path), version=version, num_bytes=len(content), digest=digest)
+        return Delivery(
+            states=self.engine.refit(self.path, policy_version=policy_version),
+            digest=bytes_digest([torch.tensor(list(content)).byte()]),
+            num_bytes=len(content),
+            origin=str(self.path),
+        )
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         return weight_totals([self.process.weight_fingerprints(dtypes)])
@@ -79,7 +89,7 @@ class Publisher:
 
 
 def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:
-    return RefitGate(engine, publisher, transfer=Path("unused"), draft=draft, config=RefitConfig(), probes=())
+    return RefitGate(engine, publisher, channel=publisher, draft=draft, config=RefitConfig(), probes=())
 
 
 def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
@@ -92,9 +102,14 @@ def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
     results = {"old": engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)}
     again = engine.generate(PROMPTS[::-1], sampling=SAMPLING, group_size=4, seed=1)
     assert [group.rollouts for group in again.groups[::-1]] == [group.rollouts for group in results["old"].groups]
+<<<<<<< HEAD
     check = gate(engine, Publisher(models, "new"), models["draft"]).refit(1)
     files = [models[name] / "model.safetensors" for name in ("new", "draft")]
     assert check.num_tensors == sum(len(load_file(file)) for file in files)
+=======
+    check = gate(engine, Publisher(engine, models, "new"), models["draft"]).refit(1)
+    assert check.num_tensors > len(load_file(models["new"] / "model.safetensors"))  # the draft's too
+>>>>>>> w-channels
     results["new"] = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     for name, result in results.items():
         assert result.acceptance is not None and result.acceptance.num_drafts > 0
@@ -111,4 +126,4 @@ def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
 
 def test_the_gate_names_a_shard_of_another_policy(engine: Any, models: dict[str, Path]) -> None:
     with pytest.raises(RefitError, match=r"must hold policy version 2 to the last bit: \d+ of \d+ tensors differ"):
-        gate(engine, Publisher(models, "old"), models["draft"]).refit(2)
+        gate(engine, Publisher(engine, models, "old"), models["draft"]).refit(2)

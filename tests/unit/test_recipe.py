@@ -63,6 +63,14 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6; "
             "tuning compares engines that live at once",
         ),
+        *(
+            (
+                {"refit": {"channel": channel}},
+                "refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got "
+                f"{channel!r}; set auto",
+            )
+            for channel in ("nccl", "ipc")
+        ),
         (
             {"learner": {"distributed_optimizer": True}},
             "learner.distributed_optimizer must be false with the optimizer 'muon', got True; it splits matrices over "

@@ -12,7 +12,8 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.refit.config import EngineState, RefitError
+from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.config import Channel, EngineState, RefitError
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -143,7 +144,16 @@ class NotedEngine:
             groups=rollout_groups(prompts, group_size, self.version), acceptance=None, generation_s=1.0
         )
 
+    def locations(self) -> list[Location]:
+        return [here()]
+
     def refit(self, policy: Path, *, policy_version: int, **_: Any) -> list[EngineState]:
+        return self.adopt(policy_version=policy_version, draft_version=None)
+
+    def control(self, channel: Channel, *, timeout_s: float) -> Any:
+        return "control", channel, timeout_s
+
+    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
         self.version, self.num_resets = policy_version, self.num_resets + 1
         return self.states()
 

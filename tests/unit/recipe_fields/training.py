@@ -15,6 +15,8 @@ from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records import TrainStats
+from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel.sender import Sent
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
@@ -31,6 +33,7 @@ class NotedLearner:
         self.loads: list[Any] = []
         self.updates: list[Any] = []
         self.checkpoints: list[str] = []
+        self.channels: list[Any] = []
 
     def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
         self.loads.append((optimizer, with_reference))
@@ -49,7 +52,24 @@ class NotedLearner:
         stats = TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.0)
         return Trained(stats=stats, own_logprobs=self.logprobs(update.batch, update.temperature))
 
+    def locations(self) -> list[Location]:
+        return [here()]
+
+    def weight_bytes(self) -> int:
+        return 4
+
+    def open_stream(self, settings: Any, engines: Any) -> None:
+        self.channels.append((settings, engines))
+
+    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+        self.channels.append(timeout_s)
+        return Sent(num_bytes=4, digest="d")
+
+    def close_stream(self) -> None:
+        self.channels.append("closed")
+
     def publish(self, directory: Path, version: int) -> Snapshot:
+        self.channels.append("published")
         return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
@@ -147,12 +167,18 @@ def training_checks(recipe: Recipe, tools: Tools) -> object:
     return [step.refit.probe_difference for step in record.steps]
 
 
+def training_channel(recipe: Recipe, tools: Tools) -> object:
+    """How weights travel: which channel is opened, with which buckets and deadlines."""
+    return trained(recipe, tools)[1].channels
+
+
 def reward_workers(recipe: Recipe, tools: Tools) -> object:
     return trained(recipe, tools)[3]
 
 
 CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
+OVER_GLOO = {"refit.channel": "gloo"}
 CHECKS = {
     "sampling.temperature": Check(0.5, training_calls),
     "grpo.num_steps": Check(5, training_calls),
@@ -174,6 +200,9 @@ CHECKS = {
     "grpo.loss.clip_high": Check(0.4, training_loss),
     "grpo.loss.kl_coefficient": Check(0.1, training_loss),
     "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    "refit.channel": Check("gloo", training_channel),
+    "refit.bucket_mib": Check(1.0, training_channel, OVER_GLOO),
+    "refit.timeout_s": Check(5.0, training_channel, OVER_GLOO),
     "refit.check_every_steps": Check(2, training_calls),
     "refit.max_probe_difference": Check(0.01, training_checks),
     "reward.timeout_s": Check(1.0, reward_workers),

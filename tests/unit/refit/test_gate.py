@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot
 
 DTYPES = {f"w{i}": "float32" for i in range(7)}
 DRAFT_TENSOR = torch.tensor([1.0, 2.0])
@@ -25,16 +25,11 @@ LEARNER_LOGPROBS = (-1.0, -2.0, -3.0)
 
 
 class Learner:
-    """Publishes version after version; its logprobs are those above, cut at the probes' lengths."""
+    """Its logprobs are those above, cut at the probes' lengths."""
 
     def __init__(self) -> None:
         self.version = 0
         self.asked: list[object] = []
-
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        self.asked.append(("publish", directory, version))
-        self.version = version
-        return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         assert dtypes == DTYPES
@@ -57,14 +52,11 @@ class Engines:
         self.offsets = (0.0, 0.0)
         self.asked: list[object] = []
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        self.asked.append(("refit", policy, policy_version, draft))
+    def take(self, version: int, digest: str) -> list[EngineState]:
         self.state = replace(
             self.state,
-            policy_version=policy_version,
-            policy_digest=f"digest {policy_version}",
+            policy_version=version,
+            policy_digest=digest,
             num_prefix_cache_resets=self.state.num_prefix_cache_resets + 1,
         )
         return [self.state, replace(self.state, **self.lie)]
@@ -94,6 +86,24 @@ class Engines:
         ]
 
 
+class Channel:
+    """Brings version after version; `counts` the bytes of each, or not."""
+
+    def __init__(self, engine: Engines, learner: Learner, *, counts: bool = True) -> None:
+        self.engine, self.learner, self.counts = engine, learner, counts
+
+    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+        self.engine.asked.append(("send", policy_version, draft_version))
+        self.learner.version = policy_version
+        digest = f"digest {policy_version}" if self.counts else ""
+        return Delivery(
+            states=self.engine.take(policy_version, digest),
+            digest=digest or None,
+            num_bytes=4,
+            origin=f"weights {policy_version}",
+        )
+
+
 def gate(
     engine: Engines,
     *,
@@ -101,11 +111,13 @@ def gate(
     draft: Path | None = None,
     config: RefitConfig | None = None,
     probes: Sequence[Sequence[int]] = (),
+    counts: bool = True,
 ) -> RefitGate:
+    learner = learner or Learner()
     return RefitGate(
         engine,
-        learner or Learner(),
-        transfer=Path("transfer"),
+        learner,
+        channel=Channel(engine, learner, counts=counts),
         draft=draft,
         config=config or RefitConfig(),
         probes=probes,
@@ -118,14 +130,13 @@ def draft(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_engines_are_handed_what_the_learner_published(draft: Path) -> None:
+def test_the_channel_is_asked_to_send_and_then_all_tensors_are_compared(draft: Path) -> None:
     engine, learner = Engines(), Learner()
     check = gate(engine, learner=learner, draft=draft).refit(4)
-    assert learner.asked == [("publish", Path("transfer"), 4)]
     assert engine.asked == [
         ("dtypes", False),
         ("dtypes", True),
-        ("refit", Path("weights 4"), 4, None),
+        ("send", 4, None),
         ("fingerprints", False),
         ("fingerprints", True),
     ]
@@ -145,6 +156,11 @@ def test_the_first_refit_and_every_nth_after_it_are_checked_in_full() -> None:
     unchecked = gate(Engines(), config=RefitConfig(check_every_steps=2))
     unchecked.refit(0)
     assert (unchecked.refit(1).elapsed_s, unchecked.refit(2).num_tensors) == (0.0, 7)
+
+
+def test_every_refit_over_a_channel_that_counts_no_bytes_is_checked_in_full() -> None:
+    checked = gate(Engines(), config=RefitConfig(check_every_steps=3), counts=False)
+    assert [checked.refit(version).num_tensors for version in range(4)] == [7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +196,8 @@ def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: 
 
 def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
     class Lost(Engines):
-        def refit(self, *args: Any, **kwargs: Any) -> list[EngineState]:
-            return super().refit(*args, **kwargs)[:1]
+        def take(self, version: int, digest: str) -> list[EngineState]:
+            return super().take(version, digest)[:1]
 
     checked = gate(Lost())
     with pytest.raises(ValueError, match="zip"):

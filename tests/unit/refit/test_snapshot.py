@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +16,21 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from slipstream.config import ConfigError
 from slipstream.refit import snapshot
-from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, transfer_directory
+from slipstream.refit.channel.source import WeightSource
+from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, require_space, transfer_directory
 
 
-def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+def source(tensors: list[tuple[str, torch.Tensor]], model: str = "policy") -> WeightSource:
+    return WeightSource(lambda: iter(tensors), model=model)
+
+
+def weights(value: float) -> WeightSource:
+    return source(tensors(value))
+
+
+def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
     return [
         ("embed.weight", torch.full((3, 5), value, dtype=torch.bfloat16)),
         ("head.weight", torch.arange(4, dtype=torch.float32) + value),
@@ -31,8 +45,8 @@ def test_a_snapshot_is_a_safetensors_file_of_exactly_the_weights(tmp_path: Path)
 
     assert written.version == 7
     assert written.num_bytes == Path(written.path).stat().st_size
-    assert set(read) == {name for name, _ in weights(2.0)}
-    for name, tensor in weights(2.0):
+    assert set(read) == {name for name, _ in tensors(2.0)}
+    for name, tensor in tensors(2.0):
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
 
@@ -52,18 +66,18 @@ def test_weights_that_are_not_finite_never_reach_an_engine(tmp_path: Path, value
 
     with pytest.raises(ValueError) as caught:
         writer.write(weights(value), version=3)
-    assert str(caught.value) == "weight embed.weight of policy version 3 must be finite, got NaN or Inf"
+    assert str(caught.value) == "weight embed.weight of the policy must be finite, got NaN or Inf"
 
 
 def test_finite_weights_whose_sum_is_not_are_written(tmp_path: Path) -> None:
     huge = torch.full((8,), 3e38)
-    assert torch.equal(load_file(SnapshotWriter(tmp_path, "p").write([("w", huge)], version=0).path)["w"], huge)
+    assert torch.equal(load_file(SnapshotWriter(tmp_path, "p").write(source([("w", huge)]), version=0).path)["w"], huge)
 
 
 def test_a_file_is_a_padded_header_and_then_the_bytes(tmp_path: Path) -> None:
     """The format's own words: 8 bytes of the header's length, JSON padded to a multiple of 8, data in order."""
-    tensors = [("a", torch.tensor([1, 2], dtype=torch.int64)), ("bb", torch.tensor([[True], [False]]))]
-    written = SnapshotWriter(tmp_path, "policy").write(tensors, version=4)
+    two = [("a", torch.tensor([1, 2], dtype=torch.int64)), ("bb", torch.tensor([[True], [False]]))]
+    written = SnapshotWriter(tmp_path, "policy").write(source(two), version=4)
     header = (
         '{"__metadata__":{"format":"pt"},"a":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
         '"bb":{"dtype":"BOOL","shape":[2,1],"data_offsets":[16,18]}}'
@@ -74,6 +88,61 @@ def test_a_file_is_a_padded_header_and_then_the_bytes(tmp_path: Path) -> None:
     assert Path(written.path).read_bytes() == expected
     assert (written.path, written.num_bytes) == (str(tmp_path / "policy-0.safetensors"), len(expected))
     assert written.digest == xxhash.xxh3_64(expected).hexdigest()
+
+
+def test_tensors_are_written_as_they_come_and_none_is_kept(tmp_path: Path) -> None:
+    """No two tensors of the model need to live at once."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def fresh() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(4):
+            assert sum(each() is not None for each in alive) <= 1  # the one that was given last
+            tensor = torch.full((8,), float(index))
+            alive.append(weakref.ref(tensor))
+            yield f"w{index}", tensor
+
+    written = SnapshotWriter(tmp_path, "policy").write(WeightSource(fresh, model="policy"), version=0)
+    assert [tensor[0] for tensor in load_file(written.path).values()] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_file_system_without_room_for_two_snapshots_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ConfigError) as caught:
+        require_space(tmp_path, free)
+    needed, rest = str(caught.value).split(" bytes for ")
+    assert needed == f"refit.channel shared_memory needs {2 * free:,}"
+    assert rest.startswith(f"2 snapshots of the weights in {tmp_path.parent}, got '")
+    assert rest.endswith(
+        "bytes free'; mount a larger /dev/shm (a pod has 64 MiB unless it says otherwise), or set gloo, which needs "
+        "no files"
+    )
+    require_space(tmp_path, 1)
+
+
+def _may_mount() -> bool:
+    return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _may_mount(), reason="mounting a file system takes root and CAP_SYS_ADMIN")
+def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    """As in a pod: the tensor fits once and not twice."""
+    script = (
+        "import torch; from pathlib import Path; from slipstream.refit.channel.source import WeightSource; "
+        "from slipstream.refit.snapshot import SnapshotWriter; "
+        "source = WeightSource(lambda: iter([('w', torch.ones(150_000))]), model='policy'); "
+        f"SnapshotWriter(Path('{tmp_path}') / 'small', 'policy').write(source, version=0)"
+    )
+    mount = f"mkdir {tmp_path}/small && mount -t tmpfs -o size=1m tmpfs {tmp_path}/small"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount} && "{sys.executable}" -c "{script}"'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        "ConfigError: refit.channel shared_memory needs 1,200,208 bytes" in done.stderr
+    )  # twice 600,000 and a header of 104
+    assert "'1,048,576 bytes free'" in done.stderr
 
 
 def test_versions_alternate_between_two_files(tmp_path: Path) -> None:
@@ -88,7 +157,7 @@ def test_other_tensors_under_the_same_name_are_a_mistake_of_ours(tmp_path: Path)
     writer = SnapshotWriter(tmp_path, "policy")
     writer.write(weights(1.0), version=0)
     with pytest.raises(AssertionError, match=r"^every version has the same tensors"):
-        writer.write(weights(1.0)[:1], version=1)
+        writer.write(source(tensors(1.0)[:1]), version=1)
 
 
 def test_a_host_without_such_a_file_system_takes_its_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ The gate is the real one: what it asks of engine and learner is part of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
+from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -70,11 +69,9 @@ class NotingEngine:
         acceptance = None if self.draft_version is None else accepted(24)
         return GenerationResult(groups=groups, acceptance=acceptance, generation_s=0.0)
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        self.calls.append(("refit", {"policy": str(policy), "policy_version": policy_version, "draft": draft}))
-        self.version, self.num_resets = policy_version, self.num_resets + 1
+    def take(self, version: int) -> list[EngineState]:
+        self.calls.append(("take", {"version": version}))
+        self.version, self.num_resets = version, self.num_resets + 1
         return self.states()
 
     def states(self) -> list[EngineState]:
@@ -123,10 +120,10 @@ class NotingLearner:
         own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
         return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        self.calls.append(("publish", {"directory": directory, "version": version}))
+    def give(self, version: int) -> str:
+        self.calls.append(("give", {"version": version}))
         self.published = version
-        return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
+        return f"digest {version}"
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         self.calls.append(("weight_fingerprints", {"dtypes": dtypes}))
@@ -134,6 +131,21 @@ class NotingLearner:
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
+
+
+@dataclass(frozen=True)
+class NotingChannel:
+    """From the one to the other."""
+
+    learner: NotingLearner
+    engine: NotingEngine
+
+    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+        assert draft_version is None  # the loop trains the policy alone
+        digest = self.learner.give(policy_version)
+        return Delivery(
+            states=self.engine.take(policy_version), digest=digest, num_bytes=4, origin=f"weights {policy_version}"
+        )
 
 
 def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
@@ -189,7 +201,7 @@ def run(
         score=score,
         config=config,
         sampling=SAMPLING,
-        gate=RefitGate(engine, learner, transfer=Path("transfer"), draft=None, config=RefitConfig()),
+        gate=RefitGate(engine, learner, channel=NotingChannel(learner, engine), draft=None, config=RefitConfig()),
         on_step=records.append,
         draft_version=engine.draft_version,
         guard=AcceptanceGuard() if guard is None else guard,
@@ -205,8 +217,8 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
     stream = PromptStream(prompts=PROMPTS, batch_size=2, seed=0)
     for step in (0, 1):
         prompts = stream.batch(step)
-        refit, generate = engine.calls[2 * step : 2 * step + 2]
-        assert refit == ("refit", {"policy": f"weights {step}", "policy_version": step, "draft": None})
+        take, generate = engine.calls[2 * step : 2 * step + 2]
+        assert take == ("take", {"version": step})
         assert generate == (
             "generate",
             {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]},
@@ -218,8 +230,8 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
             advantages=(0.5, -0.5, 0.0, 0.0),
             policy_version=step,
         )
-        publish, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
-        assert publish == ("publish", {"directory": Path("transfer"), "version": step})
+        give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
+        assert give == ("give", {"version": step})
         assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
@@ -267,7 +279,7 @@ def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
     learner = NotingLearner()
     (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
-    assert [name for name, _ in learner.calls] == ["publish", "weight_fingerprints", "train_step"]
+    assert [name for name, _ in learner.calls] == ["give", "weight_fingerprints", "train_step"]
     assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
     assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
     # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
@@ -325,8 +337,8 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
 
     engine, learner = NotingEngine(), NotingLearner()
     for owner, name, seconds in (
-        (learner, "publish", 1.0),
-        (engine, "refit", 2.0),
+        (learner, "give", 1.0),
+        (engine, "take", 2.0),
         (engine, "generate", 4.0),
         (learner, "logprobs", 8.0),
         (learner, "ref_logprobs", 16.0),
@@ -371,4 +383,4 @@ def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() 
     learner.weight_fingerprints = lambda dtypes: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
-    assert [name for name, _ in engine.calls] == ["refit"]
+    assert [name for name, _ in engine.calls] == ["take"]

@@ -1,0 +1,126 @@
+"""The learner's half of vLLM's own weight transfer: NCCL between GPUs, CUDA IPC on a GPU that both share.
+
+vLLM's trainer engines do the sending and steer the engines through `EngineControl`, which has the calls of vLLM's
+`VLLMWeightSyncClient`. What is added here: several engines in one group, drafts, and this project's weight sources.
+Neither channel counts the bytes that arrive: the refit gate compares every tensor instead, each time.
+Source: vllm/distributed/weight_transfer (nccl_engine.py, ipc_engine.py) of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
+from slipstream.refit.channel.source import WeightSource
+
+
+class Trainer(Protocol):
+    """vLLM's `TrainerWeightTransferEngine`, as far as it is used here."""
+
+    source: Any
+
+    def send_weights(self) -> None:
+        """Start, update and finish, on every rank."""
+        ...
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class SourceForVllm(VllmWeightSource):
+    """A source as vLLM's trainer engines read it."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        """See vLLM's `WeightSource.metadata`."""
+        return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in self._source.metas()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._pass = iter(self._source)
+        return self._pass
+
+    def drain(self) -> None:
+        """Go through what is left of the pass: the learner's other ranks are on their way through it."""
+        for _ in self._pass or iter(self._source):
+            pass
+
+
+class VllmSender:
+    """One rank of the learner before one of vLLM's trainer engines."""
+
+    def __init__(self, trainer: Trainer, engines: EngineControl) -> None:
+        self._trainer = trainer
+        self._engines = engines
+
+    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
+        """See `Sender.send`."""
+        self._engines.aim(is_draft=is_draft)
+        adapted = SourceForVllm(source)
+        self._trainer.source = adapted
+        try:
+            self._trainer.send_weights()
+        except BaseException:
+            adapted.drain()
+            raise
+        source.require_finite()
+        return Sent(num_bytes=source.num_bytes(), digest=None)
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self._trainer.shutdown()
+
+
+def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
+    """The learner's rank 0 and every worker of every engine in one NCCL group; they meet at rank 0's address."""
+    trainer = NCCLTrainerWeightTransferEngine.trainer_init(
+        nccl_init(settings, num_workers=engines.num_workers, address=address, port=_free_port(address)),
+        client=engines,
+        source=SourceForVllm(source),
+    )
+    return VllmSender(trainer, engines)
+
+
+def open_ipc(settings: StreamSettings, *, engines: EngineControl, source: WeightSource, rank: int) -> VllmSender:
+    """Every rank of the learner maps its bucket into the engine worker on its own GPU."""
+    largest = max(meta.num_bytes for meta in source.metas())
+    trainer = IPCTrainerWeightTransferEngine.trainer_init(
+        ipc_init(settings, largest_tensor_bytes=largest, rank=rank), client=engines, source=SourceForVllm(source)
+    )
+    return VllmSender(trainer, engines)
+
+
+def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
+    """What vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
+    return NCCLTrainerInitInfo(
+        rank=0,
+        master_address=address,
+        master_port=port,
+        world_size=1 + num_workers,
+        packed=True,
+        packed_buffer_size_bytes=settings.bucket_bytes,
+    )
+
+
+def ipc_init(settings: StreamSettings, *, largest_tensor_bytes: int, rank: int) -> IPCTrainerInitInfo:
+    """What vLLM's IPC sender starts with: a bucket holds whole tensors there, so it is as large as the largest."""
+    return IPCTrainerInitInfo(
+        rank=rank, packed=True, packed_buffer_size_bytes=max(settings.bucket_bytes, largest_tensor_bytes)
+    )
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

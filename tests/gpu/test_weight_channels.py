@@ -1,0 +1,106 @@
+"""The channels between GPUs, on real ones: what arrives is what shared memory brings, to the last bit.
+
+CUDA IPC runs on any one GPU, which learner and engine share; NCCL needs two. Not run so far: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.policy.config import LearnerConfig
+from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.gate import RefitGate
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import Dtype, Prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+ENGINE = EngineConfig(
+    max_model_len=128, max_num_seqs=16, dtype=Dtype.BFLOAT16, enforce_eager=False, gpu_memory_utilization=0.3
+)
+SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+
+
+@contextmanager
+def _ends(models: Mapping[str, Path], *, share: bool) -> Iterator[tuple[Any, Any]]:
+    """A learner with the policy `new` and an engine with `old`, on one GPU or on one each."""
+    import ray
+
+    from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+    from slipstream.workers.engines import RemoteEngine
+    from slipstream.workers.learner_process import LearnerProcess
+    from slipstream.workers.learners import RemoteLearner
+    from slipstream.workers.session import actor_environment
+
+    part = 0.5 if share else 1.0
+    environment = {"env_vars": actor_environment(process_environment(ENGINE))}
+    engine: Any = ray.remote(VllmEngine).options(num_gpus=part, runtime_env=environment)
+    engines = RemoteEngine([engine.remote(models["old"], config=ENGINE, speculative_config=None)])
+    learner: Any = None
+    try:
+        engines.states()  # it measures the free memory first
+        process: Any = ray.remote(LearnerProcess).options(num_gpus=part)
+        learner = RemoteLearner([process.remote(LearnerConfig(dtype=Dtype.BFLOAT16))])
+        learner.load(models["new"], None)
+        yield learner, engines
+    finally:
+        engines.close()
+        if learner is not None:
+            learner.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+
+
+def _drawn(result: GenerationResult) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
+    return [each.token_ids for each in rollouts], np.concatenate([each.rollout_logprobs for each in rollouts])
+
+
+def _compare(models: Mapping[str, Path], channel: Channel, *, share: bool) -> None:
+    """Greedy tokens and their logprobs by both channels, and the gate over the one under test, twice."""
+    drawn = {}
+    with _ends(models, share=share) as (learner, engines):
+        for version, each in enumerate((Channel.SHARED_MEMORY, channel), start=1):
+            engines.refit(models["old"], policy_version=0)
+            before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
+            config = RefitConfig(channel=each, bucket_mib=0.05)
+            with open_channel(config, learner, engines) as opened:
+                gate = RefitGate(engines, learner, channel=opened, draft=None, config=config)
+                assert gate.refit(version).num_tensors > 0
+                assert gate.refit(version + 10).num_tensors > 0
+            drawn[each] = _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0))
+            assert drawn[each][0] != _drawn(before)[0]
+    assert drawn[channel][0] == drawn[Channel.SHARED_MEMORY][0]
+    assert np.array_equal(drawn[channel][1], drawn[Channel.SHARED_MEMORY][1])
+
+
+def test_ipc_brings_the_same_bits_on_a_gpu_that_learner_and_engine_share(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    _compare(models, Channel.IPC, share=True)
+
+
+def test_nccl_brings_the_same_bits_from_one_gpu_to_another(models: dict[str, Path], ray_session: None) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL joins no two processes on one GPU: this needs two")
+    _compare(models, Channel.NCCL, share=False)
+
+
+def test_auto_is_ipc_where_learner_and_engine_share_a_gpu(models: dict[str, Path], ray_session: None) -> None:
+    with _ends(models, share=True) as (learner, engines), open_channel(RefitConfig(), learner, engines) as channel:
+        assert channel.send(1).origin == "the ipc channel"

@@ -1,0 +1,168 @@
+"""The channels between a real learner of two pipeline stages and two real engines: what arrives, and who failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.config import Channel, RefitConfig, RefitError
+from slipstream.refit.gate import RefitGate
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import Dtype, Prompt
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(
+    max_model_len=128,
+    max_num_seqs=16,
+    dtype=Dtype.FLOAT32,
+    enforce_eager=True,
+    num_threads=1,
+    kv_cache_gib=0.1,
+    num_engines=2,
+)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3), seed=9)
+NUM_POLICY_TENSORS = 47
+# The policy has 0.6 MB: buckets of 21 kB begin and end inside tensors.
+GLOO = RefitConfig(channel=Channel.GLOO, bucket_mib=0.02, timeout_s=60.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """A learner that holds the policy `new` and a draft of its own, and engines that started with `old`."""
+
+    learner: Any
+    engines: Any
+    models: dict[str, Path]
+
+    def back(self) -> None:
+        """The engines hold the old policy and draft again."""
+        self.engines.refit(self.models["old"], policy_version=0, draft=self.models["old_draft"])
+
+    def sample(self) -> GenerationResult:
+        """From both engines."""
+        return self.engines.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+
+
+@pytest.fixture(scope="module")
+def ends(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+    ray_session: None,
+) -> Iterator[Ends]:
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+
+    root = tmp_path_factory.mktemp("models")
+    models = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+    models["old_draft"] = make_draft(root / "old_draft", models["old"], 5)
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    config = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(pipeline=2), num_threads=1)
+    with (
+        start_learner(config) as learner,
+        start_engine(models["old"], config=ENGINE, speculative_config=draft) as engines,
+    ):
+        learner.load(models["new"], None)
+        learner.start_draft(models["new"], DRAFT)
+        yield Ends(learner=learner, engines=engines, models=models)
+
+
+def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
+
+
+def _logprobs(result: GenerationResult) -> np.ndarray:
+    return np.concatenate([rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts])
+
+
+def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: Ends) -> None:
+    ends.back()
+    before = ends.sample()
+    results, digests = {}, {}
+    for version, config in enumerate((RefitConfig(channel=Channel.SHARED_MEMORY), GLOO), start=1):
+        ends.back()
+        assert _tokens(ends.sample()) == _tokens(before)
+        with open_channel(config, ends.learner, ends.engines) as channel:
+            delivery = channel.send(version, draft_version=version)
+        assert [(state.policy_version, state.draft_version) for state in delivery.states] == [(version, version)] * 2
+        assert {state.policy_digest for state in delivery.states} == {delivery.digest}
+        assert {state.draft_digest for state in delivery.states} == {delivery.draft_digest}
+        results[config.channel], digests[config.channel] = ends.sample(), delivery.digest
+        for is_draft in (False, True):
+            held = ends.engines.weight_fingerprints(is_draft=is_draft)
+            assert held[0] == held[1]
+            results[config.channel, is_draft] = held[0]
+    shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]
+    assert _tokens(shared) != _tokens(before)
+    assert _tokens(gloo) == _tokens(shared)
+    assert np.array_equal(_logprobs(gloo), _logprobs(shared))
+    assert gloo.acceptance == shared.acceptance
+    for is_draft in (False, True):
+        assert results[Channel.GLOO, is_draft] == results[Channel.SHARED_MEMORY, is_draft]
+
+
+def test_the_gate_compares_every_tensor_of_what_came_over_gloo(ends: Ends) -> None:
+    ends.back()
+    with open_channel(GLOO, ends.learner, ends.engines) as channel:
+        gate = RefitGate(ends.engines, ends.learner, channel=channel, draft=ends.models["old_draft"], config=GLOO)
+        checks = [gate.refit(version) for version in (1, 2)]  # a channel is opened once and used again and again
+    assert all(check.num_tensors > NUM_POLICY_TENSORS for check in checks)  # the draft's are counted too
+
+
+def test_one_host_without_a_gpu_takes_shared_memory(ends: Ends) -> None:
+    with open_channel(RefitConfig(), ends.learner, ends.engines) as channel:
+        assert channel.send(1).origin.endswith("policy-1.safetensors")
+
+
+@pytest.mark.parametrize("channel", [Channel.NCCL, Channel.IPC])
+def test_channels_between_gpus_are_refused_on_cpus(ends: Ends, channel: Channel) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"refit\.channel must do without CUDA"),
+        open_channel(RefitConfig(channel=channel), ends.learner, ends.engines),
+    ):
+        pass
+
+
+def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
+    """Last but one in this module: the channel breaks."""
+    pid = _pid(ends, 1)
+    config = RefitConfig(channel=Channel.GLOO, timeout_s=5.0)
+    with open_channel(config, ends.learner, ends.engines) as channel:
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            with pytest.raises(RefitError, match=r"engine 1 did not start a weight update within 5 s"):
+                channel.send(3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert time.monotonic() - start < 20.0
+
+
+def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
+    """Last in this module: one engine is gone."""
+    with open_channel(GLOO, ends.learner, ends.engines) as channel:
+        os.kill(_pid(ends, 1), signal.SIGKILL)
+        with pytest.raises(RefitError, match=r"engine 1 died and could not start a weight update"):
+            channel.send(4)
+
+
+def _pid(ends: Ends, index: int) -> int:
+    import ray
+
+    return ray.get(ends.engines._actors[index].__ray_call__.remote(lambda _: os.getpid()))

@@ -1,0 +1,142 @@
+"""Channels as a driver holds them, between a learner and engines that note what they are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel.driver import Delivery, SharedMemoryChannel, StreamChannel, open_channel
+from slipstream.refit.channel.sender import Sent, StreamSettings
+from slipstream.refit.config import Channel, EngineState, RefitConfig
+from slipstream.refit.snapshot import Snapshot
+
+STATES = [
+    EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
+]
+
+
+class Ends:
+    """Learner and engines in one, so that the order between them is seen."""
+
+    def __init__(self, places: list[Location] | None = None, *, num_bytes: int = 10, digest: str | None = "p") -> None:
+        self.calls: list[Any] = []
+        self._places = places or [here()]
+        self._num_bytes = num_bytes
+        self._digest = digest
+
+    def locations(self) -> list[Location]:
+        return self._places
+
+    def weight_bytes(self) -> int:
+        return self._num_bytes
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        self.calls.append(("publish", directory, version))
+        return Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
+
+    def publish_draft(self, directory: Path, version: int) -> Snapshot:
+        self.calls.append(("publish_draft", directory, version))
+        return Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> list[EngineState]:
+        self.calls.append(("refit", policy, policy_version, draft, draft_version))
+        return STATES
+
+    def control(self, channel: Channel, *, timeout_s: float) -> Any:
+        return "control", channel, timeout_s
+
+    def open_stream(self, settings: StreamSettings, engines: Any) -> None:
+        self.calls.append(("open", settings, engines))
+
+    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+        self.calls.append(("stream", is_draft, timeout_s))
+        return Sent(num_bytes=2, digest="d") if is_draft else Sent(num_bytes=10, digest=self._digest)
+
+    def close_stream(self) -> None:
+        self.calls.append("close")
+
+    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
+        self.calls.append(("adopt", policy_version, draft_version))
+        return STATES
+
+
+def test_shared_memory_writes_and_has_the_engines_read(tmp_path: Path) -> None:
+    ends = Ends()
+    delivery = SharedMemoryChannel(ends, ends, tmp_path).send(7)
+    assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0)]
+    assert delivery == Delivery(states=STATES, digest="p", num_bytes=10, origin="policy 7")
+
+
+def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
+    ends = Ends()
+    delivery = SharedMemoryChannel(ends, ends, tmp_path).send(7, draft_version=3)
+    assert ends.calls == [
+        ("publish", tmp_path, 7),
+        ("publish_draft", tmp_path, 3),
+        ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
+    ]
+    assert (delivery.num_bytes, delivery.draft_digest) == (12, "d")
+
+
+def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    ends = Ends(num_bytes=1 << 60)
+    with pytest.raises(ConfigError, match=r"refit.channel shared_memory needs 2,305,843,009,213,693,952 bytes"):
+        SharedMemoryChannel(ends, ends, tmp_path)
+    assert ends.calls == []
+
+
+@pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
+def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel) -> None:
+    ends = Ends(digest=None if channel is not Channel.GLOO else "p")
+    stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
+    delivery = stream.send(7)
+    stream.send(8, draft_version=3)
+    stream.close()
+    settings = StreamSettings(channel=channel, bucket_bytes=1 << 20, timeout_s=5.0)
+    assert ends.calls == [
+        ("open", settings, ("control", channel, 5.0)),
+        ("stream", False, 5.0),
+        ("adopt", 7, None),
+        ("stream", False, 5.0),
+        ("stream", True, 5.0),
+        ("adopt", 8, 3),
+        "close",
+    ]
+    assert (delivery.digest, delivery.draft_digest, delivery.num_bytes) == (
+        "p" if channel is Channel.GLOO else None,
+        None,
+        10,
+    )
+    assert delivery.origin == f"the {channel.value} channel"
+
+
+def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
+    ends = Ends()
+    with open_channel(RefitConfig(), ends, ends) as channel:
+        channel.send(0)
+        directory = ends.calls[0][1]
+        assert directory.is_dir()
+    assert not directory.exists()
+
+
+def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
+    ends = Ends([here(), Location(host="b", memory="b")])
+    with open_channel(RefitConfig(), ends, ends) as channel:
+        channel.send(0)
+    assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
+
+
+def test_a_channel_that_the_hosts_cannot_do_is_refused_before_anything_is_opened() -> None:
+    ends = Ends()
+    with (
+        pytest.raises(ConfigError, match=r"refit\.channel"),
+        open_channel(RefitConfig(channel=Channel.NCCL), ends, ends),
+    ):
+        pass
+    assert ends.calls == []

@@ -1,0 +1,149 @@
+"""Weights as a stream: the same bytes in buckets of any size, no tensor lost, none that is not finite unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
+from slipstream.refit.channel.source import WeightMeta, WeightSource
+
+TENSORS = [
+    ("embed", torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)),  # 12 bytes
+    ("norm", torch.tensor([1.5, -2.5])),  # 8
+    ("d2t", torch.arange(3)),  # 24
+    ("mask", torch.tensor([True, False, True])),  # 3
+]
+
+
+def source(tensors: Sequence[tuple[str, Tensor]]) -> WeightSource:
+    return WeightSource(lambda: iter(tensors), model="policy")
+
+
+def test_metas_say_what_a_pass_gives_and_keep_no_tensor() -> None:
+    assert [(meta.name, meta.dtype, meta.shape, meta.num_bytes) for meta in source(TENSORS).metas()] == [
+        ("embed", "bfloat16", (3, 2), 12),
+        ("norm", "float32", (2,), 8),
+        ("d2t", "int64", (3,), 24),
+        ("mask", "bool", (3,), 3),
+    ]
+    assert source(TENSORS).num_bytes() == 47
+
+
+def test_one_pass_for_the_metas_and_one_for_each_time_the_weights_are_sent() -> None:
+    passes = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        passes.append("pass")
+        yield from TENSORS
+
+    counted = WeightSource(weights, model="policy")
+    assert not passes
+    counted.metas()
+    for _ in range(2):
+        assert [name for name, _ in counted] == ["embed", "norm", "d2t", "mask"]
+    counted.metas()
+    assert len(passes) == 3
+
+
+def test_other_tensors_than_before_are_a_mistake_of_ours() -> None:
+    given_first = [[*TENSORS], TENSORS[:1] + TENSORS[2:]]
+    changing = WeightSource(lambda: iter(given_first.pop(0)), model="policy")
+    changing.metas()
+    with pytest.raises(AssertionError, match="d2t"):
+        list(changing)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_when_all_have_gone_by(value: float) -> None:
+    """Not before: a rank that stops in the middle leaves the others alone in a collective."""
+    wrong = source([("a", torch.ones(2)), ("b", torch.tensor([1.0, value])), ("c", torch.tensor([value]))])
+    assert [name for name, _ in wrong] == ["a", "b", "c"]
+    with pytest.raises(ValueError) as caught:
+        wrong.require_finite()
+    assert str(caught.value) == "weight b of the policy must be finite, got NaN or Inf"
+
+
+def test_a_finite_pass_after_another_is_taken() -> None:
+    values = [float("nan"), float("nan"), 1.0]
+    healing = WeightSource(lambda: iter([("a", torch.tensor([values.pop(0)]))]), model="policy")
+    list(healing)
+    with pytest.raises(ValueError):
+        healing.require_finite()
+    list(healing)
+    healing.require_finite()
+
+
+def test_finite_weights_whose_sum_is_not_are_sent() -> None:
+    huge = source([("w", torch.full((8,), 3e38))])
+    assert len(list(huge)) == 1
+    huge.require_finite()
+
+
+def test_bucket_sizes_are_full_ones_and_the_rest() -> None:
+    assert bucket_sizes(47, 20) == [20, 20, 7]
+    assert bucket_sizes(40, 20) == [20, 20]
+    assert bucket_sizes(19, 20) == [19]
+
+
+def test_buckets_hold_the_tensors_bytes_one_behind_the_other() -> None:
+    buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+    buckets = [bucket.clone() for bucket in packed(TENSORS, buffers)]
+    assert [len(bucket) for bucket in buckets] == bucket_sizes(47, 16) == [16, 16, 15]
+    expected = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in TENSORS])
+    assert torch.equal(torch.cat(buckets), expected)
+
+
+def test_two_buffers_are_filled_in_turn() -> None:
+    buffers = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+    assert [bucket.data_ptr() for bucket in packed(TENSORS, buffers)] == [
+        buffers[0].data_ptr(),
+        buffers[1].data_ptr(),
+        buffers[0].data_ptr(),
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    bucket_bytes=st.integers(1, 64),
+)
+def test_whatever_the_bucket_tensors_come_back_as_they_were(sizes: list[int], bucket_bytes: int) -> None:
+    tensors = [(str(i), torch.randn(size)) for i, size in enumerate(sizes)]
+    stream = source(tensors)
+    unpacker = Unpacker(stream.metas())
+    back: list[tuple[str, Tensor]] = []
+    for bucket in packed(stream, [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]):
+        back += unpacker.feed(bucket)
+    assert unpacker.is_complete
+    assert [name for name, _ in back] == [name for name, _ in tensors]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(back, tensors, strict=True))
+
+
+def test_a_received_tensor_survives_the_bucket_that_it_came_in() -> None:
+    bucket = torch.tensor([1.0, 2.0]).view(torch.uint8).clone()
+    ((_, tensor),) = Unpacker([WeightMeta(name="w", dtype="float32", shape=(2,))]).feed(bucket)
+    bucket.zero_()
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_an_empty_tensor_comes_back_too() -> None:
+    tensors = [("a", torch.ones(1)), ("empty", torch.ones(0)), ("b", torch.ones(1)), ("last", torch.ones(0))]
+    unpacker = Unpacker(source(tensors).metas())
+    back = unpacker.feed(torch.cat([tensor for _, tensor in tensors]).view(torch.uint8))
+    assert [(name, tensor.tolist()) for name, tensor in back] == [
+        ("a", [1.0]),
+        ("empty", []),
+        ("b", [1.0]),
+        ("last", []),
+    ]
+
+
+def test_more_bytes_than_announced_are_an_error() -> None:
+    unpacker = Unpacker([WeightMeta(name="w", dtype="float32", shape=(1,))])
+    with pytest.raises(ValueError, match="2 bytes came after the last tensor"):
+        unpacker.feed(torch.zeros(6, dtype=torch.uint8))

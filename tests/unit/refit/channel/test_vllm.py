@@ -1,0 +1,160 @@
+"""The learner's half of vLLM's transfer, without a GPU: what it is opened with, and the order of the calls."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.refit.channel.sender import StreamSettings
+from slipstream.refit.channel.source import WeightSource
+from slipstream.refit.config import Channel
+
+TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
+SETTINGS = StreamSettings(channel=Channel.NCCL, bucket_bytes=64, timeout_s=1.0)
+vllm = pytest.importorskip("slipstream.refit.channel.vllm")
+
+
+def source(tensors: Any = TENSORS) -> WeightSource:
+    return WeightSource(lambda: iter(tensors), model="policy")
+
+
+class RecordingEngines:
+    """`EngineControl` that notes its calls."""
+
+    num_workers = 4
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def aim(self, *, is_draft: bool) -> None:
+        self.calls.append(("aim", is_draft))
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.calls.append(("init", init_info))
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.calls.append(("update", update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append("finish")
+
+
+class RecordingTrainer:
+    """vLLM's trainer engine, as `send_weights` uses its client and source; no GPU."""
+
+    def __init__(self, engines: RecordingEngines) -> None:
+        self.engines = engines
+        self.source: Any = None
+
+    def send_weights(self) -> None:
+        self.engines.start_weight_update()
+        self.engines.update_weights({"names": [name for name, _ in self.source]})
+        self.engines.finish_weight_update()
+
+    def shutdown(self) -> None:
+        self.engines.calls.append("shutdown")
+
+
+def test_a_source_tells_vllm_what_it_then_gives() -> None:
+    """vLLM's own check of metadata against iteration, which its sender runs on every parameter."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    adapted = vllm.SourceForVllm(source())
+    meta = adapted.metadata()
+    assert [(each.name, each.dtype, each.shape) for each in meta] == [
+        ("embed", torch.bfloat16, (3, 2)),
+        ("norm", torch.float32, (2,)),
+    ]
+    for _ in range(2):  # a fresh pass each time
+        checked = list(NCCLTrainerWeightTransferEngine._checked_iter(adapted, meta))
+        assert [name for name, _ in checked] == ["embed", "norm"]
+
+
+def test_policy_and_draft_go_through_one_trainer_each_with_its_own_weights() -> None:
+    engines = RecordingEngines()
+    sender = vllm.VllmSender(RecordingTrainer(engines), engines)
+    sent = sender.send(source(), is_draft=False)
+    sender.send(source([("fc", torch.ones(1))]), is_draft=True)
+    sender.close()
+    assert engines.calls == [
+        *[("aim", False), "start", ("update", {"names": ["embed", "norm"]}), "finish"],
+        *[("aim", True), "start", ("update", {"names": ["fc"]}), "finish"],
+        "shutdown",
+    ]
+    assert (sent.num_bytes, sent.digest) == (12 + 8, None)
+
+
+def test_weights_that_are_not_finite_are_an_error_after_all_were_sent() -> None:
+    """Earlier, the engines would wait for the rest in NCCL, which knows no timeout."""
+    engines = RecordingEngines()
+    sender = vllm.VllmSender(RecordingTrainer(engines), engines)
+    with pytest.raises(ValueError, match="weight a of the policy must be finite"):
+        sender.send(source([("a", torch.tensor([float("nan")])), ("b", torch.ones(1))]), is_draft=False)
+    assert ("update", {"names": ["a", "b"]}) in engines.calls
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_after_a_failure_the_rest_of_the_weights_goes_by_once(fails_after: int) -> None:
+    gone: list[str] = []
+
+    def weights() -> Any:
+        for name, tensor in TENSORS:
+            yield name, tensor
+            gone.append(name)
+
+    class Failing(RecordingTrainer):
+        def send_weights(self) -> None:
+            if fails_after:
+                given = iter(self.source)
+                for _ in range(fails_after):
+                    next(given)
+            raise RuntimeError("an engine is gone")
+
+    engines = RecordingEngines()
+    stream = WeightSource(weights, model="policy")
+    stream.metas()
+    gone.clear()
+    with pytest.raises(RuntimeError, match="an engine is gone"):
+        vllm.VllmSender(Failing(engines), engines).send(stream, is_draft=False)
+    assert gone == ["embed", "norm"]
+
+
+def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
+    info = vllm.nccl_init(SETTINGS, num_workers=4, address="10.0.0.1", port=1234)
+    assert asdict(info) == {
+        "rank": 0,
+        "master_address": "10.0.0.1",
+        "master_port": 1234,
+        "world_size": 5,
+        "packed": True,
+        "packed_buffer_size_bytes": 64,
+        "packed_num_buffers": 2,
+    }
+    assert (info.backend, info.is_sender) == ("nccl", True)
+
+
+@pytest.mark.parametrize(("largest", "buffer"), [(20, 64), (100, 100)])
+def test_an_ipc_bucket_holds_the_largest_tensor(largest: int, buffer: int) -> None:
+    info = vllm.ipc_init(SETTINGS, largest_tensor_bytes=largest, rank=3)
+    assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
+
+
+def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:
+    """The init info of vLLM's sender, shifted for the second engine of two with two workers each."""
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+
+    from slipstream.workers.engine_control import settings_of
+
+    told = worker_init_payload(
+        NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1, rank_offset=1, world_size=5, packed=True)
+    )
+    ranks = [NCCLWeightTransferInitInfo(**settings_of(told, index=i, num_workers_each=2)).rank_offset for i in (0, 1)]
+    assert ranks == [1, 3]
+    assert told["rank_offset"] == 1
+    assert settings_of({"packed": True}, index=1, num_workers_each=2) == {"packed": True}  # IPC has no ranks
