@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftMethod, speculative_config
-<<<<<<< HEAD
 from slipstream.ragged import Ragged
-=======
 from slipstream.refit.channel.driver import Delivery
->>>>>>> w-channels
 from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.refit.gate import RefitGate
@@ -102,14 +99,9 @@ def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
     results = {"old": engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)}
     again = engine.generate(PROMPTS[::-1], sampling=SAMPLING, group_size=4, seed=1)
     assert [group.rollouts for group in again.groups[::-1]] == [group.rollouts for group in results["old"].groups]
-<<<<<<< HEAD
-    check = gate(engine, Publisher(models, "new"), models["draft"]).refit(1)
+    check = gate(engine, Publisher(engine, models, "new"), models["draft"]).refit(1)
     files = [models[name] / "model.safetensors" for name in ("new", "draft")]
     assert check.num_tensors == sum(len(load_file(file)) for file in files)
-=======
-    check = gate(engine, Publisher(engine, models, "new"), models["draft"]).refit(1)
-    assert check.num_tensors > len(load_file(models["new"] / "model.safetensors"))  # the draft's too
->>>>>>> w-channels
     results["new"] = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     for name, result in results.items():
         assert result.acceptance is not None and result.acceptance.num_drafts > 0
