@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,29 +20,64 @@ from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
+from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.files import here
 from slipstream.workers.idle import Idle
-from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
+from slipstream.workers.session import actor_environment, own_node
 
 logger = logging.getLogger(__name__)
+
+
+class EngineProcess(VllmEngine):
+    """A rollout engine in an actor, on whichever host: it takes the driver's paths."""
+
+    def __init__(
+        self, policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None, origin: str
+    ) -> None:
+        """See `VllmEngine`; `origin` is the node whose files the paths name."""
+        if speculative_config is not None:
+            draft = here(Path(speculative_config["model"]), origin)
+            speculative_config = {**speculative_config, "model": str(draft)}
+        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config)
 
 
 class RemoteEngine:
     """Rollout engines in processes of their own, the prompts dealt out to them in turn."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = list(actors)
+    def __init__(
+        self, engines: Sequence[Worker], deadline: Deadline, *, start: Callable[[int], Worker] | None = None
+    ) -> None:
+        """Speak to engines that run.
+
+        Args:
+            start: makes another engine in the place of a lost one; None leaves it lost.
+        """
+        self._crew = Crew(engines, deadline)
+        self._deadline = deadline
+        self._start = start
+        self._policy_version = 0
+
+    @property
+    def engines(self) -> tuple[Worker, ...]:
+        """The actors and where they run."""
+        return self._crew.workers
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         """See `Engine.generate`; `generation_s` is that of the slowest engine."""
-        num = len(self._actors)
+        num = len(self.engines)
         calls = [
-            actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i)
-            for i, actor in enumerate(self._actors)
+            (
+                engine,
+                engine.actor.generate.remote(
+                    prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i
+                ),
+            )
+            for i, engine in enumerate(self.engines)
             if prompts[i::num]
         ]
-        parts: list[GenerationResult] = ray.get(calls)
+        parts: list[GenerationResult] = self._crew.gather(self._of("generate"), calls)
         groups = [parts[i % num].groups[i // num] for i in range(len(prompts))]
         known: list[AcceptanceStats] = [part.acceptance for part in parts if part.acceptance is not None]
         return GenerationResult(
@@ -53,44 +88,66 @@ class RemoteEngine:
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
-        return ray.get(self._actors[0].trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed))
+        return self._of_first(
+            "trace",
+            lambda engine: engine.trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed),
+        )
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
         """Refit every engine; returns what each holds when all have the new weights."""
-        return ray.get(
-            [
-                actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
-                for actor in self._actors
-            ]
+        self._policy_version = policy_version
+        return self._crew.ask(
+            self._of("refit"),
+            lambda engine: engine.refit.remote(
+                policy, policy_version=policy_version, draft=draft, draft_version=draft_version
+            ),
         )
 
     def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
         """See `VllmEngine.weight_parts`; all engines are sharded alike."""
-        return ray.get(self._actors[0].weight_parts.remote(is_draft=is_draft))
+        return self._of_first("weight_parts", lambda engine: engine.weight_parts.remote(is_draft=is_draft))
 
     def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
-        return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
+        return self._crew.ask(
+            self._of("weight_fingerprints"), lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft)
+        )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `VllmEngine.token_logprobs`; one answer an engine."""
-        return ray.get([actor.token_logprobs.remote(sequences) for actor in self._actors])
+        return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
         """See `VllmEngine.state`; one an engine."""
-        return ray.get([actor.state.remote() for actor in self._actors])
+        return self._crew.ask("state", lambda engine: engine.state.remote())
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        """Start another engine in the place of each of `lost`, with the weights that the first ones started with."""
+        assert self._start is not None, "only engines that `start_engine` made can be replaced"
+        engines = list(self.engines)
+        for index, engine in enumerate(engines):
+            if engine in lost:
+                ray.kill(engine.actor)
+                engines[index] = self._start(index)
+        self._crew = Crew(engines, self._deadline)
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
-        return is_alive(self._actors)
+        return is_alive(self.engines)
 
     def close(self) -> None:
         """End the engines' processes: vLLM frees its memory in no other way."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors.clear()
+        for engine in self.engines:
+            ray.kill(engine.actor)
+
+    def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
+        first = self.engines[0]
+        return self._crew.gather(self._of(what), [(first, call(first.actor))])[0]
+
+    def _of(self, what: str) -> str:
+        return f"{what} with policy version {self._policy_version}"
 
 
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
@@ -128,18 +185,21 @@ def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str
         "runtime_env": {"env_vars": actor_environment(process_environment(config))},
     }
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
+    actor = ray.remote(EngineProcess).options(**options)
+    starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
+
+    def begin(index: int) -> Worker:
+        return Worker(
+            actor.remote(policy, config=config, speculative_config=speculative_config, origin=own_node()),
+            f"engine {index}",
+        )
+
+    def start(index: int) -> Worker:
+        return started([begin(index)], starting)[0]
+
     logger.info("starting an engine with k=%d", k)
-    actor = ray.remote(VllmEngine).options(**options)
-    actors = [
-        actor.remote(policy, config=config, speculative_config=speculative_config) for _ in range(config.num_engines)
-    ]
-    engine = RemoteEngine(actors)
-    try:
-        wait_until_ready(actors)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+    engines = started([begin(index) for index in range(config.num_engines)], starting)
+    return RemoteEngine(engines, Deadline(config.answer_timeout_s, "engine.answer_timeout_s"), start=start)
 
 
 def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> str:

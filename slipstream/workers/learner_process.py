@@ -19,6 +19,7 @@ from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.files import here
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Update
     from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.policy.rendezvous import Rendezvous
 
 Sequences = Sequence[Sequence[int]]
 
@@ -43,19 +45,47 @@ class _DraftChats:
 class LearnerProcess:
     """One rank of the learner. Every method is called on all ranks with the same arguments."""
 
-    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, master_port: int = 0) -> None:
+    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, origin: str = "") -> None:
+        """Not yet a member of the group of `world_size` ranks, see `join`.
+
+        Args:
+            origin: node whose files the paths name that are to be read; empty for this one.
+        """
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._master_port = master_port
+        self._origin = origin
+        self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
         self._draft_chats: _DraftChats | None = None
         self._snapshots: dict[Path, SnapshotWriter] = {}
 
+    def listen(self, address: str) -> int:
+        """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
+        with uncollected():
+            from slipstream.policy.rendezvous import Rendezvous
+
+        self._rendezvous = Rendezvous.listen(address, world_size=self._world_size)
+        return self._rendezvous.port
+
+    def join(self, address: str, port: int, *, own_address: str) -> None:
+        """Form one process group with the others; returns when all are in it.
+
+        Args:
+            own_address: of this host: its network interface carries the collectives.
+        """
+        with uncollected():
+            from slipstream.policy.rendezvous import Rendezvous
+
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(address=address, port=port, world_size=self._world_size)
+        self._rendezvous.join(self._rank, own_address=own_address)
+
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
+        path = here(path, self._origin)
         self._policy = self._load(path, optimizer)
         self._reference = self._load(path, None) if with_reference else None
         return self._policy.architecture.num_parameters()
@@ -75,6 +105,10 @@ class LearnerProcess:
         self._policy = self._reference = self._draft = self._draft_chats = None
         self._snapshots = {}
         gc.collect()
+
+    def sees(self, path: Path) -> bool:
+        """Whether `path` is there, on this host."""
+        return path.exists()
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
@@ -162,7 +196,7 @@ class LearnerProcess:
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
-        self._loaded.save_hf(path, tokenizer_dir)
+        self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs."""
@@ -176,7 +210,7 @@ class LearnerProcess:
         """A fresh draft for the loaded policy; returns its number of trained parameters."""
         from slipstream.drafts.trainer import DraftTrainer
 
-        self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
+        self._draft = DraftTrainer(here(policy, self._origin), config, num_threads=self._config.num_threads)
         return self._draft.num_parameters
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
@@ -240,5 +274,4 @@ class LearnerProcess:
             optimizer=optimizer,
             rank=self._rank,
             world_size=self._world_size,
-            master_port=self._master_port,
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
@@ -18,9 +19,10 @@ from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
+from slipstream.workers.session import actor_environment, own_node
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,130 +37,157 @@ Sequences = Sequence[Sequence[int]]
 class RemoteLearner:
     """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
-        self._ranks = list(ranks)
+    def __init__(self, ranks: Sequence[Worker], deadline: Deadline) -> None:
+        self._crew = Crew(ranks, deadline)
 
     @property
-    def ranks(self) -> tuple[Any, ...]:
-        """The actors, rank 0 first."""
-        return tuple(self._ranks)
+    def ranks(self) -> tuple[Worker, ...]:
+        """The actors and where they run, rank 0 first."""
+        return self._crew.workers
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy; returns the number of its parameters."""
-        return self._on_all(lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
+        return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of its parameters."""
-        return self._on_all(lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
+        return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.lm_step.remote(data, loss_starts, learning_rate=learning_rate))
+        return self._on_all("lm_step", lambda rank: rank.lm_step.remote(data, loss_starts, learning_rate=learning_rate))
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
         data = self._shared(batch)
-        return self._on_all(lambda rank: rank.logprobs.remote(data, temperature))
+        return self._on_all(_of("logprobs", batch), lambda rank: rank.logprobs.remote(data, temperature))
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """The same under the reference policy, None without one."""
         data = self._shared(batch)
-        return self._on_all(lambda rank: rank.ref_logprobs.remote(data, temperature))
+        return self._on_all(_of("ref_logprobs", batch), lambda rank: rank.ref_logprobs.remote(data, temperature))
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Logprob of each token but the first, at temperature 1."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.token_logprobs.remote(data))
+        return self._on_all("token_logprobs", lambda rank: rank.token_logprobs.remote(data))
 
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
         """What the policy says about each response token."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed))
+        return self._on_all("conditionals", lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed))
 
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
         """The distribution that is sampled after each prefix."""
         data = self._shared(prefixes)
-        return self._on_all(lambda rank: rank.next_token_probabilities.remote(data, sampling))
+        return self._on_all("next_token_probabilities", lambda rank: rank.next_token_probabilities.remote(data, sampling))
 
     def train_step(self, update: Update) -> TrainStats:
         """One update of the policy."""
         data = self._shared(update)
-        return self._on_all(lambda rank: rank.train_step.remote(data))
+        return self._on_all(_of("train_step", update.batch), lambda rank: rank.train_step.remote(data))
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """Write the present weights for the engines."""
-        return self._on_all(lambda rank: rank.publish.remote(directory, version))
+        return self._on_all(f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version))
 
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         """Fingerprints that an engine's parts of this policy must have."""
         data = self._shared(parts)
-        return self._on_all(lambda rank: rank.weight_fingerprints.remote(data))
+        return self._on_all("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(data))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
-        self._on_all(lambda rank: rank.save_hf.remote(path, tokenizer_dir))
+        self._require_shared(path)
+        self._on_all("save_hf", lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs."""
-        self._on_all(lambda rank: rank.save_checkpoint.remote(path, extra))
+        self._require_shared(path)
+        self._on_all("save_checkpoint", lambda rank: rank.save_checkpoint.remote(path, extra))
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
-        return self._on_all(lambda rank: rank.load_checkpoint.remote(path))
+        return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
     def start_draft(self, policy: Path, config: DraftConfig) -> int:
         """Make a fresh draft; returns its number of trained parameters."""
-        return self._on_all(lambda rank: rank.start_draft.remote(policy, config))
+        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
         """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
+        return self._on_all("hold_draft_chats", lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
         """One update of the draft; returns its loss."""
-        return self._on_all(lambda rank: rank.draft_step.remote(indices, config))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config))
 
     def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
         """Held-out acceptance of the draft."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
+        return self._on_all("evaluate_draft", lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
-        self._on_all(lambda rank: rank.save_draft.remote(path))
+        self._require_shared(path)
+        self._on_all("save_draft", lambda rank: rank.save_draft.remote(path))
 
     def save_draft_checkpoint(self, path: Path) -> None:
         """Write what resumed draft training needs."""
-        self._on_all(lambda rank: rank.save_draft_checkpoint.remote(path))
+        self._require_shared(path)
+        self._on_all("save_draft_checkpoint", lambda rank: rank.save_draft_checkpoint.remote(path))
 
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
-        self._on_all(lambda rank: rank.load_draft_checkpoint.remote(path))
+        self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
     def release(self) -> None:
         """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
-        self._on_all(lambda rank: rank.release.remote())
+        self._on_all("release", lambda rank: rank.release.remote())
 
     def is_alive(self) -> bool:
         """Whether every rank's process still answers."""
-        return is_alive(self._ranks)
+        return is_alive(self.ranks)
 
     def close(self) -> None:
         """End the ranks' processes."""
-        for rank in self._ranks:
-            ray.kill(rank)
-        self._ranks.clear()
+        for rank in self.ranks:
+            ray.kill(rank.actor)
 
-    def _on_all(self, call: Callable[[Any], Any]) -> Any:
-        return ray.get([call(rank) for rank in self._ranks])[0]
+    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
+        return self._crew.ask(what, call)[0]
+
+    def _require_shared(self, path: Path) -> None:
+        """Ranks write what the driver reads, and one rank what another one does.
+
+        Raises:
+            ConfigError: a rank's host does not see the driver's directory.
+        """
+        if all(rank.node_id == own_node() for rank in self.ranks):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".seen-") as mark:
+            seen = self._crew.ask("sees", lambda rank: rank.sees.remote(Path(mark.name)))
+        blind = [str(rank) for rank, sees in zip(self.ranks, seen, strict=True) if not sees]
+        require(
+            not blind,
+            str(path.parent),
+            "must be on storage that all hosts of the learner share",
+            f"no such directory for {', '.join(blind)}",
+            "give the run another --root",
+        )
 
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
-        return ray.put(value) if len(self._ranks) > 1 else value
+        return ray.put(value) if len(self.ranks) > 1 else value
+
+
+def _of(what: str, batch: TrainBatch) -> str:
+    return f"{what} of policy version {batch.policy_version}"
 
 
 _idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
@@ -184,25 +213,41 @@ def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
 
 
 def _new_learner(config: LearnerConfig) -> RemoteLearner:
-    world_size = config.parallel.world_size
-    threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
     num_gpus = 0.01 if ray.cluster_resources().get("GPU") else 0
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": actor_environment(threads)}}
-    actor = ray.remote(LearnerProcess).options(**options)
-    port = _free_port()
-    learner = RemoteLearner(
-        [actor.remote(config, rank=rank, world_size=world_size, master_port=port) for rank in range(world_size)]
-    )
+    return start_ranks(config, [{"num_gpus": num_gpus}] * config.parallel.world_size)
+
+
+def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> RemoteLearner:
+    """Start the learner's ranks and bring them together, wherever they are.
+
+    Args:
+        places: Ray's options of each rank that decide where it runs.
+    """
+    threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
+    actor = ray.remote(LearnerProcess)
+    starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
+    begun = [
+        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), origin=own_node())
+        for rank, place in enumerate(places)
+    ]
+    ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)
+    learner = RemoteLearner(ranks, Deadline(config.answer_timeout_s, "learner.answer_timeout_s"))
     try:
-        wait_until_ready(learner.ranks)
+        _join(ranks, starting)
     except BaseException:
         learner.close()
         raise
     return learner
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
+    """Have the ranks form one process group: rank 0 listens on its own host, the others connect there."""
+    if len(ranks) == 1:
+        return
+    first = Crew(ranks[:1], deadline)
+    (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
+    crew = Crew(ranks, deadline)
+    calls = [(rank, rank.actor.join.remote(ranks[0].host, port, own_address=rank.host)) for rank in ranks]
+    crew.gather("join", calls)
