@@ -38,7 +38,7 @@ for path in $KEPT; do exec {fd}<"$path"; fds+=("$fd:$path"); done
 mount -t tmpfs -o size=${TMP_MIB}m tmpfs /tmp
 mount -t tmpfs -o size=${SHM_MIB}m tmpfs /dev/shm
 for kept in "${fds[@]}"; do
-  path=${kept#*:}; mkdir -p "$path"; mount --bind "/proc/$$/fd/${kept%%:*}" "$path"
+  path=${kept#*:}; mkdir -p "$path"; mount --no-canonicalize --bind "/proc/$$/fd/${kept%%:*}" "$path"
 done
 hostname "$NAME"
 ip link set lo up

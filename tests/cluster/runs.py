@@ -38,7 +38,7 @@ def train_two_steps(parallel: dict[str, int], addresses: Sequence[str]) -> dict[
         start_timeout_s=60,
         answer_timeout_s=60,
     )
-    policy = _make_policy(Path(tempfile.mkdtemp()) / "policy", 0)
+    policy = _make_policy(Path(tempfile.mkdtemp()) / "policy", 0, num_key_value_heads=2)
     learner = start_ranks(config, [{"scheduling_strategy": on_node(nodes[address])} for address in addresses])
     try:
         learner.load(policy, OptimizerConfig(learning_rate=1e-3))
