@@ -90,6 +90,7 @@ class StepRecord:
     policy_version: int  # that generated the rollouts
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
+    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

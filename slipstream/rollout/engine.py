@@ -19,12 +19,14 @@ class GenerationResult:
     """One call of `generate`: `len(prompts)` groups in the order of the prompts.
 
     `generation_s` is the engine's own wall time, without the transport of prompts and rollouts.
-    `acceptance` is None for an engine without a draft.
+    `acceptance` is None for an engine without a draft. `num_engine_restarts` counts engines that were lost and replaced
+    since the call before.
     """
 
     groups: tuple[RolloutGroup, ...]
     acceptance: AcceptanceStats | None
     generation_s: float
+    num_engine_restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,11 @@ from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import metrics_of, step_line
+from slipstream.train.recovery import LastingEngines
 from slipstream.types import Arm, Prompt, RolloutGroup
+from slipstream.workers.calls import LostWorkerError
 from slipstream.workers.engines import RemoteEngine
-from slipstream.workers.learners import start_learner
+from slipstream.workers.learners import RemoteLearner, start_learner
 
 logger = logging.getLogger(__name__)
 
@@ -58,54 +60,101 @@ def train(
     """
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
     transfer = transfer_directory()
-    name = f"train_grpo {plan.arm.value}"
     try:
-        with (
-            start_learner(recipe.learner) as learner,
-            plan.start_engine() as engine,
-            Verifier(recipe.reward) as verifier,
-            ExitStack() as running,
-        ):
-            learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
-            history = checkpoints.restore(learner)
-            bar = running.enter_context(
-                progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
-            )
-
-            def on_step(record: StepRecord) -> None:
-                history.append(record)
-                log(metrics_of(record), record.step)
-                bar.advance(text=f"reward {record.reward_mean:.3f}")
-                words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
-                logger.info("%s: %s", name, ", ".join(words))
-                if len(history) % recipe.grpo.checkpoint_every_steps == 0:
-                    checkpoints.save(learner, history)
-
-            SyncLoop(
-                engine=engine,
-                learner=learner,
-                prompts=PromptStream(
-                    prompts=tuple(prompts), batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
-                ),
+        with plan.start_engine() as engine, Verifier(recipe.reward) as verifier:
+            run = _Run(
+                recipe=recipe,
+                plan=plan,
+                policy=policy,
+                prompts=tuple(prompts),
                 score=lambda groups: score(groups, verifier, decode),
-                config=recipe.grpo,
-                sampling=recipe.sampling,
-                gate=RefitGate(
-                    engine,
-                    learner,
-                    transfer=transfer,
-                    draft=plan.draft,
-                    config=recipe.refit,
-                    probes=[prompt.token_ids for prompt in prompts[:_NUM_PROBES]],
-                ),
-                on_step=on_step,
-                draft_version=0 if plan.draft is not None else None,
-                guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
-            ).run(start_step=len(history))
-            learner.save_hf(directory / "policy", policy)
+                directory=directory,
+                transfer=transfer,
+                checkpoints=checkpoints,
+                log=log,
+            )
+            history = _with_restarts(run, engine)
     finally:
         shutil.rmtree(transfer)
     return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What every attempt at an arm starts from."""
+
+    recipe: Recipe
+    plan: ArmPlan
+    policy: Path
+    prompts: tuple[Prompt, ...]
+    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    directory: Path
+    transfer: Path
+    checkpoints: Checkpoints
+    log: LogMetrics
+
+
+def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
+    """Train; a learner that lost a rank is started anew from its last checkpoint, beside the same engines."""
+    for restart in range(1, run.recipe.learner.max_restarts + 2):
+        try:
+            with start_learner(run.recipe.learner) as learner:
+                return _train(run, engine, learner)
+        except LostWorkerError as error:
+            is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engine.engines}
+            if is_engine or restart > run.recipe.learner.max_restarts:
+                raise
+            logger.error(
+                "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
+                error,
+                restart,
+                run.recipe.learner.max_restarts,
+            )
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[StepRecord]:
+    """From the last checkpoint to the end, with the final policy written; returns all steps."""
+    recipe, draft = run.recipe, run.plan.draft
+    name = f"train_grpo {run.plan.arm.value}"
+    learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+    history = run.checkpoints.restore(learner)
+    gate = RefitGate(
+        engine,
+        learner,
+        transfer=run.transfer,
+        draft=draft,
+        config=recipe.refit,
+        probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
+    )
+    lasting = LastingEngines(engine, gate, max_restarts=recipe.engine.max_restarts)
+    with progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar:
+
+        def on_step(record: StepRecord) -> None:
+            history.append(record)
+            run.log(metrics_of(record), record.step)
+            bar.advance(text=f"reward {record.reward_mean:.3f}")
+            words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
+            logger.info("%s: %s", name, ", ".join(words))
+            if len(history) % recipe.grpo.checkpoint_every_steps == 0:
+                run.checkpoints.save(learner, history)
+
+        SyncLoop(
+            engine=lasting,
+            learner=learner,
+            prompts=PromptStream(
+                prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
+            ),
+            score=run.score,
+            config=recipe.grpo,
+            sampling=recipe.sampling,
+            gate=lasting,
+            on_step=on_step,
+            draft_version=0 if draft is not None else None,
+            guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+        ).run(start_step=len(history))
+    learner.save_hf(run.directory / "policy", run.policy)
+    return history
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[Sequence[int]], str]) -> RewardResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import ray
@@ -38,7 +38,7 @@ class LostWorkerError(RuntimeError):
 class Worker:
     """An actor, and how people call it: `engine 0`, `learner rank 3`."""
 
-    actor: Any
+    actor: Any = field(compare=False)
     name: str
     host: str = UNKNOWN_HOST  # address of its node
     node_id: str = ""
@@ -170,15 +170,17 @@ def is_alive(workers: Sequence[Worker]) -> bool:
 
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     """What the processes of these workers are doing, by their hosts' word; silent hosts say so."""
+    environment = {"env_vars": actor_environment({})}
     probe = ray.remote(_process_state)
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment({})}}
     asked = {
-        worker: probe.options(**options, scheduling_strategy=on_node(worker.node_id)).remote(worker.pid)
+        worker: probe.options(
+            num_cpus=0, runtime_env=environment, scheduling_strategy=on_node(worker.node_id)
+        ).remote(worker.pid)
         for worker in workers
         if worker.node_id
     }
     done, _ = ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_PROBE_S) if asked else ([], [])
-    states = dict.fromkeys(workers, "its host does not answer")
+    states = {worker: "its host does not answer" if worker.node_id else "not yet running" for worker in workers}
     for worker, ref in asked.items():
         if ref in done:
             try:
@@ -223,7 +225,8 @@ def _silent(
     states = states_of(workers)
     stuck = [worker for worker in workers if states[worker] not in _RUNNING]
     names = ", ".join(f"{worker} ({states[worker]})" for worker in stuck or workers)
-    others = f"; {len(workers) - len(stuck)} others wait as well" if stuck and len(stuck) < len(workers) else ""
+    waiting = [str(worker) for worker in workers if worker not in stuck] if stuck else []
+    others = f"; {', '.join(waiting)} waited as well" if waiting else ""
     return LostWorkerError(
         f"{names} did not answer within {deadline.seconds:g} s ({deadline.field}) during {what} (done before: "
         f"{last_done}){others}",

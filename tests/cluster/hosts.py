@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -158,8 +159,11 @@ class Cluster:
 
     def add(self) -> Host:
         """One more host whose Ray node has joined."""
-        host = self.network.add()
-        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--num-cpus=4"]
+        return self.join(self.network.add())
+
+    def join(self, host: Host) -> Host:
+        """Start the host's Ray node."""
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--num-cpus=1"]  # actors ask for none
         ray += [f"--node-ip-address={host.address}", f"--num-gpus={self.num_gpus}"]
         ray += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
         if self.hosts:
@@ -211,8 +215,11 @@ def ray_cluster(num_hosts: int, *, num_gpus: int = 4) -> Iterator[Cluster]:
     """`num_hosts` hosts of `num_gpus` logical GPUs, with Ray running; all of it is gone after the block."""
     with Network() as network:
         cluster = Cluster(network=network, hosts=[], num_gpus=num_gpus)
-        for _ in range(num_hosts):
-            cluster.add()
+        cluster.add()
+        with ThreadPoolExecutor() as pool:
+            joined = pool.map(cluster.join, [network.add() for _ in range(num_hosts - 1)])
+        cluster.hosts.sort(key=lambda host: host.name)
+        assert len(cluster.hosts) == 1 + len(list(joined))
         yield cluster
 
 

@@ -29,6 +29,7 @@ STEP = StepRecord(
     policy_version=10,
     draft_version=None,
     refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
+    num_engine_restarts=12,
 )
 ACCEPTANCE = AcceptanceStats(
     num_drafts=10,
@@ -49,6 +50,7 @@ METRICS = {
     "rollout/response_tokens": 100,
     "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
     "rollout/truncated": 3,
+    "rollout/engine_restarts": 12,
     "train/reward": 0.125,
     "train/reward_timeouts": 5,
     "train/reward_crashes": 6,
