@@ -142,9 +142,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
         SyncLoop(
             engine=lasting,
             learner=learner,
-            prompts=PromptStream(
-                prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
-            ),
+            prompts=PromptStream(prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed),
             score=run.score,
             config=recipe.grpo,
             sampling=recipe.sampling,

@@ -173,9 +173,9 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     environment = {"env_vars": actor_environment({})}
     probe = ray.remote(_process_state)
     asked = {
-        worker: probe.options(
-            num_cpus=0, runtime_env=environment, scheduling_strategy=on_node(worker.node_id)
-        ).remote(worker.pid)
+        worker: probe.options(num_cpus=0, runtime_env=environment, scheduling_strategy=on_node(worker.node_id)).remote(
+            worker.pid
+        )
         for worker in workers
         if worker.node_id
     }

@@ -70,9 +70,7 @@ class RemoteEngine:
         calls = [
             (
                 engine,
-                engine.actor.generate.remote(
-                    prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i
-                ),
+                engine.actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i),
             )
             for i, engine in enumerate(self.engines)
             if prompts[i::num]

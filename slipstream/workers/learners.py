@@ -78,12 +78,16 @@ class RemoteLearner:
     ) -> NDArray[np.float64]:
         """What the policy says about each response token."""
         data = self._shared(sequences)
-        return self._on_all("conditionals", lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed))
+        return self._on_all(
+            "conditionals", lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed)
+        )
 
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
         """The distribution that is sampled after each prefix."""
         data = self._shared(prefixes)
-        return self._on_all("next_token_probabilities", lambda rank: rank.next_token_probabilities.remote(data, sampling))
+        return self._on_all(
+            "next_token_probabilities", lambda rank: rank.next_token_probabilities.remote(data, sampling)
+        )
 
     def train_step(self, update: Update) -> TrainStats:
         """One update of the policy."""
@@ -92,7 +96,9 @@ class RemoteLearner:
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """Write the present weights for the engines."""
-        return self._on_all(f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version))
+        return self._on_all(
+            f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
+        )
 
     def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
         """Fingerprints that an engine's parts of this policy must have."""

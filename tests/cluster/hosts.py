@@ -14,9 +14,8 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -163,7 +162,8 @@ class Cluster:
 
     def join(self, host: Host) -> Host:
         """Start the host's Ray node."""
-        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats", "--num-cpus=1"]  # actors ask for none
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
+        ray += ["--num-cpus=1"]  # actors ask for none, and Ray starts an idle process for each
         ray += [f"--node-ip-address={host.address}", f"--num-gpus={self.num_gpus}"]
         ray += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
         if self.hosts:

@@ -16,7 +16,7 @@ def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
 
 
 def test_an_address_of_another_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one of this host's interfaces lo, eth0, got '10\.77\.0\.12'; start its Ray"):
+    with pytest.raises(ConfigError, match=r"this host's interfaces lo, eth0, got '10\.77\.0\.12'; start its Ray"):
         interface_of("10.77.0.12", INTERFACES)
 
 

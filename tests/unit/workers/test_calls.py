@@ -69,7 +69,7 @@ def test_a_dead_rank_is_named_with_its_host_what_it_did_and_what_it_did_before()
 def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
     broken = raised(RuntimeError("Connection closed by peer [10.77.0.11]:4242"))
 
-    with pytest.raises(LostWorkerError, match="learner rank 1 on 10.77.0.11 died"):
+    with pytest.raises(LostWorkerError, match=r"learner rank 1 on 10\.77\.0\.11 died"):
         ask({"a": broken, "c": broken, "b": ActorDiedError()})
 
 
