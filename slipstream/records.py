@@ -91,6 +91,7 @@ class StepRecord:
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
     num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
+    has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

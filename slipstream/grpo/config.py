@@ -15,6 +15,13 @@ class OptimizerMethod(StrEnum):
     MUON = "muon"
 
 
+class RecomputeLogprobs(StrEnum):
+    """Whether the learner computes its log-probabilities of the rollouts in a pass of their own, before it trains."""
+
+    AUTO = "auto"  # only where the gradient depends on it
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
@@ -73,6 +80,7 @@ class GrpoConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     scale_advantages_by_std: bool = False
     updates_per_step: int = 1
+    recompute_logprobs: RecomputeLogprobs = RecomputeLogprobs.AUTO
     checkpoint_every_steps: int = 10
     mismatch_band: tuple[float, ...] = (0.5, 2.0)  # ratios of trainer to rollout probability that count as agreement
     seed: int = 0
@@ -96,3 +104,14 @@ class GrpoConfig:
             f"must be at most the {self.prompts_per_step * self.group_size} rollouts of a step",
             self.updates_per_step,
         )
+
+    @property
+    def needs_logprob_pass(self) -> bool:
+        """Whether the stage `logprob` runs.
+
+        With one update a step the policy that trains is the one that the pass would ask: its own log-probabilities,
+        detached, are the same bits, and the ratio of the loss is exactly 1. From a second update on the ratio is
+        taken to the policy before the first, and a KL needs the reference's pass.
+        """
+        always = self.recompute_logprobs is RecomputeLogprobs.ALWAYS
+        return always or self.updates_per_step > 1 or self.loss.kl_coefficient > 0.0

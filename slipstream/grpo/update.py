@@ -24,10 +24,20 @@ class Update:
     """One optimizer update: the rollouts, what is known of their tokens, and the loss."""
 
     batch: TrainBatch
-    trainer_logprobs: Sequence[NDArray[np.float32]]  # B, under the policy before the step's first update
+    # B, under the policy before the step's first update; None takes those of the update's own forward pass, which
+    # are the same if it is the first: the ratio of the loss is then exactly 1.
+    trainer_logprobs: Sequence[NDArray[np.float32]] | None
     ref_logprobs: Sequence[NDArray[np.float32]] | None  # B, under the reference policy; None leaves the KL out
     loss: LossConfig
     temperature: float  # at which the rollouts were sampled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What one update, or a whole step of them, did."""
+
+    stats: TrainStats
+    own_logprobs: Sequence[NDArray[np.float32]] | None  # B, of the forward pass; None if the update was given some
 
 
 def minibatches(update: Update, count: int) -> list[Update]:
@@ -37,25 +47,28 @@ def minibatches(update: Update, count: int) -> list[Update]:
     that of the policy now to the policy that the step began with.
 
     Raises:
-        ValueError: there are fewer rollouts than updates.
+        ValueError: there are fewer rollouts than updates, or several updates without `trainer_logprobs`.
     """
     num = len(update.batch.token_ids)
     if not 1 <= count <= num:
         raise ValueError(f"a step of {num} rollouts gives 1 to {num} updates, got {count}")
+    if count > 1 and update.trainer_logprobs is None:
+        raise ValueError(f"{count} updates need the trainer_logprobs from before the first, got none")
     bounds = [index * num // count for index in range(count + 1)]
     return [_part(update, slice(start, end)) for start, end in itertools.pairwise(bounds)]
 
 
-def combined(stats: Sequence[TrainStats]) -> TrainStats:
-    """Stats of a whole step: means over its tokens; of the gradient's norm and the learning rate, over its updates."""
-    if len(stats) == 1:
-        return stats[0]
+def combined(updates: Sequence[Trained]) -> Trained:
+    """A whole step: means over its tokens; of the gradient's norm and the learning rate, over its updates."""
+    if len(updates) == 1:
+        return updates[0]
+    stats = [update.stats for update in updates]
     num_tokens = sum(part.num_tokens for part in stats)
 
     def by_token(values: Sequence[float]) -> float:
         return sum(value * part.num_tokens for value, part in zip(values, stats, strict=True)) / num_tokens
 
-    return TrainStats(
+    whole = TrainStats(
         loss=by_token([part.loss for part in stats]),
         grad_norm=sum(part.grad_norm for part in stats) / len(stats),
         kl=by_token([part.kl for part in stats]),
@@ -63,6 +76,7 @@ def combined(stats: Sequence[TrainStats]) -> TrainStats:
         num_tokens=num_tokens,
         learning_rate=sum(part.learning_rate for part in stats) / len(stats),
     )
+    return Trained(stats=whole, own_logprobs=None)
 
 
 def _part(update: Update, where: slice) -> Update:
@@ -76,6 +90,6 @@ def _part(update: Update, where: slice) -> Update:
             rollout_logprobs=batch.rollout_logprobs[where],
             advantages=batch.advantages[where],
         ),
-        trainer_logprobs=update.trainer_logprobs[where],
+        trainer_logprobs=None if update.trainer_logprobs is None else update.trainer_logprobs[where],
         ref_logprobs=None if update.ref_logprobs is None else update.ref_logprobs[where],
     )

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.policy import collectives
 from slipstream.policy.packing import MICROBATCH_COST, plan_microbatches
 
 Sequences = Sequence[Sequence[int]]
@@ -35,6 +36,27 @@ class MicroBatch:
         spread_BT = torch.zeros(self.mask_BT.shape, device=self.mask_BT.device)
         spread_BT[self.mask_BT] = torch.from_numpy(mine).to(self.mask_BT.device)
         return spread_BT
+
+
+class ByToken:
+    """One number a label that counts, gathered from micro-batches and ranks."""
+
+    def __init__(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> None:
+        self._values_N = torch.zeros(num_labels(sequences, loss_starts), device=device)
+        lengths = [len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True)]
+        self._offsets = np.cumsum([0, *lengths])
+
+    def keep(self, values_BT: Tensor, batch: MicroBatch) -> None:
+        """Take those of one micro-batch."""
+        for row, index in enumerate(batch.indices):
+            start, end = self._offsets[index : index + 2]
+            self._values_N[start:end] = values_BT[row][batch.mask_BT[row]]
+
+    def collected(self) -> list[NDArray[np.float32]]:
+        """One array a sequence, in the caller's order; collective over all ranks."""
+        # Each token was filled in by one rank alone, and is zero everywhere else.
+        values_N = collectives.sum_over_ranks(self._values_N)
+        return np.split(values_N.cpu().numpy(), self._offsets[1:-1])
 
 
 def microbatches(

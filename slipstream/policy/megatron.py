@@ -29,10 +29,10 @@ from torch import Tensor
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
-from slipstream.grpo.update import Update
+from slipstream.grpo.update import Trained, Update
 from slipstream.policy import checkpoint, collectives, hf, parallel
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
+from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
 from slipstream.policy.capture import Capture, CapturedStates
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
@@ -129,18 +129,15 @@ class MegatronPolicy:
         Returns:
             One float32 array a sequence, in the order given, of its response's length.
         """
-        logprobs_N = torch.zeros(num_labels(token_ids, prompt_lengths), device=self._device)
-        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+        values = ByToken(token_ids, prompt_lengths, self._device)
 
         def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
             chosen_BT = self._logprobs(logits_BTV, batch.labels_BT, temperature)
-            for row, index in enumerate(batch.indices):
-                logprobs_N[offsets[index] : offsets[index + 1]] = chosen_BT[row][batch.mask_BT[row]]
+            values.keep(chosen_BT, batch)
             return chosen_BT.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        # Each token was filled in by one rank alone, and is zero everywhere else.
-        return np.split(collectives.sum_over_ranks(logprobs_N).cpu().numpy(), offsets[1:-1])
+        return values.collected()
 
     def map_logits(
         self,
@@ -171,23 +168,29 @@ class MegatronPolicy:
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return collectives.sum_over_ranks(values_NW).cpu().numpy()
 
-    def train_step(self, update: Update, *, capture: Capture | None = None) -> TrainStats:
+    def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
 
         Args:
-            update: the sequences, what is known of them, and the loss.
+            update: the sequences, what is known of them, and the loss; without `trainer_logprobs` this pass's own,
+                detached, take their place, and are returned.
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = num_labels(batch.token_ids, batch.prompt_lengths)
+        given = update.trainer_logprobs
+        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self._device)
 
         def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
+            logprobs_BT = self._logprobs(logits_BTV, micro.labels_BT, update.temperature)
+            if own is not None:
+                own.keep(logprobs_BT.detach(), micro)
             advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
             part = policy_loss(
-                self._logprobs(logits_BTV, micro.labels_BT, update.temperature),
-                trainer_logprobs_BT=micro.spread(update.trainer_logprobs),
+                logprobs_BT,
+                trainer_logprobs_BT=logprobs_BT.detach() if given is None else micro.spread(given),
                 rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=advantages_B.unsqueeze(1),
@@ -201,7 +204,7 @@ class MegatronPolicy:
         learning_rate = self.learning_rate
         sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate, capture)
         self.version += 1
-        return TrainStats(
+        stats = TrainStats(
             loss=sums["loss"],
             grad_norm=grad_norm,
             kl=sums["kl"] / num_tokens,
@@ -209,6 +212,7 @@ class MegatronPolicy:
             num_tokens=num_tokens,
             learning_rate=learning_rate,
         )
+        return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One optimizer update on the next-token loss.

@@ -26,6 +26,7 @@ class ArmSummary:
     k: int
     num_steps: int
     stages: dict[str, Spread]
+    left_out: tuple[str, ...]  # stages that no step had
     step: Spread
     rewards: tuple[float, ...]
     reward_first_quarter: float
@@ -104,6 +105,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "numerics": None if record.numerics is None else asdict(record.numerics),
         "steps": min((arm.num_steps for arm in run.arms), default=0),
         "stages": {arm.arm.value: {stage: _seconds(arm.stages[stage]) for stage in STAGES} for arm in run.arms},
+        "stages_left_out": {arm.arm.value: list(arm.left_out) for arm in run.arms},
         "step_wall_s": {arm.arm.value: _seconds(arm.step) for arm in run.arms},
         "speedup": {
             "generation": _estimate(comparison.generation if comparison else None),
@@ -138,6 +140,7 @@ def _summarise_arm(arm: ArmRecord) -> ArmSummary:
         k=arm.num_speculative_tokens,
         num_steps=len(arm.steps),
         stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
+        left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
         rewards=rewards,
         reward_first_quarter=float(np.mean(rewards[:quarter])),

@@ -174,7 +174,11 @@ def quoted_drafts_table(workload: WorkloadReference, reference: Reference) -> Ta
 
 def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str | None) -> Row:
     times = [arm.stages[stage] if stage else arm.step for arm in run.arms]
-    cells = [cell for arm, time in zip(run.arms, times, strict=True) for cell in _time_cells(arm, time)]
+    cells = [
+        cell
+        for arm, time in zip(run.arms, times, strict=True)
+        for cell in (("left out", "", "") if stage in arm.left_out else _time_cells(arm, time))
+    ]
     cells.append(speedup(times[0].median / times[1].median) if len(times) == 2 and times[1].median > 0 else "")
     if workload is not None:
         base, spec = (

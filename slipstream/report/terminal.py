@@ -49,7 +49,9 @@ def _row(label: str, *cells: str) -> str:
 def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
     medians = [(arm.stages[stage] if stage else arm.step).median for arm in run.arms]
     ratio = speedup(medians[0] / medians[1]) if len(medians) == 2 and medians[1] > 0 else ""
-    return _row(label, *map(seconds, medians), ratio)
+    timed = zip(run.arms, medians, strict=True)
+    cells = ["left out" if stage in arm.left_out else seconds(median_s) for arm, median_s in timed]
+    return _row(label, *cells, ratio)
 
 
 def _speedup_lines(comparison: Comparison | None) -> list[str]:

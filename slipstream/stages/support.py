@@ -62,8 +62,7 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
             tags={
                 "workload": context.workload,
                 "seed": str(recipe.grpo.seed),
-                "dtype.learner": recipe.learner.dtype.value,
-                "dtype.engine": recipe.engine.dtype.value,
+                **dtype_tags(recipe),
                 **(tags or {}),
             },
         ) as tracker:
@@ -75,6 +74,12 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
     except BaseException as error:
         execution_run(context, recipe).close(RunStatus.of_error(type(error)))
         raise
+
+
+def dtype_tags(recipe: Recipe) -> dict[str, str]:
+    """In what the task computes; a task that computes nothing runs before an `auto` is settled, and has none."""
+    dtypes = {"dtype.learner": recipe.learner.dtype, "dtype.engine": recipe.engine.dtype}
+    return {name: dtype.value for name, dtype in dtypes.items() if dtype is not Dtype.AUTO}
 
 
 def execution_run(context: RunContext, recipe: Recipe) -> Tracker:

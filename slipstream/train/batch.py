@@ -28,6 +28,7 @@ def assemble(
         rewards: one a rollout, group by group.
     Raises:
         RuntimeError: a rollout was made by another version of policy or draft.
+        FloatingPointError: the engine gave a token no finite logprob.
     """
     import torch
 
@@ -40,6 +41,7 @@ def assemble(
     drafts = {rollout.draft_version for rollout in rollouts}
     if drafts != {draft_version}:
         raise RuntimeError(f"rollouts must come from draft version {draft_version}, got {drafts}")
+    _require_finite(np.concatenate([np.asarray(rollout.rollout_logprobs) for rollout in rollouts]))
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
     advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std)
     prompts = [group.prompt.token_ids for group in groups for _ in group.rollouts]
@@ -68,8 +70,7 @@ def mismatch(
     rollout = np.concatenate([np.asarray(values, dtype=np.float64) for values in rollout_logprobs])
     trainer = np.concatenate(list(trainer_logprobs)).astype(np.float64)
     gap = rollout - trainer
-    if not np.isfinite(gap).all():
-        raise FloatingPointError(f"{int((~np.isfinite(gap)).sum())} response tokens have a NaN or infinite logprob")
+    _require_finite(gap)
     ratio = np.exp(-gap)
     return Mismatch(
         k1=float(gap.mean()),
@@ -78,3 +79,9 @@ def mismatch(
         largest=float(np.abs(gap).max()),
         outside_fraction=float(((ratio < band[0]) | (ratio > band[1])).mean()),
     )
+
+
+def _require_finite(logprobs: NDArray[np.float64]) -> None:
+    bad = ~np.isfinite(logprobs)
+    if bad.any():
+        raise FloatingPointError(f"{int(bad.sum())} response tokens have a NaN or infinite logprob")

@@ -7,15 +7,15 @@ records stand around it, not in it. Scoring counts as stage `data`: it turns rol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
-from slipstream.grpo.update import Update, combined, minibatches
-from slipstream.records import RefitCheck, StepRecord, TrainStats
+from slipstream.grpo.update import Trained, Update, combined, minibatches
+from slipstream.records import RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
@@ -39,8 +39,8 @@ class Learner(Protocol):
         """The same under the reference policy, None without one."""
         ...
 
-    def train_step(self, update: Update) -> TrainStats:
-        """One optimizer update."""
+    def train_step(self, update: Update) -> Trained:
+        """One optimizer update, and the logprobs of its own pass if `update` has none."""
         ...
 
 
@@ -91,22 +91,43 @@ class SyncLoop:
                     draft_version=self.draft_version,
                     scale_by_std=self.config.scale_advantages_by_std,
                 )
-            with clock.stage("logprob"):
-                trainer_logprobs = self.learner.logprobs(batch, self.sampling.temperature)
-                ref_logprobs = self.learner.ref_logprobs(batch, self.sampling.temperature)
+            update = Update(
+                batch=batch,
+                trainer_logprobs=None,
+                ref_logprobs=None,
+                loss=self.config.loss,
+                temperature=self.sampling.temperature,
+            )
+            if self.config.needs_logprob_pass:
+                with clock.stage("logprob"):
+                    update = self._with_logprobs(update)
             with clock.stage("train"):
-                update = Update(
-                    batch=batch,
-                    trainer_logprobs=trainer_logprobs,
-                    ref_logprobs=ref_logprobs,
-                    loss=self.config.loss,
-                    temperature=self.sampling.temperature,
-                )
                 parts = minibatches(update, self.config.updates_per_step)
-                stats = combined([self.learner.train_step(part) for part in parts])
+                trained = combined([self.learner.train_step(part) for part in parts])
             times = clock.times()
+            trainer_logprobs = update.trainer_logprobs or trained.own_logprobs
+            assert trainer_logprobs is not None, "the learner returns what it was not given"
             gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
-            self.on_step(step_record(step, times, refit, result=result, rewards=rewards, train=stats, mismatch=gap))
+            self.on_step(
+                step_record(
+                    step,
+                    times,
+                    refit,
+                    result=result,
+                    rewards=rewards,
+                    train=trained.stats,
+                    mismatch=gap,
+                    has_logprob_pass=self.config.needs_logprob_pass,
+                )
+            )
+
+    def _with_logprobs(self, update: Update) -> Update:
+        """The update with what the learner and the reference say about its tokens before it."""
+        return replace(
+            update,
+            trainer_logprobs=self.learner.logprobs(update.batch, update.temperature),
+            ref_logprobs=self.learner.ref_logprobs(update.batch, update.temperature),
+        )
 
     def _seed(self, step: int) -> int:
         """Engine seed of a step: the same after a resume, different for each step of each recipe seed."""

@@ -49,6 +49,7 @@ def step_record(
     rewards: RewardResult,
     train: TrainStats,
     mismatch: Mismatch,
+    has_logprob_pass: bool,
 ) -> StepRecord:
     """The record of one step, whose rollouts all come from one version of policy and draft."""
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
@@ -70,6 +71,7 @@ def step_record(
         draft_version=rollouts[0].draft_version,
         refit=refit,
         num_engine_restarts=result.num_engine_restarts,
+        has_logprob_pass=has_logprob_pass,
     )
 
 

@@ -14,7 +14,6 @@ from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.drafts.trainer import DraftTrainer
-    from slipstream.grpo.update import Update
+    from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
     from slipstream.policy.rendezvous import Rendezvous
 
@@ -159,26 +158,26 @@ class LearnerProcess:
         width = self._loaded.architecture.vocab_size
         return self._loaded.map_logits(extended, [len(prefix) for prefix in prefixes], function, width=width)
 
-    def train_step(self, update: Update) -> TrainStats:
+    def train_step(self, update: Update) -> Trained:
         """One update of the policy."""
         return self._loaded.train_step(update)
 
-    def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[TrainStats, float]:
+    def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[Trained, float]:
         """One update of the policy, and one of the draft on the hidden states of the same forward pass.
 
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
-        `train_step` to the last bit. Returns the policy's stats and the draft's loss.
+        `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
         """
         from slipstream.policy.capture import Capture
 
         capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
-        stats = self._loaded.train_step(update, capture=capture)
+        trained = self._loaded.train_step(update, capture=capture)
         kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
         states = []
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        return stats, self._drafting.step(kept, batch.prompt_lengths, states)
+        return trained, self._drafting.step(kept, batch.prompt_lengths, states)
 
     def publish(self, directory: Path, version: int) -> Snapshot | None:
         """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""

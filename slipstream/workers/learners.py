@@ -15,7 +15,6 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from slipstream.grpo.update import Update
+    from slipstream.grpo.update import Trained, Update
     from slipstream.refit.snapshot import Snapshot
 
 Sequences = Sequence[Sequence[int]]
@@ -89,7 +88,7 @@ class RemoteLearner:
             "next_token_probabilities", lambda rank: rank.next_token_probabilities.remote(data, sampling)
         )
 
-    def train_step(self, update: Update) -> TrainStats:
+    def train_step(self, update: Update) -> Trained:
         """One update of the policy."""
         data = self._shared(update)
         return self._on_all(_of("train_step", update.batch), lambda rank: rank.train_step.remote(data))

@@ -61,11 +61,11 @@ def _train(policy: MegatronPolicy, directory: Path) -> dict[str, Any]:
         loss=LossConfig(kl_coefficient=0.1),
         temperature=1.0,
     )
-    stats = [policy.train_step(update)]
+    stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
-    stats.append(policy.train_step(update))
+    stats.append(policy.train_step(update).stats)
     policy.load_checkpoint(directory / "checkpoint")
-    assert policy.train_step(update) == stats[-1], "resumed and uninterrupted differ"
+    assert policy.train_step(update).stats == stats[-1], "resumed and uninterrupted differ"
     return {
         "before": before,
         "after": policy.logprobs(sequences, lengths, 1.0),

@@ -16,12 +16,13 @@ _TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
 class LearnerEfficiency:
     """How near the learner comes to the dense peak, and what does not scale: from measured steps.
 
-    `logprob` and `train` are fractions of the peak over all tokens, padding included.
+    `logprob` and `train` are fractions of the peak over all tokens, padding included; without a pass for the
+    log-probabilities the first is None.
     """
 
     data_s: float
     prepare_s: float
-    logprob: float
+    logprob: float | None
     train: float
 
 
@@ -31,7 +32,7 @@ def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficie
     return LearnerEfficiency(
         data_s=measured.data_s,
         prepare_s=measured.prepare_s,
-        logprob=_FORWARD_FLOPS * ideal_s / measured.logprob_s,
+        logprob=_FORWARD_FLOPS * ideal_s / measured.logprob_s if measured.logprob_s > 0 else None,
         train=_TRAIN_FLOPS * ideal_s / measured.train_s,
     )
 
@@ -39,13 +40,12 @@ def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficie
 def learner_stages(efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int) -> StageTimes:
     """A step without its generation: flops over peak and efficiency; data and prepare stay as measured."""
     ideal_s = _ideal_s(setting, num_gpus)
-    logprob_s, train_s = _FORWARD_FLOPS * ideal_s / efficiency.logprob, _TRAIN_FLOPS * ideal_s / efficiency.train
     return StageTimes.in_sequence(
         data_s=efficiency.data_s,
         prepare_s=efficiency.prepare_s,
         generation_s=0.0,
-        logprob_s=logprob_s,
-        train_s=train_s,
+        logprob_s=0.0 if efficiency.logprob is None else _FORWARD_FLOPS * ideal_s / efficiency.logprob,
+        train_s=_TRAIN_FLOPS * ideal_s / efficiency.train,
     )
 
 

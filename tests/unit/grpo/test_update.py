@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import LossConfig
-from slipstream.grpo.update import Update, combined, minibatches
+from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records import TrainStats
 from slipstream.types import TrainBatch
 
@@ -35,6 +35,7 @@ def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None
     assert (first.batch.prompt_lengths, second.batch.prompt_lengths) == ((1, 1), (1, 1, 2))
     assert second.batch.rollout_logprobs == ((-0.5, -2.0), (-0.5, -3.0), (-0.5, -4.0))
     assert (first.batch.advantages, second.batch.advantages) == ((0.0, 1.0), (2.0, 3.0, 4.0))
+    assert second.trainer_logprobs is not None
     assert [row[0] for row in second.trainer_logprobs] == [-2.0, -3.0, -4.0]
     assert second.ref_logprobs is not None
     assert [row[0] for row in second.ref_logprobs] == [-2.0, -1.0, 0.0]
@@ -63,7 +64,22 @@ def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
     """1 token and 3 tokens: a mean over tokens weighs the second three times, one over updates once."""
     one = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
     three = TrainStats(loss=5.0, grad_norm=4.0, kl=8.0, clip_fraction=1.0, num_tokens=3, learning_rate=0.4)
-    stats = combined([one, three])
+    whole = combined([Trained(stats=part, own_logprobs=None) for part in (one, three)])
+    stats = whole.stats
     assert (stats.loss, stats.kl, stats.clip_fraction, stats.num_tokens) == (4.0, 7.0, 0.75, 4)
     assert (stats.grad_norm, stats.learning_rate) == pytest.approx((3.0, 0.3))
-    assert combined([one]) == one
+    assert whole.own_logprobs is None
+
+
+def test_a_step_of_one_update_is_that_update() -> None:
+    stats = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
+    only = Trained(stats=stats, own_logprobs=LOGPROBS)
+    assert combined([only]) is only
+
+
+def test_one_update_may_leave_the_logprobs_to_its_own_pass_and_two_may_not() -> None:
+    own = replace(UPDATE, trainer_logprobs=None)
+    assert minibatches(own, 1)[0].trainer_logprobs is None
+    with pytest.raises(ValueError) as caught:
+        minibatches(own, 2)
+    assert str(caught.value) == "2 updates need the trainer_logprobs from before the first, got none"

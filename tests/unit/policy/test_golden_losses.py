@@ -67,7 +67,7 @@ def test_the_losses_of_a_fixed_run_are_what_they_were() -> None:
         )
         update = Update(batch=batch, trainer_logprobs=logprobs, ref_logprobs=logprobs, loss=LOSS, temperature=0.8)
         for _ in range(2):
-            stats = policy.train_step(update)
+            stats = policy.train_step(update).stats
             updates.append((stats.loss, stats.grad_norm, stats.kl, stats.clip_fraction))
     assert losses == pytest.approx(PRETRAINING, rel=2e-4)
     for found, expected in zip(updates, UPDATES, strict=True):

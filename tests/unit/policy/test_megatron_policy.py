@@ -70,7 +70,7 @@ def _train(policy: MegatronPolicy, steps: Sequence[int]) -> list[TrainStats]:
     stats = []
     for step in steps:
         batch, logprobs = _batch(policy, seed=step)
-        stats.append(policy.train_step(_update(batch, logprobs)))
+        stats.append(policy.train_step(_update(batch, logprobs)).stats)
     return stats
 
 
@@ -118,7 +118,7 @@ def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_
 def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
     batch, logprobs = _batch(policy)
-    stats = policy.train_step(_update(batch, logprobs, kl_coefficient=0.1))
+    stats = policy.train_step(_update(batch, logprobs, kl_coefficient=0.1)).stats
     # Ratios of exactly 1 make the loss minus the mean advantage, and k3 to oneself is 0.
     lengths = [len(row) for row in logprobs]
     expected = -float(np.dot(batch.advantages, lengths)) / sum(lengths)
@@ -128,6 +128,28 @@ def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     assert stats.num_tokens == sum(lengths)
     assert stats.grad_norm > 0
     assert policy.version == 1
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bit(
+    dtype: Dtype, cap: float | None
+) -> None:
+    """What `grpo.recompute_logprobs: auto` rests on, with and without a correction for the engine."""
+    given, own = (_policy(learner=dataclasses.replace(LEARNER, dtype=dtype)) for _ in range(2))
+    for step in range(3):
+        batch, logprobs = _batch(given, seed=step)
+        batch = dataclasses.replace(batch, rollout_logprobs=tuple(tuple((row - 0.3).tolist()) for row in logprobs))
+        update = dataclasses.replace(_update(batch, logprobs), loss=LossConfig(truncated_importance_sampling=cap))
+        expected = given.train_step(update)
+        found = own.train_step(dataclasses.replace(update, trainer_logprobs=None))
+        assert found.stats == expected.stats
+        assert expected.own_logprobs is None
+        assert found.own_logprobs is not None
+        for row, other in zip(found.own_logprobs, logprobs, strict=True):
+            np.testing.assert_array_equal(row, other)
+    for (name, one), (_, other) in zip(given.weights(), own.weights(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_ones() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slipstream.grpo.loss import policy_loss
+from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import WeightPart
@@ -47,9 +48,10 @@ class NotedLearner:
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return [np.full(len(sequence) - 1, -1.0, dtype=np.float32) for sequence in sequences]
 
-    def train_step(self, update: Any) -> TrainStats:
+    def train_step(self, update: Any) -> Trained:
         self.updates.append(update)
-        return TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.0)
+        stats = TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.0)
+        return Trained(stats=stats, own_logprobs=self.logprobs(update.batch, update.temperature))
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
@@ -130,7 +132,10 @@ def trained(
 def training_calls(recipe: Recipe, tools: Tools) -> object:
     """What the engine is asked for, what each update is made of, and when a checkpoint is written."""
     engine, learner, _, _ = trained(recipe, tools)
-    updates = [(len(each.batch.token_ids), each.batch.advantages, each.temperature) for each in learner.updates]
+    updates = [
+        (len(each.batch.token_ids), each.batch.advantages, each.temperature, each.trainer_logprobs is None)
+        for each in learner.updates
+    ]
     return engine.calls, updates, learner.checkpoints, [with_reference for _, with_reference in learner.loads]
 
 
@@ -200,6 +205,7 @@ CHECKS = {
     "grpo.group_size": Check(4, training_calls, GROUPS_OF_4),
     "grpo.scale_advantages_by_std": Check(True, training_calls),
     "grpo.updates_per_step": Check(2, training_calls),
+    "grpo.recompute_logprobs": Check("always", training_calls),
     "grpo.checkpoint_every_steps": Check(1, training_calls),
     "grpo.seed": Check(1, training_calls),
     "grpo.mismatch_band": Check([0.9, 1.2], training_records),

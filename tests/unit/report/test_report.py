@@ -252,6 +252,7 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
         "numerics",
         "steps",
         "stages",
+        "stages_left_out",
         "step_wall_s",
         "speedup",
         "acceptance",
@@ -414,6 +415,26 @@ def test_terminal_table_is_aligned_and_complete() -> None:
     assert "k = 2); by position 80 % 40 %" in text
     assert "last quarter; first quarter 0.100" in text
     assert "avg@4 of 30 problems" in text
+
+
+def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() -> None:
+    arms = tuple(
+        replace(
+            arm,
+            steps=tuple(
+                replace(step, has_logprob_pass=False, times=replace(step.times, logprob_s=0.0)) for step in arm.steps
+            ),
+        )
+        for arm in RECORD.arms
+    )
+    record = replace(RECORD, arms=arms)
+    (line,) = [line for line in speedup_table(record).splitlines() if line.startswith("logprob")]
+    assert line.split() == ["logprob", "left", "out", "left", "out"]
+    assert summarise(record)["stages_left_out"] == {"autoregressive": ["logprob"], "speculative": ["logprob"]}
+    page = render(record, REFERENCE)
+    assert page.count(">left out<") == 2
+    assert "the training pass gives the same log-probabilities" in page
+    assert "the training pass gives the same log-probabilities" not in render(RECORD, REFERENCE)
 
 
 def test_report_is_written_as_page_and_json(tmp_path: Path) -> None:

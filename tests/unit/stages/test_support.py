@@ -10,7 +10,7 @@ import pytest
 from slipstream.recipe import load_recipe
 from slipstream.records import NumericsRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import numerics, settled
+from slipstream.stages.support import dtype_tags, numerics, settled
 from slipstream.types import Dtype
 
 MEASURED = NumericsRecord(dtype="float32", reason="hand-made", float32_ms=1.0, bfloat16_ms=9.0, capabilities=())
@@ -45,3 +45,9 @@ def test_a_type_that_the_recipe_names_stays_and_nothing_is_measured(context: Run
     mixed = settled(context, load_recipe("tiny", overrides={"learner": {"dtype": "float32"}}))
     assert mixed.learner.dtype is Dtype.FLOAT32
     assert mixed.engine.dtype is not Dtype.AUTO
+
+
+def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_nothing_with_none() -> None:
+    recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
+    assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
+    assert dtype_tags(load_recipe("tiny")) == {}

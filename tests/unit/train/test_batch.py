@@ -57,6 +57,13 @@ def test_a_nan_logprob_stops_the_run() -> None:
         mismatch([(0.0, float("nan"))], [np.zeros(2, dtype=np.float32)])
 
 
+def test_a_rollout_with_a_nan_logprob_never_becomes_a_batch() -> None:
+    broken = replace(GROUP.rollouts[0], rollout_logprobs=(-0.5, float("nan")))
+    group = replace(GROUP, rollouts=(broken, *GROUP.rollouts[1:]))
+    with pytest.raises(FloatingPointError, match=r"^1 response tokens have a NaN or infinite logprob$"):
+        assemble([group], [1.0, 0.0], policy_version=0, draft_version=None, scale_by_std=False)
+
+
 def test_a_group_is_scaled_where_it_is_asked_for_and_whole_numbers_are_rewards_too() -> None:
     """Rewards 2, 0 have the deviation sqrt(2), so they become 1 / sqrt(2) and its negative."""
     batch = assemble([GROUP], [2, 0], policy_version=0, draft_version=None, scale_by_std=True)

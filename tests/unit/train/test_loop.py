@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from slipstream.data.prompts import PromptStream
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
-from slipstream.grpo.update import Update
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
+from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import WeightPart
@@ -39,8 +39,10 @@ CONFIG = GrpoConfig(
     optimizer=OptimizerConfig(learning_rate=1e-4),
     loss=LOSS,
     mismatch_band=(0.9, 1.2),
+    recompute_logprobs=RecomputeLogprobs.ALWAYS,
     seed=5,
 )
+AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
 PART = WeightPart(name="weight", dim=0, start=0, length=1, dtype="float32")
 # numpy's own: SeedSequence([5, step]).generate_state(1)
 SEEDS = [int(np.random.SeedSequence([5, step]).generate_state(1)[0]) for step in range(3)]
@@ -97,7 +99,7 @@ class NotingEngine:
 
 
 class NotingLearner:
-    """Its trainer logprobs are -0.5 a token, or -0.25 after the first update of a step."""
+    """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -112,13 +114,15 @@ class NotingLearner:
         self.calls.append(("ref_logprobs", {"batch": batch, "temperature": temperature}))
         return [np.array([-1.0, -2.0], dtype=np.float32) for _ in batch.token_ids]
 
-    def train_step(self, update: Update) -> TrainStats:
+    def train_step(self, update: Update) -> Trained:
         self.calls.append(("train_step", {"update": update}))
         self.updates.append(update)
         number = len(self.updates)
-        return TrainStats(
+        stats = TrainStats(
             loss=0.1 * number, grad_norm=1.0 * number, kl=0.2, clip_fraction=0.3, num_tokens=8, learning_rate=1e-4
         )
+        own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
+        return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         self.calls.append(("publish", {"directory": directory, "version": version}))
@@ -221,6 +225,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         update: Update = train[1]["update"]
         assert train[0] == "train_step"
         assert (update.batch, update.loss, update.temperature) == (batch, LOSS, 0.5)
+        assert update.trainer_logprobs is not None
         assert [row.tolist() for row in update.trainer_logprobs] == [[-0.5, -0.5]] * 4
         assert update.ref_logprobs is not None
         assert [row.tolist() for row in update.ref_logprobs] == [[-1.0, -2.0]] * 4
@@ -248,6 +253,34 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert gap.k3 == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 2)
 
 
+def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
+    learner = NotingLearner()
+    (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
+    assert [name for name, _ in learner.calls] == ["publish", "weight_fingerprints", "train_step"]
+    assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
+    assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
+    # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
+    assert (record.mismatch.k1, record.mismatch.largest) == (0.375, 0.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, replace(AUTO, updates_per_step=2), replace(AUTO, loss=replace(LOSS, kl_coefficient=0.1))],
+    ids=["always", "two updates", "a reference"],
+)
+def test_the_pass_for_logprobs_stays_where_the_recipe_or_the_gradient_asks_for_it(config: GrpoConfig) -> None:
+    learner = NotingLearner()
+    (record,) = run(NotingEngine(), learner, config=replace(config, num_steps=1))
+    assert [name for name, _ in learner.calls].count("logprobs") == 1
+    assert all(update.trainer_logprobs is not None for update in learner.updates)
+    assert record.has_logprob_pass
+
+
+def test_a_correction_alone_needs_no_pass_for_logprobs() -> None:
+    """Its weights are of the policy before the update, which one update asks itself."""
+    assert not replace(AUTO, loss=replace(LOSS, truncated_importance_sampling=2.0)).needs_logprob_pass
+
+
 def test_advantages_are_scaled_where_the_config_says_so() -> None:
     learner = NotingLearner()
     run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, scale_advantages_by_std=True))
@@ -261,6 +294,7 @@ def test_a_step_of_two_updates_learns_from_each_rollout_once_against_the_policy_
     first, second = learner.updates
     assert [name for name, _ in learner.calls if name == "logprobs"] == ["logprobs"]
     assert first.batch.advantages + second.batch.advantages == (0.5, -0.5, 0.0, 0.0)
+    assert second.trainer_logprobs is not None
     assert [row.tolist() for row in second.trainer_logprobs] == [[-0.5, -0.5]] * 2
     stats = record.train
     assert (stats.loss, stats.kl, stats.clip_fraction) == pytest.approx((0.15, 0.2, 0.3))  # means over the tokens

@@ -127,6 +127,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
         train=STEP.train,
         mismatch=STEP.mismatch,
+        has_logprob_pass=False,
     )
     assert record == replace(
         STEP,
@@ -137,4 +138,5 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         num_zero_signal_groups=1,
         acceptance=ACCEPTANCE,
         draft_version=4,
+        has_logprob_pass=False,
     )
