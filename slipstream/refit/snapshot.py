@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import xxhash
 
@@ -102,9 +102,26 @@ class SnapshotWriter:
             size = len(self._header) + num_bytes
             with path.open("wb") as file:
                 file.write(self._header)
-                file.truncate(size)
+                _reserve(file, size)
             self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         return self._buffers[index]
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Have the file system set the space aside: a write to a mapped page that it cannot give kills the process.
+
+    Raises:
+        OSError: there is too little.
+    """
+    try:
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        directory = Path(file.name).parent
+        free = shutil.disk_usage(directory).free
+        raise OSError(
+            error.errno, f"the weights need {size:,} bytes in {directory}, which has {free:,} free"
+        ) from error
 
 
 def _is_finite(tensor: Tensor) -> bool:

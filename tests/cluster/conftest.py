@@ -18,6 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whoever may not make hosts reads why, and what would help."""
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     reason = why_not() if here else ""
+    items.sort(key=lambda item: item.path == Path(__file__).with_name("test_faults.py"))  # they wear the hosts out
     for item in here:
         item.add_marker(pytest.mark.cluster)
         if reason:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import secrets
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +32,12 @@ _WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")  # who is killed takes a
 _SHM_MIB, _TMP_MIB = 64, 1024  # /dev/shm as a pod has it by default; Ray's object store then lies in /tmp
 _OBJECT_STORE_BYTES = 80 << 20  # just above Ray's least
 _PORT = 6379
+_CALL = """
+import importlib, json, sys
+module, function, arguments = sys.argv[1:]
+answer = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+sys.stdout.write("\\nanswer: " + json.dumps(answer) + "\\n")
+"""
 # A bash that reaps what becomes an orphan on its host. What it keeps of the machine's /tmp, it keeps by open files.
 _INIT = """
 set -e
@@ -174,40 +183,60 @@ class Cluster:
         self.hosts.append(host)
         return host
 
-    def start(self, script: str, function: str, *arguments: Any) -> subprocess.Popen[str]:
+    def start(self, script: str, function: str, *arguments: Any) -> Driver:
         """Begin to call a function of a module under `tests/cluster` on the first host, as the driver of a run."""
-        code = (
-            "import importlib, json, sys\n"
-            "name, function, arguments = sys.argv[1:]\n"
-            "answer = getattr(importlib.import_module(name), function)(*json.loads(arguments))\n"
-            "sys.stdout.write('\\nanswer: ' + json.dumps(answer))\n"
-        )
-        argv = (sys.executable, "-c", code, f"tests.cluster.{script}", function, json.dumps(arguments))
+        argv = (sys.executable, "-c", _CALL, f"tests.cluster.{script}", function, json.dumps(arguments))
         host = self.hosts[0]
-        environment = {**host.environment, "RAY_ADDRESS": f"{host.address}:{_PORT}"}
-        return subprocess.Popen(
-            host.command(*argv), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        return Driver(host.command(*argv), {**host.environment, "RAY_ADDRESS": f"{host.address}:{_PORT}"})
 
     def call(self, script: str, function: str, *arguments: Any, timeout_s: float = 180) -> Any:
         """The answer of such a function."""
-        return answer(self.start(script, function, *arguments), timeout_s=timeout_s)
+        return self.start(script, function, *arguments).read("answer", timeout_s=timeout_s)
 
 
-def answer(driver: subprocess.Popen[str], *, timeout_s: float) -> Any:
-    """What a driver's function returns.
+class Driver:
+    """A process that drives a run on the first host, and tells how it is going in lines of a word and JSON."""
 
-    Raises:
-        AssertionError: it failed, with the end of what it printed; or it took too long, and was ended.
-    """
-    try:
-        out, err = driver.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        driver.kill()
-        out, err = driver.communicate()
-        raise AssertionError(f"the driver took more than {timeout_s} s: {out[-2000:]}\n{err[-4000:]}") from None
-    assert driver.returncode == 0, f"the driver ended with {driver.returncode}: {out[-2000:]}\n{err[-4000:]}"
-    return json.loads(out.rpartition("answer: ")[2])
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # it lives as long as this object
+        self._process = subprocess.Popen(
+            command, env=dict(environment), stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def read(self, word: str, *, timeout_s: float) -> Any:
+        """What the next line that begins with `word` says; lines before it are passed over.
+
+        Raises:
+            AssertionError: none came in time, or the driver ended; with the end of what it printed to stderr.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                self.end()
+                raise AssertionError(f"no {word!r} within {timeout_s} s: {self._said()}") from None
+            if line.startswith(f"{word}: "):
+                return json.loads(line.partition(": ")[2])
+            assert line, f"the driver ended without {word!r}: {self._said()}"
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _pump(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _said(self) -> str:
+        self._process.wait(timeout=10)
+        self._errors.seek(0)
+        return self._errors.read()[-6000:]
 
 
 @contextmanager

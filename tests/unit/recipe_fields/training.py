@@ -84,7 +84,7 @@ class LostEngine(NotedEngine):
 class LostLearner(NotedLearner):
     """Is lost whenever it learns."""
 
-    def train_step(self, update: Any) -> TrainStats:
+    def train_step(self, update: Any) -> Trained:
         raise LostWorkerError("learner rank 0 died", [Worker(None, "learner rank 0")])
 
 
