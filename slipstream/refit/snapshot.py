@@ -101,8 +101,8 @@ class SnapshotWriter:
         if index not in self._buffers:
             size = len(self._header) + num_bytes
             with path.open("wb") as file:
-                file.write(self._header)
                 _reserve(file, size)
+                file.write(self._header)
             self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         return self._buffers[index]
 
@@ -114,7 +114,6 @@ def _reserve(file: IO[bytes], size: int) -> None:
         OSError: there is too little.
     """
     try:
-        file.flush()
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         directory = Path(file.name).parent

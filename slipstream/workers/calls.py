@@ -62,11 +62,11 @@ _ALIVE = Deadline(10.0, "fixed")  # an idle process has nothing else to do
 class Backend(Protocol):
     """What is needed of Ray."""
 
-    def wait(self, refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(self, refs: list[Any], /, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         """The refs that are there within `timeout` seconds, at most `num_returns`, and the others."""
         ...
 
-    def get(self, ref: Any) -> Any:
+    def get(self, ref: Any, /) -> Any:
         """The answer, or the error of who should have given it."""
         ...
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -99,8 +99,8 @@ class Host:
 
     def pids(self, word: str = "") -> list[int]:
         """The host's processes whose command line has `word` in it, as the machine counts them."""
-        own = os.readlink(f"/proc/{self.pid}/ns/net")
-        return [pid for pid in _processes() if _net(pid) == own and word in _command_line(pid)]
+        own = _net(self.pid)
+        return [pid for pid in _processes() if own and _net(pid) == own and word in _command_line(pid)]
 
     def freeze(self) -> None:
         """Stop every process of the host; the host's network stack still answers."""
@@ -118,7 +118,8 @@ class Host:
 
     def kill(self) -> None:
         """The end of the host and of all its processes, network and file systems."""
-        os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it is dead already
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Network:
@@ -165,11 +166,15 @@ class Cluster:
     hosts: list[Host]
     num_gpus: int
 
-    def add(self) -> Host:
-        """One more host whose Ray node has joined."""
-        return self.join(self.network.add())
+    def add(self, num_hosts: int) -> list[Host]:
+        """More hosts whose Ray nodes have joined."""
+        hosts = [self.network.add() for _ in range(num_hosts)]
+        with ThreadPoolExecutor() as pool:
+            joined = list(pool.map(self._join, hosts))
+        self.hosts += joined
+        return joined
 
-    def join(self, host: Host) -> Host:
+    def _join(self, host: Host) -> Host:
         """Start the host's Ray node."""
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
         ray += ["--num-cpus=1"]  # actors ask for none, and Ray starts an idle process for each
@@ -180,7 +185,6 @@ class Cluster:
         else:
             ray += ["--head", f"--port={_PORT}", "--include-dashboard=false"]
         host.run(*ray, timeout_s=180)
-        self.hosts.append(host)
         return host
 
     def start(self, script: str, function: str, *arguments: Any) -> Driver:
@@ -244,11 +248,8 @@ def ray_cluster(num_hosts: int, *, num_gpus: int = 4) -> Iterator[Cluster]:
     """`num_hosts` hosts of `num_gpus` logical GPUs, with Ray running; all of it is gone after the block."""
     with Network() as network:
         cluster = Cluster(network=network, hosts=[], num_gpus=num_gpus)
-        cluster.add()
-        with ThreadPoolExecutor() as pool:
-            joined = pool.map(cluster.join, [network.add() for _ in range(num_hosts - 1)])
-        cluster.hosts.sort(key=lambda host: host.name)
-        assert len(cluster.hosts) == 1 + len(list(joined))
+        cluster.add(1)
+        cluster.add(num_hosts - 1)
         yield cluster
 
 

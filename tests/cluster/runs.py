@@ -24,85 +24,81 @@ from slipstream.workers.learners import RemoteLearner, start_ranks
 from slipstream.workers.session import connect, on_node
 from tests.conftest import _make_policy
 
-NUM_STEPS = 4
+NUM_STEPS = 20
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _LENGTHS = (7, 12, 9, 15)
 
 
-def train_two_steps(parallel: dict[str, int], addresses: Sequence[str]) -> dict[str, Any]:
-    """Two updates of a small policy.
-
-    Args:
-        parallel: the learner's layout.
-        addresses: host of each rank.
-    """
+def train_two_steps(layouts: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
+    """Two updates of a small policy, once in each layout: the learner's, and the host of each rank."""
     connect()
-    policy = _policy()
-    with _ranks(parallel, addresses) as learner:
-        learner.load(policy, OPTIMIZER)
-        stats = [learner.train_step(_update(version)).stats for version in range(2)]
-        return {
-            "hosts": [rank.host for rank in learner.ranks],
-            "losses": [each.loss for each in stats],
-            "grad_norms": [each.grad_norm for each in stats],
-        }
+    policy, found = _policy(), []
+    for parallel, addresses in layouts:
+        with _ranks(parallel, addresses) as learner:
+            learner.load(policy, OPTIMIZER)
+            stats = [learner.train_step(_update(version)).stats for version in range(2)]
+            found.append(
+                {
+                    "hosts": [rank.host for rank in learner.ranks],
+                    "losses": [each.loss for each in stats],
+                    "grad_norms": [each.grad_norm for each in stats],
+                }
+            )
+    return found
 
 
-def train_through_a_fault(
-    directory: str, addresses: Sequence[str], later: Sequence[str], answer_timeout_s: float
-) -> dict[str, Any]:
-    """Train until a rank is lost, then from the last checkpoint on, to the end.
+def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answer_timeout_s: float) -> Any:
+    """Train on two tensor-parallel ranks, each attempt but the last until a rank is lost, each on from where it was.
 
-    Says `training` when the first step is done, and `lost` with the error.
+    Says `training` when an attempt has done a step, and `lost` with the error that ends it.
 
     Args:
         directory: where checkpoints lie; all hosts see it.
-        addresses: host of each tensor-parallel rank; `later`: after the loss.
+        attempts: the hosts of both ranks.
+    Returns:
+        The losses of all steps, and those of a run that nothing disturbed.
     """
     connect()
-    policy, checkpoint = _policy(), Path(directory) / "checkpoint"
-    losses: list[float] = []
-    for places in (addresses, later):
+    policy, losses = _policy(), list[float]()
+    for addresses in attempts:
         try:
-            with _ranks({"tensor": 2}, places, answer_timeout_s) as learner:
-                learner.load(policy, OPTIMIZER)
-                if checkpoint.exists():
-                    losses = learner.load_checkpoint(checkpoint)["losses"]
-                for version in range(len(losses), NUM_STEPS):
-                    losses.append(learner.train_step(_update(version, num_copies=100)).stats.loss)
-                    learner.save_checkpoint(checkpoint, {"losses": losses})
-                    if version == 0:
-                        _say("training", places)
-            break
+            losses = _train(Path(directory) / "disturbed", policy, addresses, answer_timeout_s)
         except LostWorkerError as error:
             _say("lost", str(error))
-    return {"losses": losses, "hosts": list(places)}
+    return losses, _train(Path(directory) / "undisturbed", policy, attempts[-1], answer_timeout_s)
 
 
-def publish(address: str) -> str:
-    """How a rank on that host fares that writes its weights into its host's memory."""
+def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_timeout_s: float) -> list[float]:
+    losses: list[float] = []
+    with _ranks({"tensor": 2}, addresses, answer_timeout_s) as learner:
+        learner.load(policy, OPTIMIZER)
+        if checkpoint.exists():
+            losses = learner.load_checkpoint(checkpoint)["losses"]
+        start = len(losses)
+        for version in range(start, NUM_STEPS):
+            losses.append(learner.train_step(_update(version, num_copies=30)).stats.loss)
+            learner.save_checkpoint(checkpoint, {"losses": losses})
+            if version == start:
+                _say("training", version)
+    return losses
+
+
+def write_where_it_must_fail(address: str) -> tuple[str, str]:
+    """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has."""
     connect()
     policy = _policy()
+    said = []
     with _ranks({}, [address]) as learner:
         learner.load(policy, None)
-        try:
-            learner.publish(Path("/dev/shm"), 3)
-        except OSError as error:
-            return "".join(traceback.format_exception_only(error))
-    return "nothing went wrong"
-
-
-def save_where_others_cannot_see(address: str) -> str:
-    """What a rank on another host says to a directory of the driver's own."""
-    connect()
-    policy = _policy()
-    with _ranks({}, [address]) as learner:
-        learner.load(policy, None)
-        try:
-            learner.save_checkpoint(policy.parent / "checkpoint", {})
-        except ConfigError as error:
-            return str(error)
-    return "nothing went wrong"
+        for write in (
+            lambda: learner.publish(Path("/dev/shm"), 3),
+            lambda: learner.save_checkpoint(policy.parent / "checkpoint", {}),
+        ):
+            try:
+                write()
+            except (OSError, ConfigError) as error:
+                said.append("".join(traceback.format_exception_only(error)))
+    return said[0], said[1]
 
 
 def _policy() -> Path:
@@ -112,7 +108,7 @@ def _policy() -> Path:
 
 @contextmanager
 def _ranks(
-    parallel: dict[str, int], addresses: Sequence[str], answer_timeout_s: float = 60.0
+    parallel: dict[str, Any], addresses: Sequence[str], answer_timeout_s: float = 60.0
 ) -> Iterator[RemoteLearner]:
     """A learner whose ranks are on these hosts."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -6,9 +6,11 @@ from tests.cluster.hosts import Cluster
 
 
 def test_tensor_parallel_ranks_on_two_hosts_train_as_on_one(cluster: Cluster) -> None:
+    """The policy lies on the first host alone: the second one gets a copy."""
     first, second = (host.address for host in cluster.hosts[:2])
-    alone = cluster.call("runs", "train_two_steps", {"tensor": 2}, [first, first])
-    apart = cluster.call("runs", "train_two_steps", {"tensor": 2}, [second, first])
+    layouts = [({"tensor": 2}, [first, first]), ({"tensor": 2}, [second, first])]
+
+    alone, apart = cluster.call("runs", "train_two_steps", layouts)
 
     assert apart["hosts"] == [second, first]
     assert apart["losses"] == alone["losses"]

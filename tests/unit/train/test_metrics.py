@@ -123,7 +123,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         6,
         STEP.times,
         STEP.refit,
-        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0),
+        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12),
         rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
         train=STEP.train,
         mismatch=STEP.mismatch,
