@@ -171,7 +171,7 @@ class Cluster:
         hosts = [self.network.add() for _ in range(num_hosts)]
         with ThreadPoolExecutor() as pool:
             joined = list(pool.map(self._join, hosts))
-        self.hosts += joined
+        self.hosts.extend(joined)
         return joined
 
     def _join(self, host: Host) -> Host:
