@@ -39,6 +39,16 @@ class EngineProcess(VllmEngine):
             draft = here(Path(speculative_config["model"]), origin)
             speculative_config = {**speculative_config, "model": str(draft)}
         super().__init__(here(policy, origin), config=config, speculative_config=speculative_config)
+        self._origin = origin
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
+        """See `VllmEngine.refit`."""
+        if draft is not None:
+            draft = here(draft, self._origin)
+        policy = here(policy, self._origin)
+        return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
 
 
 class RemoteEngine:

@@ -50,6 +50,7 @@ class NodeStore:
         self._lock = (self._root / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go of it with the process
         self._digests: dict[tuple[Path, FileInfo], str] = {}
+        self._copies: dict[Path, Path] = {}  # the last one of each path
 
     def here(self, path: Path, origin: str) -> Path:
         """Where the files of the node `origin` under `path` lie on this node, copied if they must be.
@@ -71,6 +72,7 @@ class NodeStore:
                 _copy(source, path, name, file, partial / name)
             partial.rename(target)
             logger.info("copied %s here from node %s: %d files", path, origin, len(files))
+        self._forget_older(path, target)
         return target / path.name
 
     def listing(self, path: Path, *, with_digests: bool = False) -> dict[str, FileInfo]:
@@ -91,6 +93,13 @@ class NodeStore:
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(_CHUNK_BYTES)
+
+    def _forget_older(self, path: Path, target: Path) -> None:
+        """Remove the copy of what `path` held before, unless it is another path's too."""
+        older = self._copies.get(path)
+        self._copies[path] = target
+        if older is not None and older not in self._copies.values():
+            shutil.rmtree(older)
 
     def _with_digest(self, path: Path, file: FileInfo) -> FileInfo:
         if (path, file) not in self._digests:

@@ -65,3 +65,22 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_starts(tmp_path: Path, mo
 
     with pytest.raises(OSError, match=r"must have 1,000,000,000,000,000 bytes free for a copy of /policy, has"):
         NodeStore()._require_space(Path("/policy"), 10**15)
+
+
+def test_an_agent_keeps_one_copy_of_a_path_and_what_other_paths_share_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    store = NodeStore()
+    old, new = (tmp_path / name for name in ("old", "new"))
+    for copy in (old, new):
+        copy.mkdir()
+
+    store._forget_older(Path("/policy"), old)
+    store._forget_older(Path("/same"), old)
+    store._forget_older(Path("/policy"), new)
+    assert old.is_dir()
+
+    store._forget_older(Path("/same"), new)
+    assert not old.exists()
+    assert new.is_dir()
