@@ -6,6 +6,7 @@ that they share with it. So an error that may be such a consequence is held back
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from slipstream.workers.session import actor_environment, on_node
+from slipstream.workers.session import actor_environment, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
@@ -153,9 +154,10 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
         for worker in workers:
             ray.kill(worker.actor)
         raise
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return [
-        replace(worker, host=host, node_id=node_id, pid=pid)
-        for worker, (host, node_id, pid) in zip(workers, places, strict=True)
+        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid)
+        for worker, (node_id, pid) in zip(workers, places, strict=True)
     ]
 
 
@@ -190,12 +192,10 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     return states
 
 
-def _place(actor: Any) -> tuple[str, str, int]:
-    """Runs in the actor: address and id of its node, and its process id."""
-    import os
-
+def _place(actor: Any) -> tuple[str, int]:
+    """Runs in the actor: its node's id, and its process id."""
     del actor
-    return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid()
+    return own_node(), os.getpid()
 
 
 def _process_state(pid: int) -> str:

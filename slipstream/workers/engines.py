@@ -21,7 +21,7 @@ from slipstream.rollout.engine import GenerationResult, Trace
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.files import here
+from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.session import actor_environment, own_node
 
@@ -206,6 +206,7 @@ def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str
         return started([begin(index)], starting)[0]
 
     logger.info("starting an engine with k=%d", k)
+    open_stores()
     engines = started([begin(index) for index in range(config.num_engines)], starting)
     return RemoteEngine(engines, Deadline(config.answer_timeout_s, "engine.answer_timeout_s"), start=start)
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 8 << 20  # small beside any object store: one lies there while the next is read
 _NUM_AHEAD = 3
 _STALLED_S = 120.0  # for one chunk
+_opened: dict[str, Any] = {}  # the driver's agents by node
 _PREFIX = f"slipstream-files-{os.getuid()}-"
 
 
@@ -125,8 +126,17 @@ def here(path: Path, origin: str) -> Path:
     return ray.get(store_on(own).here.remote(path, origin))
 
 
+def open_stores() -> None:
+    """Start an agent on each node of a cluster, for the driver: they live as long as who starts them."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    if len(nodes) > 1:
+        for node_id in nodes:
+            if node_id not in _opened:
+                _opened[node_id] = store_on(node_id)
+
+
 def store_on(node_id: str) -> Any:
-    """The agent of a node; it lives as long as the process that first asked for it."""
+    """The agent of a node."""
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment({})}}
     return (
         ray.remote(NodeStore)

@@ -19,6 +19,7 @@ from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.session import actor_environment, own_node
@@ -233,6 +234,7 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
     actor = ray.remote(LearnerProcess)
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
+    open_stores()
     begun = [
         actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), origin=own_node())
         for rank, place in enumerate(places)

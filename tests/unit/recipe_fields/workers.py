@@ -66,6 +66,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
     tools.patch.setattr(engines, "own_node", lambda: "node")
+    tools.patch.setattr(engines, "open_stores", lambda: None)
     tools.patch.setattr(engines, "started", started(patience))
     idle = SimpleNamespace(
         take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
@@ -81,6 +82,7 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     ray, kept, patience = FakeRay(), [], []
     tools.patch.setattr(learners, "ray", ray)
     tools.patch.setattr(learners, "own_node", lambda: "node")
+    tools.patch.setattr(learners, "open_stores", lambda: None)
     tools.patch.setattr(learners, "started", started(patience))
     tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
