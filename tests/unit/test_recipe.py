@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.recipe import CONFIGS, load_recipe, write_recipe
+from slipstream.recipe import CONFIGS, difference, load_recipe, write_recipe
 from slipstream.types import Workload
 
 
@@ -193,3 +193,22 @@ def test_a_fingerprint_is_of_what_the_weights_depend_on(overrides: dict[str, Any
     recipe = load_recipe("tiny").fingerprint()
     assert len(recipe) == 16
     assert (load_recipe("tiny", overrides=overrides).fingerprint() == recipe) is same
+
+
+def test_the_first_field_that_two_recipes_do_not_share_is_named_with_both_its_values() -> None:
+    tiny = load_recipe("tiny")
+    other = load_recipe("tiny", overrides={"grpo": {"seed": 3, "optimizer": {"learning_rate": 0.5}}})
+    assert difference(tiny, other) == ("grpo.optimizer.learning_rate", 3e-4, 0.5)
+    assert difference(other, tiny) == ("grpo.optimizer.learning_rate", 0.5, 3e-4)
+    assert difference(tiny, load_recipe("tiny")) is None
+
+
+def test_a_section_that_only_one_recipe_has_is_a_difference() -> None:
+    with_projection = load_recipe("tiny")
+    without = load_recipe("tiny", overrides={"simulator": None})
+    assert difference(without, with_projection) == ("simulator.hardware", None, "cpu-2core")
+    assert difference(with_projection, without) == ("simulator.hardware", "cpu-2core", None)
+
+
+def test_where_a_run_is_tracked_is_no_difference() -> None:
+    assert difference(load_recipe("tiny"), load_recipe("tiny", overrides={"tracking": {"replay_every_s": 7}})) is None

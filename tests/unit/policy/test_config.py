@@ -102,6 +102,7 @@ def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:
         ({"answer_timeout_s": 0.0}, "learner.answer_timeout_s must be > 0, got 0.0"),
         ({"max_restarts": -1}, "learner.max_restarts must be >= 0, got -1"),
         ({"num_threads": 0}, "learner.num_threads must be > 0 or null, got 0"),
+        ({"num_kept_idle": -1}, "learner.num_kept_idle must be >= 0, got -1"),
     ],
 )
 def test_a_learner_outside_its_bounds_is_refused(

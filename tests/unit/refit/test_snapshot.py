@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from slipstream.refit import snapshot
-from slipstream.refit.snapshot import SnapshotWriter, transfer_directory
+from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, transfer_directory
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -106,3 +108,17 @@ def test_transfer_directories_are_fresh_and_in_memory_where_there_is_such_a_file
     finally:
         first.rmdir()
         second.rmdir()
+
+
+def test_what_a_killed_process_left_is_discarded_and_nothing_else(tmp_path: Path) -> None:
+    """Of this process, for the directory carries the number of the process that made it."""
+    ours = transfer_directory()
+    (ours / "policy-0.safetensors").write_bytes(b"weights")
+    others = Path(tempfile.mkdtemp(prefix="slipstream-refit-1-", dir=ours.parent))
+    try:
+        discard_transfers(os.getpid())
+        assert not ours.exists()
+        assert others.is_dir()
+        discard_transfers(os.getpid())  # nothing is left, and nothing is wrong
+    finally:
+        shutil.rmtree(others)

@@ -1,0 +1,53 @@
+"""The pool of reward workers: their limits, and what it says when one is lost."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import psutil
+import pytest
+
+from slipstream.rewards.pool import Outcome, Request, WorkerPool
+
+HALF = Request(gold="0.5", answer="\\frac{1}{2}")
+BOMB = Request(gold="7", answer="9^{9^{9^{9}}}")
+
+
+def test_a_worker_may_take_the_memory_that_it_was_given_and_no_more() -> None:
+    before = set(psutil.Process().children())
+    pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=1.5)
+    assert pool.run([HALF]) == Outcome(verdicts=(True,), num_timeouts=0, num_crashes=0)
+    (worker,) = set(psutil.Process().children()) - before
+    assert worker.rlimit(resource.RLIMIT_AS) == (1_610_612_736, 1_610_612_736)
+    pool.close()
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look() -> None:
+    pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=0.01)  # not enough for Python's own start
+    with pytest.raises(RuntimeError) as caught:
+        pool.run([HALF])
+    expected = "a reward worker ended by itself before it was ready: does `import math_verify` work?"
+    assert str(caught.value) == expected
+
+
+def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pool = WorkerPool(num_workers=1, timeout_s=1.0, memory_gib=2.0)
+    pool.run([HALF])  # the start of a worker is not what is measured
+    with caplog.at_level(logging.WARNING):
+        assert pool.run([BOMB]) == Outcome(verdicts=(False,), num_timeouts=1, num_crashes=0)
+    assert caplog.messages == [f"a reward worker ran into the deadline of 1.0 s: {BOMB}"]
+
+
+def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(psutil.Process().children())
+    pool = WorkerPool(num_workers=2, timeout_s=30.0, memory_gib=2.0)
+    pool.run([HALF])
+    (worker,) = set(psutil.Process().children()) - before
+    worker.kill()
+    worker.wait()
+    with caplog.at_level(logging.WARNING):
+        assert pool.run([HALF]).num_crashes == 1
+    assert caplog.messages == [f"a reward worker ended by itself: {HALF}"]
+    pool.close()
