@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,13 +84,19 @@ def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_time
     return losses
 
 
-def write_where_it_must_fail(address: str) -> tuple[str, str]:
-    """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has."""
+def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
+    """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has.
+
+    Says `loaded` and waits for the file `go_on` before it writes.
+    """
     connect()
     policy = _policy()
     said = []
     with _ranks({}, [address]) as learner:
         learner.load(policy, None)
+        _say("loaded", address)
+        while not Path(go_on).exists():
+            time.sleep(0.1)
         for write in (
             lambda: learner.publish(Path("/dev/shm"), 3),
             lambda: learner.save_checkpoint(policy.parent / "checkpoint", {}),

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -81,11 +82,16 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
     cluster: Cluster,
 ) -> None:
     host = cluster.hosts[1]
-    host.run("bash", "-c", "head -c 64M /dev/zero > /dev/shm/full || true")
-    try:
-        full, unseen = cluster.call("runs", "write_where_it_must_fail", host.address)
-    finally:
-        host.run("rm", "/dev/shm/full")
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-") as directory:  # all hosts see it
+        go_on = Path(directory) / "go_on"
+        driver = cluster.start("runs", "write_where_it_must_fail", host.address, str(go_on))
+        driver.read("loaded", timeout_s=120)
+        host.run("bash", "-c", "head -c 64M /dev/zero > /dev/shm/full || true")
+        try:
+            go_on.touch()
+            full, unseen = driver.read("answer", timeout_s=60)
+        finally:
+            host.run("rm", "/dev/shm/full")
 
     rank = f"learner rank 0 on {host.address}"
     assert re.search(r"the weights need [\d,]+ bytes in /dev/shm, which has 0 free", full), full
