@@ -45,8 +45,9 @@ demo: setup ## run the whole chain on this machine and report the speedup
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
-bench: bench-setup ## time simulator, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
+bench: bench-setup ## time simulator, fingerprints, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.fingerprint
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")

@@ -66,7 +66,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
     connect()
     with (
         tempfile.TemporaryDirectory() as transfer,
-        start_learner(recipe.learner) as learner,
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
         recipe_engine(recipe, run.policy, run.draft, k) as remote,
         Verifier(recipe.reward) as verifier,
     ):

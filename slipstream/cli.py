@@ -11,6 +11,10 @@ from pathlib import Path
 from slipstream import demo, logs
 from slipstream.config import ConfigError
 from slipstream.data.config import SYNTHETIC
+from slipstream.placement.assessment import assess
+from slipstream.placement.cluster import parse_cluster
+from slipstream.placement.plan import make_plan
+from slipstream.placement.table import memory_text, plan_text, table
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import RunRecord, read_record
 from slipstream.simulator import cli as simulator
@@ -47,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     chain.set_defaults(run=_demo)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
+    check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
+    check.add_argument("--domain-nodes", type=int, metavar="N", help="so many neighbours are one NVLink domain")
     check.set_defaults(run=_check)
+    cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
+    cluster.set_defaults(run=_cluster)
     replay = commands.add_parser("replay", help="bring spooled points to a tracking server")
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
@@ -87,9 +95,40 @@ def _show(root: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    plans = []
     for workload in Workload:
         recipe = load_recipe(options.recipe, workload=workload)
         print(f"{recipe.name}, {workload.value}: {_sizes(recipe)}")
+        if options.cluster is not None:
+            plans.append(_plan(recipe, options.cluster, options.domain_nodes))
+    for plan in dict.fromkeys(plans):  # mostly the same for both
+        print(f"\n{plan}")
+    return 0
+
+
+def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
+    """Who lies where, and what each GPU holds."""
+    if not recipe.layout.has_gpus:
+        return "no GPUs: every process runs on one host (placement.gpus_per_node 0)"
+    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), assess(recipe)
+    if found is None:
+        memory = "memory: unknown; name simulator.model and simulator.hardware"
+    else:
+        memory = memory_text(found, plan)
+    return f"{plan_text(plan)}\n\n{memory}"
+
+
+def _cluster(_: argparse.Namespace) -> int:
+    from slipstream.workers.cluster import ray_nodes
+    from slipstream.workers.session import connect
+
+    connect()
+    rows = [["node", "CPUs free", "GPUs free", "object store, GB", "labels"]]
+    for node in ray_nodes():
+        labels = " ".join(f"{name}={value}" for name, value in sorted(node.labels.items()))
+        cpus, gpus = f"{node.free_cpus:g} of {node.num_cpus:g}", f"{node.free_gpus:g} of {node.num_gpus}"
+        rows.append([node.address, cpus, gpus, f"{node.object_store_bytes / 1e9:.1f}", labels])
+    print(table(rows))
     return 0
 
 

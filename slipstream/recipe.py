@@ -22,6 +22,8 @@ from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.placement.assessment import assess
+from slipstream.placement.config import Layout, PlacementConfig
 from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.records import write_atomic
 from slipstream.refit.config import RefitConfig
@@ -36,7 +38,7 @@ _WORKLOADS = "workloads"
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
 """Fields of engine and learner that say how they are run, and change nothing that they compute."""
-_NO_INFLUENCE = ("name", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
+_NO_INFLUENCE = ("name", "placement", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Recipe:
     learner: LearnerConfig
     engine: EngineConfig
     sampling: SamplingConfig
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig
     draft: DraftConfig
     tuning: TuningConfig
@@ -112,6 +115,20 @@ class Recipe:
                 f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
                 self.draft.aux_hidden_state_layer_ids,
             )
+
+        assess(self)
+
+    @property
+    def layout(self) -> Layout:
+        """How learner and engines are spread over GPUs."""
+        return Layout(
+            placement=self.placement,
+            parallel=self.learner.parallel,
+            engine_tensor=self.engine.tensor_parallel_size,
+            num_engines=self.engine.num_engines,
+            num_engine_sets=max(self.tuning.max_live_engines, self.engine.num_kept_idle + 1),
+            num_learners=self.learner.num_kept_idle + 1,
+        )
 
     def _check_devices(self) -> None:
         """What the accelerators and their number must allow."""

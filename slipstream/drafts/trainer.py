@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
 from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
+from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
+from slipstream.policy.errors import CheckpointError
 
 States = Sequence[tuple[Tensor, Tensor]]
 """For each sequence of T tokens the auxiliary hidden states [T, 3H] and what the output layer sees [T, H]."""
@@ -110,13 +112,23 @@ class DraftTrainer:
             tensors[f"{index}.parameter"] = parameter.detach()
             tensors[f"{index}.exp_avg"] = state["exp_avg"]
             tensors[f"{index}.exp_avg_sq"] = state["exp_avg_sq"]
-        save_file(tensors, path / "draft.safetensors")
-        (path / "draft.json").write_text(json.dumps({"num_steps": self._num_steps}))
+        total = write_tensors(path / "draft.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()})
+        write_json(path / "draft.json", {"num_steps": self._num_steps, "xxh3": total.xxh3})
 
     @torch.no_grad()
     def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote."""
-        self._num_steps = json.loads((path / "draft.json").read_text())["num_steps"]
+        """Restore what `save_checkpoint` wrote.
+
+        Raises:
+            CheckpointError: the file of tensors is not the one that was saved.
+        """
+        state = json.loads((path / "draft.json").read_text())
+        if sum_of(path / "draft.safetensors").xxh3 != state["xxh3"]:
+            fault = "draft.safetensors does not have the digest it was saved with"
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {fault}; remove {path.parent} to train the draft anew"
+            )
+        self._num_steps = state["num_steps"]
         tensors = load_file(path / "draft.safetensors")
         for index, parameter in enumerate(self._trained):
             parameter.copy_(tensors[f"{index}.parameter"])

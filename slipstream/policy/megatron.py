@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,22 @@ from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import checkpoint, collectives, hf, parallel
+from slipstream.policy import collectives, held, hf, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
 from slipstream.policy.capture import Capture, CapturedStates
+from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
-from slipstream.policy.weights import hf_from_shards, load_exactly, mappings, require_divisible, shard_from_hf
+from slipstream.policy.shape import require_divisible
+from slipstream.policy.weights import load_exactly, shard_from_hf
 from slipstream.records import TrainStats
+from slipstream.refit.fingerprint import HeldWeights
 
 FloatArray = NDArray[np.float32]
-
 
 _Result = dict[str, Tensor]
 _LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, _Result]]
@@ -74,6 +75,7 @@ class MegatronPolicy:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
             self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
 
     @classmethod
     def load(
@@ -271,18 +273,13 @@ class MegatronPolicy:
 
         Tensors may share memory with the model: copy before the next update.
         """
+        return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
+
+    def held_weights(self) -> Iterator[HeldWeights]:
+        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        is_copy = parallel_state.get_data_parallel_rank() > 0
         parameters = dict(self._gpt.named_parameters())
-        given: set[str] = set()
-        for stage in range(self._shard.pipeline_size):
-            for mapping in mappings(self.architecture, replace(self._shard, pipeline_rank=stage)):
-                if given.issuperset(mapping.hf):
-                    continue  # the last stage's copy of a tied embedding
-                given.update(mapping.hf)
-                tensors = None
-                if stage == self._shard.pipeline_rank:
-                    shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
-                    tensors = hf_from_shards(mapping, shards, self.architecture)
-                yield from collectives.from_pipeline_stage(stage, tensors)
+        return iter(()) if is_copy else held.held_weights(parameters, self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
@@ -292,24 +289,18 @@ class MegatronPolicy:
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write what a resumed run needs to go on bit for bit: weights, optimizer, random state, and JSON `extra`."""
-        state = checkpoint.State(
-            tensors=checkpoint.tensors_of(self._gpt, self._optimizer),
-            meta={"version": self.version, "num_updates": self._num_updates, "extra": extra},
-        )
-        checkpoint.save(path, state)
+        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`."""
+        self._checkpoints.save(path, version=self.version, num_updates=self._num_updates, extra=extra)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
+        self._checkpoints.wait()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote under the same architecture and parallel layout; returns its `extra`.
-
-        Raises:
-            ValueError: the checkpoint holds other tensors than this policy.
-        """
-        state = checkpoint.load(path)
-        self._num_updates = state.meta["num_updates"]
-        checkpoint.restore(self._gpt, self._optimizer, state.tensors, num_updates=self._num_updates)
-        self.version = state.meta["version"]
-        return state.meta["extra"]
+        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`."""
+        state = self._checkpoints.load(path)
+        self.version, self._num_updates = state["version"], state["num_updates"]
+        return state["extra"]
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
         where = self._learner.parallel
@@ -377,6 +368,7 @@ class MegatronPolicy:
     ) -> tuple[dict[str, float], float]:
         """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
         assert self._optimizer is not None, "this policy was built without an optimizer"
+        self._checkpoints.raise_error()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)

@@ -8,13 +8,12 @@ round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from slipstream.config import require
 from slipstream.policy.architecture import Architecture
 
 
@@ -73,18 +72,6 @@ class Shard:
         return self.pipeline_rank == self.pipeline_size - 1
 
 
-def require_divisible(arch: Architecture, *, tensor: int, pipeline: int) -> None:
-    """Refuse a split over ranks that does not come out even."""
-    for name, size in (
-        ("key-value heads", arch.num_query_groups),
-        ("ffn hidden size", arch.ffn_hidden_size),
-        ("vocabulary", arch.vocab_size),
-    ):
-        require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
-    layers = arch.num_layers
-    require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)
-
-
 def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
     """The parameters that a rank holds, in model order; Megatron numbers layers within the pipeline stage."""
     if shard.is_first:
@@ -116,6 +103,16 @@ def hf_from_shards(mapping: Mapping, shards: Sequence[Tensor], arch: Architectur
     return list(zip(mapping.hf, _join(mapping.layout, shards, arch), strict=True))
 
 
+def rows_of_parts(mapping: Mapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
+    """What of each HF tensor is in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
+    local = replace(  # a shard is laid out as the whole of a model with fewer heads
+        arch,
+        num_attention_heads=arch.num_attention_heads // shard.tensor_size,
+        num_query_groups=arch.num_query_groups // shard.tensor_size,
+    )
+    return _join(mapping.layout, [rows], local)
+
+
 def _split(layout: Layout, parts: list[Tensor], arch: Architecture, shard: Shard) -> Tensor:
     def mine(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(shard.tensor_size, dim)[shard.tensor_rank]
@@ -139,17 +136,21 @@ def _join(layout: Layout, shards: Sequence[Tensor], arch: Architecture) -> list[
         case Layout.REPLICATED:
             return [shards[0]]
         case Layout.COLUMN:
-            return [torch.cat(list(shards), dim=0)]
+            return [_cat(shards, 0)]
         case Layout.ROW:
-            return [torch.cat(list(shards), dim=1)]
+            return [_cat(shards, 1)]
         case Layout.GATE_UP:
             gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
-            return [torch.cat(gates), torch.cat(ups)]
+            return [_cat(gates, 0), _cat(ups, 0)]
         case Layout.QKV:
             heads_per_group = arch.num_attention_heads // arch.num_query_groups
-            by_group = torch.cat(list(shards)).unflatten(0, (arch.num_query_groups, -1))  # [K, (N/K + 2) * D, H]
+            by_group = _cat(shards, 0).unflatten(0, (arch.num_query_groups, -1))  # [K, (N/K + 2) * D, H]
             sizes = [heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim]
             return [part.flatten(0, 1) for part in by_group.split(sizes, dim=1)]
+
+
+def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
 def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:

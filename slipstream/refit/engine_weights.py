@@ -7,7 +7,7 @@ every sum has one term.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import HeldWeights, WeightPart
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -40,8 +40,8 @@ class Slot:
     parts: tuple[WeightPart, ...]
     shape: tuple[int, int] | None = None  # [outputs, inputs] of a layer that multiplies; None of others
 
-    def read(self) -> Iterator[tuple[WeightPart, Tensor]]:
-        """The parts as the model computes with them.
+    def read(self) -> HeldWeights:
+        """The parts as the model computes with them, without what pads them.
 
         Raises:
             LookupError: the backend hides them.
@@ -55,11 +55,10 @@ class Slot:
             held = packed
         if not held.numel():
             raise LookupError(f"{self.parts[0].name} is empty: its backend hides it")
-        if len(self.parts) == 1:
-            yield self.parts[0], held[: self.parts[0].length] if self.parts[0].dim == 0 else held
-            return
-        rows = held.split([part.length for part in self.parts])
-        yield from zip(self.parts, rows, strict=True)
+        if self.parts[0].dim == 1:
+            return HeldWeights(tensor=held, parts=self.parts, split=lambda rows: [rows])
+        lengths = [part.length for part in self.parts]
+        return HeldWeights(tensor=held[: sum(lengths)], parts=self.parts, split=lambda rows: rows.split(lengths))
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the parameter by whole tensors of a checkpoint, and have a layer that packs it do so anew."""
@@ -101,12 +100,6 @@ def slots(
             name = new + path.removeprefix(old) if path.startswith(old) else path
             found += _module_slots(name, module, own)
     return tuple(found)
-
-
-def weights(slots: Iterable[Slot]) -> Iterator[tuple[WeightPart, Tensor]]:
-    """All parts of the slots and what they hold. See `Slot.read` for errors."""
-    for slot in slots:
-        yield from slot.read()
 
 
 def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:

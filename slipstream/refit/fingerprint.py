@@ -1,95 +1,320 @@
-"""Fingerprints of tensors: equal bits, equal fingerprint. What a refit is checked with and a certificate names.
+"""Fingerprints of weights: 64 bits over name, type, and every element with its place in the checkpoint's tensor.
+
+They add up. A tensor's fingerprint is the sum, modulo 2**64, of a number for each element, which depends on its bits
+and on its row and column in the whole tensor. So the fingerprints of shards sum to the fingerprint of the whole,
+however it was cut; every rank computes those of what it holds, where it holds it, and only the sums travel.
+
+An element with bits `b` in row `r` and column `c` counts `R[r] * (C[c] + mix(b * C[c]))`, with `mix(x) = x ^ x >> 32`
+and odd 64-bit pseudo-random keys `R` and `C`; one of 64 bits counts as two columns of 32. The product spreads `b` over
+the upper half and `mix` from there over the lower one; since the keys are odd, a change of one element is seen. Several
+changes cancel each other with a probability near 2**-60, or 2**-32 if they change nothing but signs, in one row. This
+finds faults, not forgers.
 
 -0.0 counts as 0.0: layouts that an engine can only be asked for by multiplication give no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-
-def fingerprint(tensor: Tensor) -> str:
-    """64 bits over type, shape and values."""
-    import torch
-
-    values = tensor.detach()
-    if values.is_floating_point():
-        values = values + 0.0
-    values = values.cpu().contiguous()
-    digest = xxhash.xxh3_64(f"{values.dtype}{list(values.shape)}".encode())
-    digest.update(values.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def combined(fingerprints: Mapping[str, str]) -> str:
-    """One fingerprint of named ones, whatever their order."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(fingerprints):
-        digest.update(f"{name}={fingerprints[name]};".encode())
-    return digest.hexdigest()
-
-
-def directory_fingerprint(path: Path) -> str:
-    """Of all tensors in a directory's safetensors files.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    from safetensors.torch import load_file
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path} must hold a safetensors file")
-    return combined({name: fingerprint(tensor) for file in files for name, tensor in load_file(file).items()})
-
-
-def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Names whose fingerprints differ, or that only one side has."""
-    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+_MODULUS = 1 << 64
+_CPU_CHUNK = 1 << 17  # elements that are worked on at once, at about 20 bytes each: what a core's cache holds
+_DEVICE_CHUNK = 1 << 22
+_ROW_SEED, _COLUMN_SEED = 0x243F6A8885A308D3, 0x13198A2E03707344  # digits of pi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightPart:
-    """The part of a checkpoint's tensor that one engine rank holds: a slice of one dimension, in the engine's dtype."""
+    """The part of a checkpoint's tensor that one rank holds: a slice of one dimension."""
 
     name: str  # under which the checkpoint has the whole tensor
-    dim: int
+    dim: int  # 0, or 1 of a matrix
     start: int
     length: int
-    dtype: str  # torch's name, without `torch.`
+    dtype: str  # torch's name, without `torch.`: as what it is compared
 
-    @property
-    def key(self) -> str:
-        """Unique among all parts of all ranks."""
-        return f"{self.name}[{self.dim}:{self.start}+{self.length}]"
+    def __post_init__(self) -> None:
+        assert self.dim in (0, 1), f"{self.name} is cut in dimension {self.dim}"
 
 
-def part_fingerprints(tensors: Iterable[tuple[str, Tensor]], parts: Sequence[WeightPart]) -> dict[str, str]:
-    """Fingerprints, by key, that the parts must have if they were cut from `tensors`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldWeights:
+    """A tensor in memory and the checkpoint's parts that make up its rows.
+
+    Several parts have all columns (`dim` 0) and one `dtype`. `split` takes one value a row of the tensor and gives
+    those of each part, in the order that the part's rows have in the checkpoint.
+    """
+
+    tensor: Tensor
+    parts: tuple[WeightPart, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+
+
+def held_whole(name: str, tensor: Tensor) -> HeldWeights:
+    """A tensor of a checkpoint that nobody cut."""
+    length = len(tensor) if tensor.dim() else 1
+    part = WeightPart(name=name, dim=0, start=0, length=length, dtype=str(tensor.dtype).removeprefix("torch."))
+    return HeldWeights(tensor=tensor, parts=(part,), split=lambda rows: [rows])
+
+
+def part_fingerprints(held: Iterable[HeldWeights], dtypes: Mapping[str, str] | None = None) -> dict[WeightPart, int]:
+    """The fingerprint of each part, in [0, 2**64); all tensors are on one device, where all is computed.
+
+    Args:
+        dtypes: types, by name, that tensors are converted to before; others are taken as they are.
+    """
     import torch
 
-    wanted: dict[str, list[WeightPart]] = {}
-    for part in parts:
-        wanted.setdefault(part.name, []).append(part)
-    found = {}
-    for name, tensor in tensors:
-        for part in wanted.get(name, ()):
-            cut = tensor.detach().narrow(part.dim, part.start, part.length)
-            found[part.key] = fingerprint(cut.to(getattr(torch, part.dtype)))
-    return found
+    parts: list[WeightPart] = []
+    sums: list[Tensor] = []
+    for weights, sums_R in _row_sums(_converted(held, dtypes or {})):
+        parts += weights.parts
+        sums += weights.split(sums_R)
+    if not parts:
+        return {}
+    lengths = [own.shape[0] for own in sums]
+    keys = [_row_keys(part, length, sums[0].device) for part, length in zip(parts, lengths, strict=True)]
+    # Each part's sum is a difference of running sums, which wrap around as they should: few calls for many parts.
+    running = torch.cat([sums[0].new_zeros(1), (torch.cat(sums) * torch.cat(keys)).cumsum(0)])
+    bounds = torch.tensor([0, *accumulate(lengths)], device=running.device)
+    totals = running[bounds].diff().tolist()
+    return {part: total * _name_key(part) % _MODULUS for part, total in zip(parts, totals, strict=True)}
 
 
-def file_fingerprints(path: Path, parts: Sequence[WeightPart]) -> dict[str, str]:
-    """`part_fingerprints` of the tensors in a safetensors file, or in a directory of them."""
-    from safetensors.torch import load_file
+def weight_totals(ranks: Iterable[Mapping[WeightPart, int]]) -> dict[str, int]:
+    """The fingerprint of each tensor, from those of the parts that ranks hold; what several hold counts once.
 
+    Raises:
+        RuntimeError: two ranks hold the same part with different values.
+    """
+    merged: dict[WeightPart, int] = {}
+    for fingerprints in ranks:
+        torn = [part.name for part, value in fingerprints.items() if merged.get(part, value) != value]
+        if torn:
+            raise RuntimeError(f"ranks disagree on {torn[0]} and {len(torn) - 1} other tensors that they share")
+        merged.update(fingerprints)
+    totals: dict[str, int] = {}
+    for part, value in merged.items():
+        totals[part.name] = (totals.get(part.name, 0) + value) % _MODULUS
+    return totals
+
+
+def file_fingerprints(path: Path, dtypes: Mapping[str, str]) -> dict[str, int]:
+    """Fingerprints that the tensors of a safetensors file, or of a directory of them, have as these types.
+
+    Tensors that `dtypes` does not name are left out.
+    """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return part_fingerprints((item for file in files for item in load_file(file).items()), parts)
+    held = (held_whole(name, tensor) for file in files for name, tensor in _tensors(file, only=dtypes.keys()))
+    return weight_totals([part_fingerprints(held, dtypes)])
+
+
+def directory_fingerprint(path: Path) -> str:
+    """Of all tensors in a directory's safetensors files, in 16 hexadecimal digits.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} must hold a safetensors file")
+    held = (held_whole(name, tensor) for file in files for name, tensor in _tensors(file))
+    return f"{sum(part_fingerprints(held).values()) % _MODULUS:016x}"
+
+
+def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    """Names whose fingerprints differ, or that only one side has."""
+    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+
+
+def _tensors(file: Path, only: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """One after the other: nobody needs them all at once."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        names = opened.keys()
+        for name in names if only is None else sorted(set(only).intersection(names)):
+            yield name, opened.get_tensor(name)
+
+
+def _converted(held: Iterable[HeldWeights], dtypes: Mapping[str, str]) -> Iterator[HeldWeights]:
+    for weights in held:
+        wanted = [dtypes.get(part.name, part.dtype) for part in weights.parts]
+        assert len(set(wanted)) == 1, weights.parts
+        if wanted[0] == weights.parts[0].dtype:
+            yield weights
+        else:
+            yield replace(weights, parts=tuple(replace(part, dtype=wanted[0]) for part in weights.parts))
+
+
+def _row_sums(held: Iterable[HeldWeights]) -> Iterator[tuple[HeldWeights, Tensor]]:
+    """Each row's sum over its columns: [rows] int64. A vector is a matrix of one column."""
+    import torch
+
+    scratch: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+    groups: dict[tuple[Any, ...], _SameColumns] = {}
+    for weights in held:
+        tensor, first = weights.tensor.detach(), weights.parts[0]
+        matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+        column = first.start if first.dim == 1 else 0
+        dtype: torch.dtype = getattr(torch, first.dtype)
+        if dtype.itemsize == 8:
+            matrix, column, dtype = _halves(matrix, dtype), 2 * column, torch.int32
+        is_transposed = matrix.stride(0) < matrix.stride(1)
+        key = (matrix.shape[1], column, dtype, is_transposed, matrix.device)
+        if key not in groups:
+            groups[key] = _SameColumns(*key, scratch)
+        groups[key].add(weights, matrix)
+    for group in groups.values():
+        yield from group.finish()
+
+
+class _SameColumns:
+    """Row sums of tensors that have the same columns, layout and type: large ones in chunks, small ones together.
+
+    One call for each small tensor would cost more than its elements, and fresh memory more than the arithmetic.
+    """
+
+    def __init__(
+        self,
+        num_columns: int,
+        first_column: int,
+        dtype: torch.dtype,
+        is_transposed: bool,
+        device: torch.device,
+        scratch: dict[tuple[str, torch.dtype, torch.device], Tensor],
+    ) -> None:
+        """Args:
+        is_transposed: rows, not columns, lie one behind the other in memory.
+        scratch: memory of a chunk, shared by all groups.
+        """
+        import torch
+
+        self._num_columns, self._is_transposed, self._device = num_columns, is_transposed, device
+        self._dtype = dtype
+        self._keys_C = _keys(_COLUMN_SEED, first_column + num_columns, device)[first_column:]
+        chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+        self._chunk_rows = max(1, chunk // max(1, num_columns))
+        self._scratch = scratch
+        self._members: list[tuple[HeldWeights, int]] = []
+        self._blocks: list[Tensor] = []
+        self._num_rows = 0  # of the blocks
+        self._sums: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)]
+
+    def add(self, weights: HeldWeights, matrix: Tensor) -> None:
+        """Take the tensor, as a matrix."""
+        num_rows = matrix.shape[0]
+        self._members.append((weights, num_rows))
+        for block in [matrix] if num_rows <= self._chunk_rows else matrix.split(self._chunk_rows):
+            if self._num_rows + block.shape[0] > self._chunk_rows:
+                self._work()
+            self._blocks.append(block)
+            self._num_rows += block.shape[0]
+
+    def finish(self) -> Iterator[tuple[HeldWeights, Tensor]]:
+        """All tensors and their row sums, in the order in which they came."""
+        import torch
+
+        self._work()
+        sums = torch.cat(self._sums) + self._keys_C.sum()
+        members, lengths = zip(*self._members, strict=True)
+        return zip(members, sums.split(lengths), strict=True)
+
+    def _work(self) -> None:
+        """Sum the mixed elements of the blocks."""
+        import torch
+
+        if not self._blocks:
+            return
+        values = self._matrix("values", self._dtype)
+        for block, own in zip(self._blocks, values.split([b.shape[0] for b in self._blocks]), strict=True):
+            _copy_without_minus_zero(block, own)
+        products = self._matrix("products", torch.int64).copy_(values.view(_integer_of(self._dtype)))
+        products.mul_(self._keys_C)
+        upper = torch.bitwise_right_shift(products, 32, out=self._matrix("upper", torch.int64))
+        self._sums.append(products.bitwise_xor_(upper).sum(1))
+        self._blocks, self._num_rows = [], 0
+
+    def _matrix(self, use: str, dtype: torch.dtype) -> Tensor:
+        """Scratch memory of the blocks' shape and layout."""
+        import torch
+
+        size = self._num_rows * self._num_columns
+        held = self._scratch.get((use, dtype, self._device))
+        if held is None or held.shape[0] < size:
+            held = torch.empty(max(size, self._chunk_rows * self._num_columns), dtype=dtype, device=self._device)
+            self._scratch[use, dtype, self._device] = held
+        if self._is_transposed:
+            return held[:size].view(self._num_columns, self._num_rows).t()
+        return held[:size].view(self._num_rows, self._num_columns)
+
+
+def _copy_without_minus_zero(source: Tensor, target: Tensor) -> None:
+    """Copy, converted to the target's type."""
+    import torch
+
+    if not target.is_floating_point():
+        target.copy_(source)
+    elif source.dtype == target.dtype:
+        torch.add(source, 0.0, out=target)
+    else:
+        target.copy_(source).add_(0.0)
+
+
+def _halves(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, 2 * columns] int32 of elements that have 64 bits as `dtype`: a product has no upper half for those."""
+    import torch
+
+    values = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    _copy_without_minus_zero(matrix, values)
+    return values.view(torch.int32)
+
+
+def _integer_of(dtype: torch.dtype) -> torch.dtype:
+    import torch
+
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+
+def _name_key(part: WeightPart) -> int:
+    return xxhash.xxh3_64_intdigest(f"{part.dtype} {part.name}".encode()) | 1
+
+
+def _row_keys(part: WeightPart, num_rows: int, device: torch.device) -> Tensor:
+    first = part.start if part.dim == 0 else 0
+    return _keys(_ROW_SEED, first + num_rows, device)[first:]
+
+
+def _keys(seed: int, length: int, device: torch.device) -> Tensor:
+    return _key_table(seed, 1 << max(0, length - 1).bit_length(), device)[:length]
+
+
+@cache
+def _key_table(seed: int, length: int, device: torch.device) -> Tensor:
+    """[length] odd int64: the generator SplitMix64 (Steele, Lea, Flood 2014), its lowest bit set."""
+    import torch
+
+    x = torch.arange(1, length + 1, device=device) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return (x ^ _shifted(x, 31)) | 1
+
+
+def _shifted(x: Tensor, num_bits: int) -> Tensor:
+    """Logical shift to the right: torch's own repeats the sign."""
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - _MODULUS if value >= 1 << 63 else value

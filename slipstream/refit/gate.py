@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from slipstream.records import RefitCheck
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import WeightPart, differences, file_fingerprints
+from slipstream.refit.fingerprint import differences, file_fingerprints
 from slipstream.refit.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class EngineWeights(Protocol):
         """See `VllmEngine.refit`; one state an engine."""
         ...
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        """See `VllmEngine.weight_parts`."""
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        """See `VllmEngine.weight_dtypes`."""
         ...
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         ...
 
@@ -54,8 +54,8 @@ class LearnerWeights(Protocol):
         """Write the weights where engines find them."""
         ...
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """What the engine's parts must look like."""
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        """Of every tensor, as an engine with these types must have it."""
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
@@ -100,7 +100,7 @@ class RefitGate:
         self._config = config
         self._probes = probes
         self._states = engine.states()
-        self._parts = self._readable_parts()
+        self._dtypes = self._readable_dtypes()
         self._draft_expected = None if draft is None else self._draft_fingerprints(draft)
         self._num_refits = 0
 
@@ -125,7 +125,7 @@ class RefitGate:
             return RefitCheck(num_tensors=0, elapsed_s=0.0)
         start = time.perf_counter()
         num_tensors = self._check_policy(version) + self._check_draft()
-        difference = self._check_probes(version) if self._parts is None else None
+        difference = self._check_probes(version) if self._dtypes is None else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
     def _check_states(self, before: Sequence[EngineState], after: Sequence[EngineState], snapshot: Snapshot) -> None:
@@ -150,9 +150,9 @@ class RefitGate:
                     f"while the policy alone was refitted to version {version}"
                 )
 
-    def _readable_parts(self) -> list[WeightPart] | None:
+    def _readable_dtypes(self) -> dict[str, str] | None:
         try:
-            return self._engine.weight_parts(is_draft=False)
+            return self._engine.weight_dtypes(is_draft=False)
         except LookupError as error:
             if not self._probes:
                 raise
@@ -163,9 +163,9 @@ class RefitGate:
             )
             return None
 
-    def _draft_fingerprints(self, draft: Path) -> dict[str, str] | None:
+    def _draft_fingerprints(self, draft: Path) -> dict[str, int] | None:
         try:
-            return file_fingerprints(draft, self._engine.weight_parts(is_draft=True))
+            return file_fingerprints(draft, self._engine.weight_dtypes(is_draft=True))
         except LookupError as error:
             logger.warning(
                 "refit: the draft's tensors cannot be read (%s); acceptance alone guards it", _last_line(error)
@@ -173,10 +173,10 @@ class RefitGate:
             return None
 
     def _check_policy(self, version: int) -> int:
-        if self._parts is None:
+        if self._dtypes is None:
             return 0
         # Learner and engine one after the other: on few cores the two slow each other many times over.
-        expected = self._learner.weight_fingerprints(self._parts)
+        expected = self._learner.weight_fingerprints(self._dtypes)
         for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False)):
             _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
         return len(expected)
@@ -210,7 +210,7 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _compare(expected: Mapping[str, str], found: Mapping[str, str], engine: str, what: str) -> None:
+def _compare(expected: Mapping[str, int], found: Mapping[str, int], engine: str, what: str) -> None:
     wrong = differences(expected, found)
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.config import require
 from slipstream.imports import uncollected
 from slipstream.refit.config import EngineState
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
@@ -43,12 +43,20 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
 class VllmEngine:
     """A running vLLM engine that holds one version of the policy and, if it speculates, one of the draft."""
 
-    def __init__(self, policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+    ) -> None:
         """Start the engine.
 
         Args:
             policy: model directory in Hugging Face format.
             speculative_config: vLLM's own, None for autoregressive decoding.
+            executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
         Raises:
             RuntimeError: the process samples with a broken rejection sampler.
         """
@@ -73,6 +81,7 @@ class VllmEngine:
             max_num_seqs=config.max_num_seqs,
             enforce_eager=config.enforce_eager,
             tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend=executor,
             skip_tokenizer_init=True,
             disable_log_stats=False,  # the acceptance counters live there
             logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution
@@ -182,28 +191,25 @@ class VllmEngine:
         self.num_prefix_cache_resets += 1
         return self.state()
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        """What the engine's ranks hold of the policy, or of the draft, in the checkpoint's names.
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        """The tensors of the policy, or of the draft, that the engine's ranks hold, and their types.
 
         Raises:
             LookupError: a layer keeps its weights where nobody can read them.
         """
-        ranks = self._llm.collective_rpc("weight_parts", args=(is_draft,))
-        return list({part.key: part for parts in ranks for part in parts}.values())
+        return {
+            name: dtype
+            for rank in self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
+            for name, dtype in rank.items()
+        }
 
-    def weight_fingerprints(self, *, is_draft: bool) -> dict[str, str]:
-        """Fingerprints of the weights that the engine computes with, by `WeightPart.key`.
+    def weight_fingerprints(self, *, is_draft: bool) -> dict[str, int]:
+        """Fingerprints of the tensors that the engine computes with, whatever part of them each rank holds.
 
         Raises:
             RuntimeError: two ranks hold the same part with different values.
         """
-        merged: dict[str, str] = {}
-        for fingerprints in self._llm.collective_rpc("weight_fingerprints", args=(is_draft,)):
-            torn = [key for key, value in fingerprints.items() if merged.get(key, value) != value]
-            if torn:
-                raise RuntimeError(f"the engine's ranks disagree on {torn[0]} and {len(torn) - 1} other tensors")
-            merged |= fingerprints
-        return merged
+        return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft,)))
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone."""

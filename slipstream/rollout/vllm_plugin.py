@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from slipstream.refit import engine_transfer, engine_weights
-from slipstream.refit.fingerprint import WeightPart, fingerprint
+from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
 """vLLM's own function: what the fault suite puts back to show that the certificate sees it."""
@@ -63,19 +63,24 @@ class EngineProbe:
         """Digest of the bytes that the last weight update of this rank read."""
         return self.weight_transfer_engine.received_digest  # type: ignore[attr-defined]  # of the worker
 
-    def weight_parts(self, is_draft: bool) -> list[WeightPart]:
-        """What this rank holds of the policy, or of the draft."""
-        return [part for slot in self._slots(is_draft) for part in slot.parts]
+    def weight_dtypes(self, is_draft: bool) -> dict[str, str]:
+        """The tensors of the policy, or of the draft, that this rank holds parts of, and their types."""
+        return {part.name: part.dtype for slot in self._slots(is_draft) for part in slot.parts}
 
-    def weight_fingerprints(self, is_draft: bool) -> dict[str, str]:
-        """Fingerprints of what this rank computes with, by `WeightPart.key`."""
-        return {part.key: fingerprint(tensor) for part, tensor in engine_weights.weights(self._slots(is_draft))}
+    def weight_fingerprints(self, is_draft: bool) -> dict[WeightPart, int]:
+        """Fingerprints of the parts that this rank computes with."""
+        return part_fingerprints(slot.read() for slot in self._slots(is_draft))
 
     def _slots(self, is_draft: bool) -> tuple[engine_weights.Slot, ...]:
+        # Both of vLLM's model runners have these two; the attributes behind them differ.
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
+        policy = runner.get_model()
         if not is_draft:
-            return engine_weights.slots(runner.model)
-        return engine_weights.slots(runner.drafter.model, rename=("model.", ""), without=runner.model)
+            return engine_weights.slots(policy)
+        draft = runner.get_draft_model()
+        if draft is None:
+            raise LookupError("the engine drafts without a model")
+        return engine_weights.slots(draft, rename=("model.", ""), without=policy)
 
     def reseed(self, seed: int) -> None:
         """Seed every generator of this process: drafts are sampled from torch's global one, whatever requests say."""

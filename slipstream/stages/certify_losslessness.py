@@ -78,7 +78,7 @@ def certify_losslessness(
                 )
             logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
         logger.info("certify_losslessness: the learner judges %d responses", sum(len(s.traces) for s in samples))
-        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32)) as learner:
+        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
             learner.load(trained, None)
             record = certify(
                 samples[0],

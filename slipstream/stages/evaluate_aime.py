@@ -38,7 +38,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
     connect()
     with tracked(context, recipe, node, {"policy": policy}) as tracker:
         with (
-            start_engine(model, config=recipe.engine) as engine,
+            start_engine(model, config=recipe.engine, layout=recipe.layout) as engine,
             Verifier(recipe.reward) as verifier,
         ):
             record = evaluation.evaluate(

@@ -87,7 +87,10 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
         scratch.tokens_per_step,
     )
     connect()
-    with start_learner(recipe.learner) as learner, progress(_NODE, total=scratch.num_steps, unit="step") as bar:
+    with (
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
+        progress(_NODE, total=scratch.num_steps, unit="step") as bar,
+    ):
 
         def on_step(step: int, loss: float) -> None:
             log({"pretrain/loss": loss}, step)

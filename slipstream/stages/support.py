@@ -132,7 +132,7 @@ def require_prompts(recipe: Recipe, sets: PromptSets) -> None:
 def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
     """An engine with k draft tokens; everything but speculation is the same for every k."""
     speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
-    with start_engine(policy, config=recipe.engine, speculative_config=speculative) as engine:
+    with start_engine(policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout) as engine:
         yield engine
 
 
@@ -200,7 +200,7 @@ def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
         hardware=recipe.simulator.hardware,
         precision=engine.dtype,
         learner_precision=recipe.learner.dtype,
-        num_gpus=engine.num_engines * engine.tensor_parallel_size,
+        num_gpus=recipe.layout.num_gpus,
         gpus_per_engine=engine.tensor_parallel_size,
         max_response_tokens=recipe.sampling.max_response_tokens,
     )

@@ -98,7 +98,7 @@ def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
     """Train; a learner that lost a rank is started anew from its last checkpoint, beside the same engines."""
     for restart in range(1, run.recipe.learner.max_restarts + 2):
         try:
-            with start_learner(run.recipe.learner) as learner:
+            with start_learner(run.recipe.learner, layout=run.recipe.layout) as learner:
                 return _train(run, engine, learner)
         except LostWorkerError as error:
             is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engine.engines}
@@ -128,7 +128,10 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
         probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
     )
     lasting = LastingEngines(engine, gate, max_restarts=recipe.engine.max_restarts)
-    with progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar:
+    with (
+        run.checkpoints.finished(learner),
+        progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
+    ):
 
         def on_step(record: StepRecord) -> None:
             history.append(record)
@@ -151,7 +154,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             draft_version=0 if draft is not None else None,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
         ).run(start_step=len(history))
-    learner.save_hf(run.directory / "policy", run.policy)
+        learner.save_hf(run.directory / "policy", run.policy)
     return history
 
 

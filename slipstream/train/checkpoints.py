@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +17,18 @@ from slipstream.records import StepRecord
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
+_GRACE_S = 60.0  # after an error the learner may be the one that hangs
 
 
 class Restorable(Protocol):
     """The learner, as far as checkpoints need it."""
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, whole or not at all."""
+        """Write all that a resumed run needs, whole or not at all; may go on in the background, one at a time."""
+        ...
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait until what `save_checkpoint` began is written, or raise why it could not be or has taken too long."""
         ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
@@ -42,11 +48,27 @@ class Checkpoints:
     keep: int = _KEPT
 
     def save(self, learner: Restorable, history: Sequence[StepRecord]) -> None:
-        """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`."""
+        """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`.
+
+        One that is written in the background counts when it is whole: until then the `keep` before it stay.
+        """
         path = self.directory / f"step-{len(history):06d}"
         learner.save_checkpoint(path, {"recipe": self.recipe, "steps": [asdict(record) for record in history]})
-        for old in self._paths()[: -self.keep]:
-            shutil.rmtree(old)
+        self._drop_oldest()
+
+    @contextmanager
+    def finished(self, learner: Restorable) -> Iterator[None]:
+        """At the end of the block the last checkpoint is written, also if the block fails and the learner lives."""
+        try:
+            yield
+        except Exception:
+            try:
+                learner.finish_checkpoint(timeout_s=_GRACE_S)
+            except Exception:
+                logger.exception("train_grpo: the checkpoint that was being written is lost")
+            raise
+        learner.finish_checkpoint()
+        self._drop_oldest()
 
     def restore(self, learner: Restorable) -> list[StepRecord]:
         """Load the newest whole checkpoint into the learner, if there is one; returns the steps that it holds.
@@ -73,6 +95,10 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
         return []
+
+    def _drop_oldest(self) -> None:
+        for old in self._paths()[: -self.keep]:
+            shutil.rmtree(old)
 
     def _paths(self) -> list[Path]:
         """Complete checkpoints, oldest first: a half-written one has another name."""

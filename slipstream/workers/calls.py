@@ -83,9 +83,16 @@ class Crew:
         self.last_done = "nothing yet"
         self._deadline = deadline
 
-    def ask(self, what: str, call: Callable[[Any], Any]) -> list[Any]:
-        """Call all of them at once; the answers in their order. See `answers` for errors."""
-        return self.gather(what, [(worker, call(worker.actor)) for worker in self.workers])
+    def ask(self, what: str, call: Callable[[Any], Any], *, timeout_s: float | None = None) -> list[Any]:
+        """Call all of them at once; the answers in their order. See `answers` for errors.
+
+        Args:
+            timeout_s: a deadline of this call's own.
+        """
+        calls = [(worker, call(worker.actor)) for worker in self.workers]
+        if timeout_s is None:
+            return self.gather(what, calls)
+        return answers(calls, what=what, deadline=Deadline(timeout_s, "fixed"), last_done=self.last_done)
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> list[Any]:
         """The answers to calls that were made to some of them."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import ray
 
+from slipstream.placement.config import Layout
 from slipstream.records import AcceptanceStats
 from slipstream.refit.config import EngineState
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Trace
@@ -23,6 +23,7 @@ from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
+from slipstream.workers.placement import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, own_node
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,19 @@ class EngineProcess(VllmEngine):
     """A rollout engine in an actor, on whichever host: it takes the driver's paths."""
 
     def __init__(
-        self, policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None, origin: str
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+        origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
         if speculative_config is not None:
             draft = here(Path(speculative_config["model"]), origin)
             speculative_config = {**speculative_config, "model": str(draft)}
-        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config)
+        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
         self._origin = origin
 
     def refit(
@@ -113,11 +120,11 @@ class RemoteEngine:
             ),
         )
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        """See `VllmEngine.weight_parts`; all engines are sharded alike."""
-        return self._of_first("weight_parts", lambda engine: engine.weight_parts.remote(is_draft=is_draft))
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
+        return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         return self._crew.ask(
             self._of("weight_fingerprints"), lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft)
@@ -158,23 +165,28 @@ class RemoteEngine:
         return f"{what} with policy version {self._policy_version}"
 
 
+_ANYWHERE = Layout()
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
 
 @contextmanager
 def start_engine(
-    policy: Path, *, config: EngineConfig, speculative_config: dict[str, Any] | None = None
+    policy: Path,
+    *,
+    config: EngineConfig,
+    speculative_config: dict[str, Any] | None = None,
+    layout: Layout = _ANYWHERE,
 ) -> Iterator[RemoteEngine]:
-    """`config.num_engines` engines that hold `policy`, for the span of the block.
+    """`config.num_engines` engines that hold `policy`, for the span of the block, on the GPUs that `layout` says.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
     back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
     """
-    key = _engine_key(policy, config, speculative_config)
+    key = _engine_key(policy, config, speculative_config, layout)
     engine = _idle_engines.take(key)
     try:
         if engine is None:
-            engine = _new_engine(policy, config, speculative_config)
+            engine = _new_engine(policy, config, speculative_config, layout)
         else:
             draft = None if speculative_config is None else Path(speculative_config["model"])
             engine.refit(policy, policy_version=0, draft=draft)
@@ -186,33 +198,48 @@ def start_engine(
     _idle_engines.put(key, engine, capacity=config.num_kept_idle)
 
 
-def _new_engine(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> RemoteEngine:
-    options = {
-        "num_cpus": 0,  # learner and engine share the cores, in turn
-        "num_gpus": 0 if config.kv_cache_gib is not None else config.tensor_parallel_size,
-        "runtime_env": {"env_vars": actor_environment(process_environment(config))},
-    }
+def _new_engine(
+    policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout
+) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
-    actor = ray.remote(EngineProcess).options(**options)
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
 
     def begin(index: int) -> Worker:
-        return Worker(
-            actor.remote(policy, config=config, speculative_config=speculative_config, origin=own_node()),
-            f"engine {index}",
+        start = _start(reserved(layout), index, config)
+        environment = actor_environment({**process_environment(config), **start.environment})
+        # Learner and engine share the cores, in turn.
+        options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
+        actor = (
+            ray.remote(EngineProcess)
+            .options(**options)
+            .remote(
+                policy,
+                config=config,
+                speculative_config=speculative_config,
+                executor=start.executor,
+                origin=own_node(),
+            )
         )
+        return Worker(actor, f"engine {index}")
 
-    def start(index: int) -> Worker:
+    def replacement(index: int) -> Worker:
         return started([begin(index)], starting)[0]
 
     logger.info("starting an engine with k=%d", k)
     open_stores()
     engines = started([begin(index) for index in range(config.num_engines)], starting)
-    return RemoteEngine(engines, Deadline(config.answer_timeout_s, "engine.answer_timeout_s"), start=start)
+    return RemoteEngine(engines, Deadline(config.answer_timeout_s, "engine.answer_timeout_s"), start=replacement)
 
 
-def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None) -> str:
-    """What cannot be changed by a refit: the engine's settings and the architectures of policy and draft."""
+def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
+    """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
+    if reservation is not None:
+        return reservation.engine_start(index)
+    return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
+
+
+def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:
+    """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
     models = [policy] if speculative_config is None else [policy, Path(speculative_config["model"])]
     architectures = [(model / "config.json").read_text() for model in models]
-    return json.dumps([asdict(config), speculative_config, architectures])
+    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -189,17 +189,21 @@ class LearnerProcess:
             pass
         return None
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """Fingerprints that an engine's parts of this policy must have, by `WeightPart.key`; collective."""
-        return part_fingerprints(self._loaded.weights(), parts)
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[WeightPart, int]:
+        """Fingerprints, as these types, of the parts of the policy that this rank answers for."""
+        return part_fingerprints(self._loaded.held_weights(), dtypes)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs."""
+        """Write all that a resumed run needs, in the background."""
         self._loaded.save_checkpoint(path, extra)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._loaded.finish_checkpoint()
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -242,12 +246,14 @@ class LearnerProcess:
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
-        """Write the draft as vLLM loads it."""
-        self._drafting.save(path)
+        """Write the draft as vLLM loads it; all ranks hold the same, and rank 0 alone writes."""
+        if self._rank == 0:
+            self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs."""
-        self._drafting.save_checkpoint(path)
+        """Write what resumed draft training needs; all ranks hold the same, and rank 0 alone writes."""
+        if self._rank == 0:
+            self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""

@@ -14,14 +14,16 @@ from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
+from slipstream.workers.placement import reserved
 from slipstream.workers.session import actor_environment, own_node
 
 if TYPE_CHECKING:
@@ -100,10 +102,11 @@ class RemoteLearner:
             f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
         )
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        """Fingerprints that an engine's parts of this policy must have."""
-        data = self._shared(parts)
-        return self._on_all("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(data))
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        """Fingerprints that an engine with these types must have of every tensor of the policy."""
+        return weight_totals(
+            self._crew.ask("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes))
+        )
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
@@ -111,9 +114,13 @@ class RemoteLearner:
         self._on_all("save_hf", lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs."""
+        """Write all that a resumed run needs, in the background; an error of that is raised by what comes next."""
         self._require_shared(path)
         self._on_all("save_checkpoint", lambda rank: rank.save_checkpoint.remote(path, extra))
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), timeout_s=timeout_s)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -196,18 +203,19 @@ def _of(what: str, batch: TrainBatch) -> str:
     return f"{what} of policy version {batch.policy_version}"
 
 
+_ANYWHERE = Layout()
 _idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
 
 
 @contextmanager
-def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
-    """The learner's ranks, without a model, for the span of the block.
+def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Iterator[RemoteLearner]:
+    """The learner's ranks, without a model, for the span of the block, on the GPUs that `layout` says.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one with the same settings gets them back
     without what they held. After an exception they end.
     """
-    key = repr(config)
-    learner = _idle_learners.take(key) or _new_learner(config)
+    key = repr((config, layout))
+    learner = _idle_learners.take(key) or _new_learner(config, layout)
     try:
         yield learner
         if config.num_kept_idle:
@@ -218,10 +226,11 @@ def start_learner(config: LearnerConfig) -> Iterator[RemoteLearner]:
     _idle_learners.put(key, learner, capacity=config.num_kept_idle)
 
 
-def _new_learner(config: LearnerConfig) -> RemoteLearner:
-    # The learner shares its GPU with an engine, so it asks Ray for a sliver of one: placement, not a limit.
-    num_gpus = 0.01 if ray.cluster_resources().get("GPU") else 0
-    return start_ranks(config, [{"num_gpus": num_gpus}] * config.parallel.world_size)
+def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
+    world_size, reservation = config.parallel.world_size, reserved(layout)
+    if reservation is None:
+        return start_ranks(config, [{"num_gpus": 0}] * world_size)
+    return start_ranks(config, [reservation.learner_place(rank) for rank in range(world_size)])
 
 
 def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> RemoteLearner:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from slipstream.refit.config import EngineState
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.vllm_engine import VllmEngine
 
 
@@ -54,11 +53,11 @@ class FaultyEngine(VllmEngine):
             self.num_prefix_cache_resets -= 1
         return self.state()
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """As the real one, unless its backend hides the tensors."""
         if "tensors hidden" in self._faults:
             raise LookupError("model.layers.0.mlp.experts.weight is empty: its backend hides it")
-        return super().weight_parts(is_draft=is_draft)
+        return super().weight_dtypes(is_draft=is_draft)
 
     def flip(self, name: str) -> None:
         """Flip the lowest bit of the first value of a weight that the engine computes with."""

@@ -12,21 +12,31 @@ _CHILD = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from slipstream.policy import checkpoint, parallel
+from slipstream.policy import parallel
+from slipstream.policy.checkpoint.boxes import Box
+from slipstream.policy.checkpoint.ranks import LearnerRanks
+from slipstream.policy.checkpoint.reader import open_checkpoint
+from slipstream.policy.checkpoint.writer import CheckpointWriter, Part
 from slipstream.policy.config import ParallelConfig
+from slipstream.policy.errors import CheckpointWriteError
 
 parallel.initialize(ParallelConfig())
-path = Path(sys.argv[1])
-state = lambda value: checkpoint.State(tensors={"model.w": torch.full((100_000,), value)}, meta={"version": value})
-checkpoint.save(path, state(1.0))
+path, ranks = Path(sys.argv[1]), LearnerRanks()
+writer = CheckpointWriter(ranks)
+box = Box((0,), (100_000,))
+part = lambda value: Part("weight/w", box.shape, box, (torch.full(box.shape, value),))
+writer.save(path, [part(1.0)], {"version": 1.0})
+writer.wait()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails, as on a full disk
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+writer.save(path, [part(2.0)], {"version": 2.0})
 try:
-    checkpoint.save(path, state(2.0))
-except Exception as error:
+    while True:
+        writer.raise_error()  # as each update does
+except CheckpointWriteError as error:
     print("failed:", error)
-kept = checkpoint.load(path)
-print("kept:", kept.meta["version"], float(kept.tensors["model.w"].sum()))
+reader, state = open_checkpoint(ranks, path)
+print("kept:", state["version"], float(reader.read_whole("weight/w").sum()))
 print("beside it:", sorted(p.name for p in path.parent.iterdir()))
 """
 
@@ -36,6 +46,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path) -> None:
         [sys.executable, "-c", _CHILD, str(tmp_path / "step-000001")], capture_output=True, text=True, check=True
     )
 
-    assert "failed:" in done.stdout
+    assert f"failed: checkpoint {tmp_path / 'step-000001'} could not be written: OSError: " in done.stdout
     assert f"kept: 1.0 {float(torch.full((100_000,), 1.0).sum())}" in done.stdout
     assert "beside it: ['step-000001']" in done.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
 from slipstream.records import CertificateRecord
 from slipstream.refit.config import RefitConfig, RefitError
-from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.fingerprint import weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -221,8 +221,8 @@ class Publisher:
         digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
         return Snapshot(path=str(path), version=version, num_bytes=path.stat().st_size, digest=digest)
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        return self.bench.exact[self.policy].weight_fingerprints(parts)
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        return weight_totals([self.bench.exact[self.policy].weight_fingerprints(dtypes)])
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)

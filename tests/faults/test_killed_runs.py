@@ -185,8 +185,8 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
     genuine = arm.start_learner
 
     @contextmanager
-    def noted(config: Any) -> Iterator[RemoteLearner]:
-        with genuine(config) as learner:
+    def noted(config: Any, **where: Any) -> Iterator[RemoteLearner]:
+        with genuine(config, **where) as learner:
             learners.append(learner)
             yield learner
 

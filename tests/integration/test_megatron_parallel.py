@@ -18,6 +18,7 @@ from slipstream.grpo.update import Update
 from slipstream.policy import parallel
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.policy.megatron import MegatronPolicy
+from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import TrainBatch
 
 VOCAB = 32
@@ -71,6 +72,7 @@ def _train(policy: MegatronPolicy, directory: Path) -> dict[str, Any]:
         "after": policy.logprobs(sequences, lengths, 1.0),
         "stats": [dataclasses.asdict(step) for step in stats],
         "weights": {name: tensor.clone().numpy() for name, tensor in policy.weights()},
+        "fingerprints": part_fingerprints(policy.held_weights()),
     }
 
 
@@ -108,6 +110,8 @@ def test_two_ranks_compute_what_one_does(
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         ranks = [pool.submit(_rank, rank, layout, port, model, tmp_path) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
+    gathered = (held_whole(name, torch.from_numpy(tensor)) for name, tensor in got[0]["weights"].items())
+    assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([part_fingerprints(gathered)])
     for rank in (0, 1):
         for name in ("before", "after"):
             for row, expected in zip(got[rank][name], single[name], strict=True):

@@ -105,3 +105,38 @@ def test_a_draft_whose_positions_end_early_is_refused(models: dict[str, Path]) -
         ConfigError, match=r"draft max_position_embeddings must be >= engine.max_model_len 512, got 256"
     ):
         check_draft(models["old"], models["old_draft"], max_model_len=512)
+
+
+@pytest.mark.parametrize("module", ["vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"])
+def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> None:
+    import importlib
+
+    import torch
+
+    from slipstream.refit.fingerprint import held_whole, part_fingerprints
+    from slipstream.rollout.vllm_plugin import EngineProbe
+
+    runner_of_vllm = importlib.import_module(module).GPUModelRunner
+
+    class Runner:
+        """As much of a runner as both kinds have: one holds the draft as `drafter`, the other as `speculator`."""
+
+        def __init__(self, policy: torch.nn.Module, draft: torch.nn.Module | None) -> None:
+            self.policy, self.draft = policy, draft
+
+        def get_model(self) -> torch.nn.Module:
+            return self.policy
+
+        def get_draft_model(self) -> torch.nn.Module | None:
+            return self.draft
+
+    assert all(callable(getattr(runner_of_vllm, name)) for name in ("get_model", "get_draft_model"))
+    policy = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4, bias=False)})
+    draft = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3, bias=False)})})
+    probe = EngineProbe()
+    probe.model_runner = Runner(policy, draft)  # type: ignore[attr-defined]
+    assert probe.weight_dtypes(False) == {"norm.weight": "float32"}
+    assert probe.weight_fingerprints(True) == part_fingerprints([held_whole("norm.weight", torch.ones(3))])
+    probe.model_runner = Runner(policy, None)  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="the engine drafts without a model"):
+        probe.weight_dtypes(True)

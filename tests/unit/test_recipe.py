@@ -21,7 +21,9 @@ def test_every_shipped_recipe_is_valid_and_survives_writing(path: Path, workload
 def test_an_unknown_recipe_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("tinny")
-    assert str(caught.value) == "recipe must name a recipe file, got 'tinny'; known recipes: qwen3_8b, tiny"
+    assert (
+        str(caught.value) == "recipe must name a recipe file, got 'tinny'; known recipes: qwen3_8b, qwen3_8b_h200, tiny"
+    )
 
 
 CRASH = (

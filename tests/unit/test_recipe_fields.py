@@ -49,11 +49,11 @@ def test_every_field_of_a_recipe_has_a_check() -> None:
 
 @pytest.mark.parametrize("field", CHECKS)
 def test_changing_a_field_changes_something(field: str, tmp_path: Path) -> None:
-    value, probe, also = CHECKS[field]
+    value, probe, also, along = CHECKS[field]
     name = field.partition("[]")[0]
     drop = {"policy.scratch": None} if field == "policy.model" else {}
     seen = []
-    for number, changes in enumerate((also, also, {**also, **drop, name: value})):
+    for number, changes in enumerate((also, also, {**also, **along, **drop, name: value})):
         directory = tmp_path / str(number)
         directory.mkdir()
         with pytest.MonkeyPatch.context() as patch:
@@ -61,6 +61,14 @@ def test_changing_a_field_changes_something(field: str, tmp_path: Path) -> None:
             seen.append(view.replace(str(directory), "here"))
     assert seen[0] == seen[1], "the probe sees something else than the recipe"
     assert seen[0] != seen[2]
+
+
+@pytest.mark.parametrize("field", [name for name, check in CHECKS.items() if check.along])
+def test_a_field_that_others_follow_is_refused_alone(field: str) -> None:
+    value, _, also, along = CHECKS[field]
+    for changes in ({field: value}, along):
+        with pytest.raises(ConfigError):
+            recipe_with({**also, **changes})
 
 
 @pytest.mark.parametrize("field", REFUSED)

@@ -16,6 +16,7 @@ from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
 from slipstream.drafts.eagle3 import _dense_mask
 from slipstream.drafts.trainer import DraftTrainer, pack_chats
+from slipstream.policy.errors import CheckpointError
 
 CONFIG = DraftConfig(
     aux_hidden_state_layer_ids=(0, 1, 2), num_steps=30, warmup_steps=2, ttt_steps=3, learning_rate=3e-3
@@ -122,6 +123,20 @@ def test_a_resumed_draft_training_equals_an_uninterrupted_one(
     resumed = DraftTrainer(policy, CONFIG)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert [resumed.step(CHATS, PROMPTS, states) for _ in range(3)] == losses[3:]
+
+
+def test_a_damaged_checkpoint_of_a_draft_is_refused(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]], tmp_path: Path
+) -> None:
+    trainer = DraftTrainer(policy, CONFIG)
+    trainer.step(CHATS, PROMPTS, states)
+    trainer.save_checkpoint(tmp_path / "draft" / "step-1")
+    file = tmp_path / "draft" / "step-1" / "draft.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"step-1 is damaged: .*; remove {tmp_path / 'draft'} to train"):
+        trainer.load_checkpoint(tmp_path / "draft" / "step-1")
 
 
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:

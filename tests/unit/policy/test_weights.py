@@ -15,7 +15,8 @@ from torch import Tensor
 from slipstream.config import ConfigError
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import Dtype
-from slipstream.policy.weights import Shard, hf_from_shards, mappings, require_divisible, shard_from_hf
+from slipstream.policy.shape import require_divisible
+from slipstream.policy.weights import Shard, hf_from_shards, mappings, shard_from_hf
 
 ARCH = Architecture(
     vocab_size=8,
@@ -58,7 +59,7 @@ def _hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes if arch.tie_word_embeddings else shapes | {"lm_head.weight": (arch.vocab_size, hidden)}
 
 
-def _random_hf(arch: Architecture) -> dict[str, Tensor]:
+def random_hf(arch: Architecture) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in _hf_shapes(arch).items()}
 
@@ -67,7 +68,7 @@ def _random_hf(arch: Architecture) -> dict[str, Tensor]:
 @given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_shards_join_to_exactly_the_tensors_they_were_cut_from(tensor: int, pipeline: int, tied: bool) -> None:
     arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
-    full = _random_hf(arch)
+    full = random_hf(arch)
     joined: dict[str, Tensor] = {}
     for stage in range(pipeline):
         ranks = [
@@ -83,7 +84,7 @@ def test_shards_join_to_exactly_the_tensors_they_were_cut_from(tensor: int, pipe
 
 def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
     rows = {"q": 8, "k": 4, "v": 4}  # head dim 2: heads q0 q1 | q2 q3 share k0 | k1
-    full = _random_hf(ARCH)
+    full = random_hf(ARCH)
     for name, count in rows.items():
         start = {"q": 0, "k": 100, "v": 200}[name]
         full[f"model.layers.0.self_attn.{name}_proj.weight"] = torch.arange(start, start + count)[:, None].expand(-1, 6)
@@ -93,7 +94,7 @@ def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
 
 
 def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
-    full = _random_hf(ARCH)
+    full = random_hf(ARCH)
     second = Shard(tensor_rank=1, tensor_size=2)
     fc1 = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.3.mlp.linear_fc1.weight"]
     gate, up = (full[f"model.layers.3.mlp.{name}_proj.weight"][5:] for name in ("gate", "up"))
@@ -112,7 +113,7 @@ def test_an_uneven_split_is_refused() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted(tied: bool) -> None:
     arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
-    assert arch.num_parameters() == sum(tensor.numel() for tensor in _random_hf(arch).values())
+    assert arch.num_parameters() == sum(tensor.numel() for tensor in random_hf(arch).values())
 
 
 def test_other_architectures_and_rope_are_refused(tmp_path: Path) -> None:

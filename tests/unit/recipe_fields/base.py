@@ -13,7 +13,6 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.config import EngineState, RefitError
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -81,11 +80,15 @@ Probe = Callable[[Recipe, Tools], object]
 
 
 class Check(typing.NamedTuple):
-    """Another `value` of a field, what sees it, and what else both recipes must say for it to be allowed."""
+    """Another `value` of a field, what sees it, and what else both recipes must say for it to be allowed.
+
+    `along`: what changes with it, because it would be refused alone.
+    """
 
     value: Any
     probe: Probe
     also: Mapping[str, Any] = {}
+    along: Mapping[str, Any] = {}
 
 
 def recipe_with(changes: Mapping[str, Any], values: Mapping[str, Any] = SMALL) -> Recipe:
@@ -155,14 +158,14 @@ class NotedEngine:
             )
         ]
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         if self.hidden:
             raise LookupError("hidden")
-        return [WeightPart(name="w", dim=0, start=0, length=1, dtype="float32")]
+        return {"w": "float32"}
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         self.calls.append("fingerprints")
-        return [{"w[0:0+1]": "bits"}]
+        return [{"w": 7}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[[-0.95] * (len(sequence) - 1) for sequence in sequences]]

@@ -49,8 +49,8 @@ class DraftLearner:
 def draft_training(recipe: Recipe, tools: Tools) -> object:
     """What engine and learner are asked for by the draft's training."""
     engine, learner = NotedEngine(), DraftLearner()
-    tools.patch.setattr(pretrain_draft, "start_engine", lambda policy, config: nullcontext(engine))
-    tools.patch.setattr(pretrain_draft, "start_learner", lambda config: nullcontext(learner))
+    tools.patch.setattr(pretrain_draft, "start_engine", lambda policy, config, layout: nullcontext(engine))
+    tools.patch.setattr(pretrain_draft, "start_learner", lambda config, layout: nullcontext(learner))
     directory = tools.directory / "draft_training"
     pretrain_draft.train_on(PROMPTS, recipe, policy=directory, directory=directory, on_step=lambda step, loss: None)
     return engine.calls, learner.calls

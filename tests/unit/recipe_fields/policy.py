@@ -91,7 +91,7 @@ def own_training(recipe: Recipe, tools: Tools) -> object:
         save_hf=lambda directory, tokenizer: None,
     )
     tools.patch.setattr(prepare_policy, "connect", lambda: None)
-    tools.patch.setattr(prepare_policy, "start_learner", lambda config: nullcontext(learner))
+    tools.patch.setattr(prepare_policy, "start_learner", lambda config, layout: nullcontext(learner))
     write_tokenizer(tools.directory / "tokenizer", max_length=256)
     prepare_policy.train_from_scratch(
         recipe,
@@ -106,7 +106,8 @@ def which_policy(recipe: Recipe, _: Tools) -> object:
     return resolve(recipe.policy, support.policy_needs(recipe), Path("nowhere"))
 
 
-TWO_RANKS = {"learner.parallel.tensor": 2}
+TWO_GROUPS = {"policy.scratch.num_query_groups": 2}  # one for each of two tensor-parallel ranks
+TWO_RANKS = {"learner.parallel.tensor": 2, **TWO_GROUPS}
 CHECKS = {
     "workload": Check("rl_think", own_training),
     "policy.model": Check("./nowhere", which_policy),
@@ -128,8 +129,8 @@ CHECKS = {
     "policy.scratch.optimizer": Check("muon", own_training),
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
     "learner.dtype": Check("bfloat16", model_config),
-    "learner.parallel.tensor": Check(2, model_config),
-    "learner.parallel.pipeline": Check(2, model_config),
+    "learner.parallel.tensor": Check(2, model_config, TWO_GROUPS),
+    "learner.parallel.pipeline": Check(3, model_config),
     "learner.parallel.sequence_parallel": Check(True, model_config, TWO_RANKS),
     "grpo.optimizer.warmup_steps": Check(10, first_learning_rate),
 }

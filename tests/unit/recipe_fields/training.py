@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records import TrainStats
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
@@ -56,12 +55,15 @@ class NotedLearner:
     def publish(self, directory: Path, version: int) -> Snapshot:
         return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        return {part.key: "bits" for part in parts}
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        return dict.fromkeys(dtypes, 7)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
         self.checkpoints.append(path.name)
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """The end."""
@@ -110,7 +112,7 @@ def trained(
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
-    tools.patch.setattr(arm, "start_learner", lambda config: nullcontext(learner))
+    tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
     plan = arm.ArmPlan(
         arm=Arm.AUTOREGRESSIVE,
         num_speculative_tokens=0,

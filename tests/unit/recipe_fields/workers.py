@@ -6,6 +6,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from slipstream.placement.cluster import parse_cluster
+from slipstream.placement.plan import make_plan
+from slipstream.placement.table import plan_text
 from slipstream.recipe import Recipe
 from slipstream.rollout import vllm_engine
 from slipstream.stages import support
@@ -53,28 +56,26 @@ class FakeRay:
 
         return SimpleNamespace(options=options)
 
-    def cluster_resources(self) -> dict[str, float]:
-        return {"GPU": 1.0}
-
     def kill(self, actor: Any) -> None:
         """Nothing lives."""
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    """How many engines start and how long that may take, how many are kept and how long those may take to answer."""
-    ray, kept, patience = FakeRay(), [], []
+    """How many engines start and are kept, and how long their GPUs, their start and their answers may take."""
+    ray, kept, seen = FakeRay(), [], []
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
     tools.patch.setattr(engines, "own_node", lambda: "node")
     tools.patch.setattr(engines, "open_stores", lambda: None)
-    tools.patch.setattr(engines, "started", started(patience))
+    tools.patch.setattr(engines, "started", started(seen))
+    tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
     idle = SimpleNamespace(
         take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
     )
     tools.patch.setattr(engines, "_idle_engines", idle)
     with support.recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
-    return len(ray.made), kept, patience
+    return len(ray.made), seen, kept
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:
@@ -87,7 +88,7 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
     tools.patch.setattr(learners, "_idle_learners", idle)
-    with learners.start_learner(recipe.learner):
+    with learners.start_learner(recipe.learner, layout=recipe.layout):
         ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]
     return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS"), kept, patience
 
@@ -115,8 +116,40 @@ class NotedCrew:
         return []
 
 
+def plan(recipe: Recipe, _: Tools) -> object:
+    """Who lies where on four nodes of four GPUs; without GPUs there is no plan."""
+    return plan_text(make_plan(recipe.layout, parse_cluster("4x4"))) if recipe.layout.has_gpus else None
+
+
+ONE_GPU = {"placement.gpus_per_node": 1}
+SPLIT = {
+    **ONE_GPU,
+    "placement.mode": "split",
+    "placement.nodes": 3,
+    "placement.generation_nodes": 1,
+    "placement.training_nodes": 2,
+    "learner.parallel.data": 2,
+}
 ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
 CHECKS = {
+    "placement.gpus_per_node": Check(1, plan),
+    "placement.nodes": Check(2, plan, ONE_GPU, {"learner.parallel.data": 2, "engine.num_engines": 2}),
+    "placement.mode": Check(
+        "split",
+        plan,
+        {**ONE_GPU, "placement.nodes": 2, "learner.parallel.data": 2, "engine.num_engines": 2},
+        {
+            "placement.generation_nodes": 1,
+            "placement.training_nodes": 1,
+            "learner.parallel.data": 1,
+            "engine.num_engines": 1,
+        },
+    ),
+    "placement.generation_nodes": Check(
+        2, plan, SPLIT, {"placement.training_nodes": 1, "learner.parallel.data": 1, "engine.num_engines": 2}
+    ),
+    "placement.training_nodes": Check(3, plan, SPLIT, {"placement.nodes": 4, "learner.parallel.data": 3}),
+    "placement.start_timeout_s": Check(5.0, started_engines),
     "engine.max_model_len": Check(300, engine_arguments),
     "engine.max_num_seqs": Check(128, engine_arguments),
     "engine.dtype": Check("bfloat16", engine_arguments),

@@ -1,21 +1,31 @@
-"""Equal bits, equal fingerprint, and nothing else is equal."""
+"""Equal bits in equal places, equal fingerprint, however the tensor is cut; and nothing else is equal."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import Tensor
 
+from slipstream.refit import fingerprint
 from slipstream.refit.fingerprint import (
+    HeldWeights,
     WeightPart,
-    combined,
     differences,
     directory_fingerprint,
     file_fingerprints,
-    fingerprint,
+    held_whole,
     part_fingerprints,
+    weight_totals,
 )
 
 MATRIX = torch.arange(12, dtype=torch.float32).view(3, 4)
@@ -25,43 +35,230 @@ def part(name: str = "m", dim: int = 0, start: int = 0, length: int = 3, dtype: 
     return WeightPart(name=name, dim=dim, start=start, length=length, dtype=dtype)
 
 
-def test_a_fingerprint_follows_values_shape_and_type() -> None:
-    assert fingerprint(MATRIX) == fingerprint(MATRIX.clone())
-    assert fingerprint(MATRIX) == fingerprint(MATRIX.T.contiguous().T)  # the layout in memory is nobody's business
-    others = [MATRIX + 1, MATRIX.view(4, 3), MATRIX.to(torch.float64), MATRIX.to(torch.int32)]
-    assert len({fingerprint(tensor) for tensor in (MATRIX, *others)}) == 5
+def held(tensor: Tensor, *parts: WeightPart) -> HeldWeights:
+    if parts[0].dim == 1:
+        return HeldWeights(tensor=tensor, parts=parts, split=lambda rows: [rows])
+    return HeldWeights(tensor=tensor, parts=parts, split=lambda rows: rows.split([each.length for each in parts]))
 
 
-def test_one_bit_is_seen() -> None:
-    changed = MATRIX.clone()
-    changed.view(torch.int32)[2, 3] ^= 1
-    assert fingerprint(changed) != fingerprint(MATRIX)
+def whole(tensor: Tensor, name: str = "m") -> int:
+    (value,) = part_fingerprints([held_whole(name, tensor)]).values()
+    return value
 
 
-def test_values_far_below_1_are_seen() -> None:
-    assert fingerprint(torch.tensor([1e-30])) != fingerprint(torch.tensor([0.0]))
+def split_mix(seed: int, index: int) -> int:
+    """The odd key of a row or column by its definition, in Python's own integers."""
+    mask = 2**64 - 1
+    x = (index + 1) * 0x9E3779B97F4A7C15 + seed & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return (x ^ x >> 31) | 1
+
+
+def by_definition(tensor: Tensor, name: str) -> int:
+    """The sum of the module's docstring, element by element, for float32."""
+    total = 0
+    for r, row in enumerate(tensor.view(torch.int32).tolist()):
+        for c, bits in enumerate(row):
+            key = split_mix(fingerprint._COLUMN_SEED, c)
+            product = bits * key % 2**64
+            product -= 2**64 if product >= 2**63 else 0  # shifts repeat the sign
+            total += split_mix(fingerprint._ROW_SEED, r) * (key + (product ^ product >> 32))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return total * (xxhash.xxh3_64_intdigest(f"{dtype} {name}".encode()) | 1) % 2**64
+
+
+def test_a_fingerprint_is_the_sum_that_it_is_defined_as() -> None:
+    tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert whole(tensor, "w") == by_definition(tensor, "w")
+
+
+def test_a_fingerprint_follows_name_values_shape_and_type_but_not_the_layout_in_memory() -> None:
+    assert whole(MATRIX) == whole(MATRIX.clone()) == whole(MATRIX.T.contiguous().T)
+    assert whole(MATRIX) == whole(torch.zeros(3, 9)[:, 2:6].copy_(MATRIX))
+    others = [MATRIX + 1, MATRIX.view(4, 3), MATRIX.view(12), MATRIX.T, MATRIX.to(torch.float64), MATRIX.int()]
+    values = {whole(tensor) for tensor in (MATRIX, *others)} | {whole(MATRIX, "n")}
+    assert len(values) == 8
+    assert all(0 <= value < 2**64 for value in values)
+
+
+def test_zeros_count_too() -> None:
+    zeros = [torch.zeros(shape, dtype=dtype) for shape in ((3,), (4,), (2, 3), (3, 2)) for dtype in (torch.int64, None)]
+    assert len({whole(tensor) for tensor in zeros}) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_every_single_bit_of_every_element_is_seen(dtype: torch.dtype) -> None:
+    tensor = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).mul(100).to(dtype)
+    bits = tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    seen = {whole(tensor)}
+    for row in range(2):
+        for column in range(3):
+            for bit in range(8 * dtype.itemsize):
+                mask = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+                bits[row, column] ^= mask
+                seen.add(whole(tensor))
+                bits[row, column] ^= mask
+    assert len(seen) == 1 + 6 * 8 * dtype.itemsize
+
+
+def test_signs_flipped_in_pairs_are_seen() -> None:
+    """In a sum without mixing, the highest bits of two elements would carry each other out of 64 bits, or nearly so."""
+    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    seen = {whole(tensor)}
+    for row in range(64):
+        for other in range(row):
+            changed = tensor.clone()
+            changed[row, row] *= -1
+            changed[other, 5] *= -1
+            seen.add(whole(changed))
+    assert len(seen) == 1 + 64 * 63 // 2
+
+
+def test_no_two_of_many_small_tensors_share_a_fingerprint_or_half_of_one() -> None:
+    """Bytes as two columns of two rows, each value in each place: 2**16 tensors, and 2**32 pairs of them.
+
+    Two random numbers of 64 bits agree in the upper 40 with a probability of 2**-40: among all pairs, once in 512 runs.
+    """
+    values = torch.arange(2**16)
+    tensors = torch.stack([values & 15, values >> 4 & 15, values >> 8 & 15, values >> 12], dim=1).bfloat16()
+    found = part_fingerprints(held_whole(f"{i}", tensors[i].view(2, 2)) for i in range(0, 2**16, 8)).values()
+    same_name = {whole(tensors[i].view(2, 2)) for i in range(0, 2**16, 16)}
+    assert len({value >> 24 for value in found}) == 2**13
+    assert len({value >> 24 for value in same_name}) == 2**12
+
+
+def test_what_may_go_wrong_with_a_refit_is_seen() -> None:
+    tensor = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+    swapped = tensor.clone()
+    swapped[1, 2], swapped[4, 0] = tensor[4, 0], tensor[1, 2]
+    wrong = {
+        "transposed": tensor.T,
+        "rows permuted": tensor[[1, 0, 2, 3, 4, 5]],
+        "columns permuted": tensor[:, [0, 1, 2, 4, 3, 5]],
+        "row shards swapped": torch.cat([tensor[3:], tensor[:3]]),
+        "column shards swapped": torch.cat([tensor[:, 3:], tensor[:, :3]], dim=1),
+        "a shard twice": torch.cat([tensor[:3], tensor[:3]]),
+        "two elements swapped": swapped,
+        "rounded": tensor.bfloat16().float(),
+        "a row left out": tensor[:5],
+    }
+    values = {kind: whole(each) for kind, each in wrong.items()}
+    assert len({whole(tensor), *values.values()}) == 1 + len(wrong), values
+
+
+def test_two_tensors_that_changed_names_both_differ() -> None:
+    right = weight_totals([part_fingerprints([held_whole("a", MATRIX), held_whole("b", MATRIX + 1)])])
+    wrong = weight_totals([part_fingerprints([held_whole("a", MATRIX + 1), held_whole("b", MATRIX)])])
+    assert differences(right, wrong) == ["a", "b"]
 
 
 def test_minus_zero_counts_as_zero_and_a_gradient_is_no_difference() -> None:
-    assert fingerprint(torch.tensor([-0.0])) == fingerprint(torch.tensor([0.0]))
-    assert fingerprint(torch.tensor([1.0], requires_grad=True)) == fingerprint(torch.tensor([1.0]))
+    assert whole(torch.tensor([-0.0])) == whole(torch.tensor([0.0]))
+    tiny = part_fingerprints([held_whole("m", torch.tensor([-1e-30]))], {"m": "float16"})
+    assert list(tiny.values()) == [whole(torch.tensor([0.0]).half())]  # -0.0 once it is rounded
+    assert whole(torch.tensor([1.0], requires_grad=True)) == whole(torch.tensor([1.0]))
+    assert whole(torch.tensor([1e-30])) != whole(torch.tensor([0.0]))
 
 
-def test_named_fingerprints_combine_in_any_order() -> None:
-    assert combined({"a": "1", "b": "2"}) == combined({"b": "2", "a": "1"})
-    assert len({combined(each) for each in ({}, {"a": "1"}, {"a": "2"}, {"b": "1"}, {"a": "1", "b": "2"})}) == 5
+def cuts(size: int, draw: random.Random) -> list[tuple[int, int]]:
+    """Starts and lengths of random pieces, some of them empty."""
+    bounds = sorted([0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 4)))])
+    return [(start, stop - start) for start, stop in pairwise(bounds)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_shards_sum_to_the_whole_however_it_is_cut(
+    shape: Sequence[int], dtype: torch.dtype, transposed: bool, seed: int
+) -> None:
+    draw = random.Random(seed)
+    tensor = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    dim = draw.randrange(min(2, len(shape))) if len(shape) < 3 else 0
+    shards = [part(dim=dim, start=start, length=length, dtype=name) for start, length in cuts(shape[dim], draw)]
+    draw.shuffle(shards)
+    ranks = []
+    for shard in shards:
+        cut = tensor.narrow(dim, shard.start, shard.length)
+        cut = cut.transpose(0, 1).contiguous().transpose(0, 1) if transposed and cut.dim() > 1 else cut
+        ranks.append(part_fingerprints([held(cut, shard)]))
+    copies = [ranks[0]]  # what two ranks hold counts once
+    assert weight_totals([*ranks, *copies]) == {"m": whole(tensor)}
+
+
+@pytest.mark.parametrize("shape", [(700, 1000), (2, 300_000), (600_000, 1), (600_000,)])
+def test_a_tensor_of_several_chunks_is_the_sum_of_small_pieces(shape: Sequence[int]) -> None:
+    tensor = torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+    for dim in range(len(shape)):
+        pieces = tensor.split(-(-shape[dim] // 7), dim)
+        starts = [index * len(pieces[0].transpose(0, dim)) for index in range(len(pieces))]
+        ranks = [
+            part_fingerprints([held(piece, part(dim=dim, start=start, length=piece.shape[dim]))])
+            for start, piece in zip(starts, pieces, strict=True)
+        ]
+        assert weight_totals(ranks) == {"m": whole(tensor)}
+    if len(shape) == 2:
+        assert whole(tensor.T.contiguous().T) == whole(tensor)
+
+
+def test_parts_that_lie_in_one_tensor_are_told_apart() -> None:
+    stacked = torch.cat([MATRIX, MATRIX + 1, MATRIX + 2])
+    gate, up = part("gate", start=3, length=3), part("up", start=0, length=6)
+    found = part_fingerprints([held(stacked, gate, up)])
+    assert found == part_fingerprints([held(MATRIX, gate), held(stacked[3:], up)])
+
+
+def test_small_tensors_are_worked_on_together_and_keep_their_own_sums() -> None:
+    tensors = {f"{i}": torch.randn(150 * i, 500, generator=torch.Generator().manual_seed(i)) for i in range(1, 7)}
+    tensors |= {f"v{i}": torch.arange(5.0) + i for i in range(3)}
+    found = part_fingerprints(held_whole(name, tensor) for name, tensor in tensors.items())
+    assert {each.name: value for each, value in found.items()} == {
+        name: whole(tensor, name) for name, tensor in tensors.items()
+    }
+
+
+def test_a_part_is_converted_as_the_engine_holds_it() -> None:
+    blurred = MATRIX + 0.001
+    found = part_fingerprints([held(blurred, part()), held(MATRIX[0], part("v", length=4))], {"m": "bfloat16"})
+    assert found == {
+        part(dtype="bfloat16"): whole(blurred.bfloat16()),
+        part("v", length=4): whole(MATRIX[0], "v"),
+    }
+
+
+def test_ranks_that_disagree_on_what_they_share_are_an_error() -> None:
+    mine, other = part_fingerprints([held(MATRIX, part())]), {part(): 1}
+    assert weight_totals([mine, mine]) == {"m": whole(MATRIX)}
+    with pytest.raises(RuntimeError, match=r"^ranks disagree on m and 0 other tensors that they share$"):
+        weight_totals([mine, other])
+
+
+def test_a_part_of_another_dimension_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="m is cut in dimension 2"):
+        part(dim=2)
+
+
+def test_nothing_held_is_nothing_found() -> None:
+    assert part_fingerprints([]) == {}
+    assert weight_totals([{}, {}]) == {}
 
 
 def test_a_directorys_fingerprint_is_of_its_tensors_however_they_are_divided(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory in (whole, parts):
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    for directory in (one, parts):
         directory.mkdir()
-    save_file({"m": MATRIX, "v": MATRIX[0].clone()}, whole / "model.safetensors")
+    save_file({"m": MATRIX, "v": MATRIX[0].clone()}, one / "model.safetensors")
     save_file({"m": MATRIX}, parts / "model-1.safetensors")
     save_file({"v": MATRIX[0].clone()}, parts / "model-2.safetensors")
-    (whole / "config.json").write_text("{}")
-    expected = combined({"m": fingerprint(MATRIX), "v": fingerprint(MATRIX[0])})
-    assert directory_fingerprint(whole) == directory_fingerprint(parts) == expected
+    (one / "config.json").write_text("{}")
+    expected = (whole(MATRIX) + whole(MATRIX[0], "v")) % 2**64
+    assert directory_fingerprint(one) == directory_fingerprint(parts) == f"{expected:016x}"
 
 
 def test_a_directory_without_tensors_has_no_fingerprint(tmp_path: Path) -> None:
@@ -71,27 +268,22 @@ def test_a_directory_without_tensors_has_no_fingerprint(tmp_path: Path) -> None:
 
 
 def test_differences_are_in_values_and_in_names_on_either_side() -> None:
-    assert differences({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "0", "d": "4"}) == ["b", "c", "d"]
-    assert differences({"a": "1"}, {"a": "1"}) == []
+    assert differences({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0, "d": 4}) == ["b", "c", "d"]
+    assert differences({"a": 1}, {"a": 1}) == []
 
 
-def test_a_part_is_cut_and_converted_as_the_engine_holds_it() -> None:
-    rows, columns, rounded = part(start=1, length=2), part(dim=1, start=3, length=1), part(dtype="bfloat16")
-    assert [each.key for each in (rows, columns)] == ["m[0:1+2]", "m[1:3+1]"]
-    assert part_fingerprints([("x", MATRIX), ("m", MATRIX)], [rows, columns]) == {
-        rows.key: fingerprint(MATRIX[1:3]),
-        columns.key: fingerprint(MATRIX[:, 3:]),
-    }
-    assert part_fingerprints([("m", MATRIX + 0.001)], [rounded]) == {
-        rounded.key: fingerprint((MATRIX + 0.001).to(torch.bfloat16))
-    }
-
-
-def test_parts_are_found_in_a_file_and_in_a_directory_of_them(tmp_path: Path) -> None:
-    save_file({"m": MATRIX}, tmp_path / "model-1.safetensors")
+def test_tensors_of_a_file_are_read_as_the_engine_holds_them(tmp_path: Path) -> None:
+    save_file({"m": MATRIX + 0.001, "left out": MATRIX}, tmp_path / "model-1.safetensors")
     save_file({"v": MATRIX[0].clone()}, tmp_path / "model-2.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    vector = part(name="v", length=4)
-    expected = {part().key: fingerprint(MATRIX), vector.key: fingerprint(MATRIX[0])}
-    assert file_fingerprints(tmp_path, [part(), vector]) == expected
-    assert file_fingerprints(tmp_path / "model-1.safetensors", [part()]) == {part().key: fingerprint(MATRIX)}
+    dtypes = {"m": "bfloat16", "v": "float32", "nowhere": "float32"}
+    expected = {"m": whole((MATRIX + 0.001).bfloat16()), "v": whole(MATRIX[0], "v")}
+    assert file_fingerprints(tmp_path, dtypes) == expected
+    assert file_fingerprints(tmp_path / "model-1.safetensors", dtypes) == {"m": expected["m"]}
+
+
+def test_a_dtype_is_part_of_what_is_compared() -> None:
+    zeros = held(torch.zeros(3, 4), part())
+    (mine,) = part_fingerprints([zeros]).values()
+    (other,) = part_fingerprints([replace(zeros, tensor=zeros.tensor.bfloat16())], {"m": "bfloat16"}).values()
+    assert mine != other

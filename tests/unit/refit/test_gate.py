@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import WeightPart, fingerprint
+from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 
-PARTS = [WeightPart(name=f"w{i}", dim=0, start=0, length=1, dtype="float32") for i in range(7)]
-DRAFT_PART = WeightPart(name="fc", dim=0, start=0, length=2, dtype="float32")
+DTYPES = {f"w{i}": "float32" for i in range(7)}
 DRAFT_TENSOR = torch.tensor([1.0, 2.0])
 PROBES = ((1, 2, 3), (4, 5))
 LEARNER_LOGPROBS = (-1.0, -2.0, -3.0)
@@ -37,8 +36,9 @@ class Learner:
         self.version = version
         return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        return {part.key: f"bits {self.version}" for part in parts}
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        assert dtypes == DTYPES
+        return dict.fromkeys(dtypes, 100 + self.version)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -51,7 +51,7 @@ class Engines:
     def __init__(self, *, num_wrong: int = 0, **lie: Any) -> None:
         self.lie, self.num_wrong = lie, num_wrong
         self.state = EngineState(policy_version=9, policy_digest="", draft_version=3, num_prefix_cache_resets=5)
-        self.draft = {DRAFT_PART.key: fingerprint(DRAFT_TENSOR)}
+        self.draft = weight_totals([part_fingerprints([held_whole("fc", DRAFT_TENSOR)])])
         self.hidden: LookupError | None = None
         self.hidden_draft: LookupError | None = None
         self.offsets = (0.0, 0.0)
@@ -72,19 +72,19 @@ class Engines:
     def states(self) -> list[EngineState]:
         return [self.state] * 2
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        self.asked.append(("parts", is_draft))
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        self.asked.append(("dtypes", is_draft))
         error = self.hidden_draft if is_draft else self.hidden
         if error is not None:
             raise error
-        return [DRAFT_PART] if is_draft else PARTS
+        return {"fc": "float32"} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         self.asked.append(("fingerprints", is_draft))
         if is_draft:
             return [self.draft] * 2
-        right = {part.key: f"bits {self.state.policy_version}" for part in PARTS}
-        return [right, right | {part.key: "other bits" for part in PARTS[: self.num_wrong]}]
+        right = dict.fromkeys(DTYPES, 100 + self.state.policy_version)
+        return [right, right | dict.fromkeys(list(DTYPES)[: self.num_wrong], 7)]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -123,8 +123,8 @@ def test_the_engines_are_handed_what_the_learner_published(draft: Path) -> None:
     check = gate(engine, learner=learner, draft=draft).refit(4)
     assert learner.asked == [("publish", Path("transfer"), 4)]
     assert engine.asked == [
-        ("parts", False),
-        ("parts", True),
+        ("dtypes", False),
+        ("dtypes", True),
         ("refit", Path("weights 4"), 4, None),
         ("fingerprints", False),
         ("fingerprints", True),
@@ -200,9 +200,9 @@ def test_the_state_is_checked_where_the_tensors_are_not() -> None:
 @pytest.mark.parametrize(
     ("num_wrong", "message"),
     [
-        (1, "1 of 7 tensors differ: w0[0:0+1]"),
-        (5, "5 of 7 tensors differ: w0[0:0+1], w1[0:0+1], w2[0:0+1], w3[0:0+1], w4[0:0+1]"),
-        (6, "6 of 7 tensors differ: w0[0:0+1], w1[0:0+1], w2[0:0+1], w3[0:0+1], w4[0:0+1] and 1 more"),
+        (1, "1 of 7 tensors differ: w0"),
+        (5, "5 of 7 tensors differ: w0, w1, w2, w3, w4"),
+        (6, "6 of 7 tensors differ: w0, w1, w2, w3, w4 and 1 more"),
     ],
 )
 def test_other_bits_stop_the_run_and_the_first_five_are_named(num_wrong: int, message: str) -> None:
@@ -213,10 +213,10 @@ def test_other_bits_stop_the_run_and_the_first_five_are_named(num_wrong: int, me
 
 def test_another_draft_stops_the_run(draft: Path) -> None:
     engine = Engines()
-    engine.draft = {DRAFT_PART.key: "other bits"}
+    engine.draft = {"fc": 7}
     with pytest.raises(RefitError) as caught:
         gate(engine, draft=draft).refit(4)
-    assert str(caught.value) == "engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc[0:0+2]"
+    assert str(caught.value) == "engine 0 must hold the draft to the last bit: 1 of 1 tensors differ: fc"
 
 
 def test_a_draft_whose_tensors_are_hidden_is_left_to_acceptance(draft: Path, caplog: pytest.LogCaptureFixture) -> None:

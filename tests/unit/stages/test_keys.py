@@ -37,6 +37,7 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"learner": {"answer_timeout_s": 9.0, "start_timeout_s": 9.0, "max_restarts": 9}}, NOTHING),
     ({"learner": {"num_kept_idle": 0}}, NOTHING),
     ({"sampling": {"max_response_tokens": 150}}, DRAFT),
+    ({"placement": {"start_timeout_s": 5.0}}, NOTHING),
     ({"data": {"max_prompt_tokens": 63}}, ALL),
     ({"data": {"instruction": "add {problem}"}}, ALL),
     ({"data": {"seed": 1}}, ALL),

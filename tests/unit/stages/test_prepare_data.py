@@ -18,6 +18,8 @@ from slipstream.config import ConfigError, merge
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
+from slipstream.placement.config import PlacementConfig
+from slipstream.policy.config import ParallelConfig
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.prepare_data import prepare_data
@@ -102,7 +104,18 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
         num_positions=recipe.engine.max_model_len,
     )
     draft = replace(recipe.draft, num_prompts=24, num_heldout_prompts=6)
-    return replace(recipe, data=data, draft=draft, policy=replace(recipe.policy, model=str(source)))
+    return replace(with_model(recipe, source), data=data, draft=draft)
+
+
+def with_model(recipe: Recipe, source: Path) -> Recipe:
+    """The recipe with a local model, which is too small to be split over GPUs."""
+    return replace(
+        recipe,
+        policy=replace(recipe.policy, model=str(source)),
+        learner=replace(recipe.learner, parallel=ParallelConfig()),
+        engine=replace(recipe.engine, num_engines=1),
+        placement=PlacementConfig(),
+    )
 
 
 @pytest.mark.parametrize("workload", list(Workload))
@@ -157,7 +170,7 @@ def test_check_refuses_too_few_draft_prompts_of_any_workload(
 def test_a_model_is_refused_by_its_configs_before_any_row_is_read(tmp_path: Path) -> None:
     recipe = replace(load_recipe("qwen3_8b"), tracking=UNTRACKED)
     source = model(tmp_path / "model", num_layers=36, num_positions=4096)
-    recipe = replace(recipe, policy=replace(recipe.policy, model=str(source)))
+    recipe = with_model(recipe, source)
 
     with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 4096 positions, got 12288"):
         prepare_data(context(tmp_path / "runs", recipe), recipe)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.policy.errors import CheckpointError
+from slipstream.policy.errors import CheckpointError, CheckpointWriteError
 from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.types import StageTimes
@@ -52,6 +52,9 @@ class FileLearner:
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
         (path / "extra.json").write_text(json.dumps(extra))
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         self.loaded.append(path.name)
@@ -140,3 +143,67 @@ def test_a_step_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(extra))
     with pytest.raises(ValueError, match=r"^steps\[1\]\.reward_mean must be of type float, got 'high'$"):
         checkpoints.restore(FileLearner())
+
+
+class SlowLearner(FileLearner):
+    """Its checkpoints are there when the next one begins, or at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[Path, dict[str, Any]]] = []
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        self.finish_checkpoint()
+        self.waiting.append((path, extra))
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        while self.waiting:
+            super().save_checkpoint(*self.waiting.pop())
+
+
+def test_while_one_is_written_the_newest_two_whole_ones_stay_and_at_the_end_the_newest_two(tmp_path: Path) -> None:
+    checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), SlowLearner()
+    tmp_path.joinpath("step-000001").mkdir()
+    with checkpoints.finished(learner):
+        for count in (2, 3, 4):
+            checkpoints.save(learner, HISTORY[:count])
+        assert names(tmp_path) == ["step-000002", "step-000003"]
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_a_run_that_fails_while_one_is_written_keeps_it(tmp_path: Path) -> None:
+    checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), SlowLearner()
+    with pytest.raises(ZeroDivisionError), checkpoints.finished(learner):
+        checkpoints.save(learner, HISTORY[:2])
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["step-000002"]
+
+
+class FailingLearner(FileLearner):
+    """Its disk is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float | None] = []
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        self.timeouts.append(timeout_s)
+        raise CheckpointWriteError("the disk is full")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), FailingLearner()
+    with pytest.raises(CheckpointWriteError, match="the disk is full"), checkpoints.finished(learner):
+        pass
+    assert learner.timeouts == [None]  # a slow disk is no error
+
+
+def test_a_run_that_fails_and_loses_its_checkpoint_ends_with_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(directory=tmp_path, recipe="a recipe")
+    learner = FailingLearner()
+    with pytest.raises(ZeroDivisionError), checkpoints.finished(learner):
+        raise ZeroDivisionError
+    assert learner.timeouts == [60.0]  # it may be the learner that hangs
+    assert caplog.messages == ["train_grpo: the checkpoint that was being written is lost"]

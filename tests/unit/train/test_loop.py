@@ -5,7 +5,7 @@ The gate is the real one: what it asks of engine and learner is part of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, Reco
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import WeightPart
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
@@ -43,7 +42,7 @@ CONFIG = GrpoConfig(
     seed=5,
 )
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
-PART = WeightPart(name="weight", dim=0, start=0, length=1, dtype="float32")
+DTYPES = {"weight": "float32"}
 # numpy's own: SeedSequence([5, step]).generate_state(1)
 SEEDS = [int(np.random.SeedSequence([5, step]).generate_state(1)[0]) for step in range(3)]
 
@@ -88,11 +87,11 @@ class NotingEngine:
             )
         ]
 
-    def weight_parts(self, *, is_draft: bool) -> list[WeightPart]:
-        return [] if is_draft else [PART]
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        return {} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, str]]:
-        return [{} if is_draft else {PART.key: f"bits {self.version}"}]
+    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+        return [{} if is_draft else {"weight": 100 + self.version}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         raise AssertionError("its tensors can be read")
@@ -129,9 +128,9 @@ class NotingLearner:
         self.published = version
         return Snapshot(path=f"weights {version}", version=version, num_bytes=4, digest=f"digest {version}")
 
-    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
-        self.calls.append(("weight_fingerprints", {"parts": tuple(parts)}))
-        return {part.key: f"bits {self.published}" for part in parts}
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        self.calls.append(("weight_fingerprints", {"dtypes": dtypes}))
+        return dict.fromkeys(dtypes, 100 + self.published)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
@@ -219,7 +218,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         )
         publish, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
         assert publish == ("publish", {"directory": Path("transfer"), "version": step})
-        assert fingerprints == ("weight_fingerprints", {"parts": (PART,)})
+        assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
         update: Update = train[1]["update"]
@@ -357,7 +356,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.weight_fingerprints = lambda parts: {part.key: "other bits" for part in parts}
+    learner.weight_fingerprints = lambda dtypes: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["refit"]

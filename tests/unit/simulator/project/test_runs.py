@@ -90,7 +90,7 @@ def test_a_run_on_a_cluster_is_calibrated_as_one(
 ) -> None:
     layout = recipe_layout(load_recipe("qwen3_8b"))
     assert layout is not None
-    assert (layout.model, layout.hardware, layout.num_gpus) == ("qwen3-8b", "gb200", 4)
+    assert (layout.model, layout.hardware, layout.num_gpus) == ("qwen3-8b", "gb200", 32)
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=layout, execution="demo")
     assert record.run_calibration is not None
     assert {variant.regime for variant in record.run_calibration.variants} == {"captured", "smooth", "tile"}

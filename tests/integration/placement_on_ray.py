@@ -1,0 +1,128 @@
+"""Run by `test_placement.py` in a process of its own: two hosts of four logical GPUs each, made of Ray's own parts.
+
+Prints one JSON object: what real actors reported, beside what the plan says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from slipstream import cli
+from slipstream.placement.config import Layout, PlacementConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.workers import placement
+from slipstream.workers.cluster import NVLINK_LABEL, ray_nodes
+from slipstream.workers.learners import start_learner
+
+QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
+
+
+class Here:
+    """Tells where it runs."""
+
+    def where(self) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        names = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS")
+        return {
+            "node": context.get_node_id(),
+            "gpus": context.get_accelerator_ids()["GPU"],
+            "group": context.get_placement_group_id(),
+            **{name: os.environ.get(name) for name in names},
+        }
+
+
+def layout(*, engine_tensor: int = 1, timeout_s: float = 60.0, nodes: int = 2, per_node: int = 4) -> Layout:
+    gpus = nodes * per_node
+    return Layout(
+        placement=PlacementConfig(nodes=nodes, gpus_per_node=per_node, start_timeout_s=timeout_s),
+        parallel=ParallelConfig(tensor=2, data=gpus // 2),
+        engine_tensor=engine_tensor,
+        num_engines=gpus // engine_tensor,
+        num_engine_sets=2,
+    )
+
+
+def report(reservation: placement.Reservation, *, num_sets: int) -> dict[str, Any]:
+    """Where actors find themselves: every learner rank, and the first worker of every engine of `num_sets` sets."""
+    here: Any = ray.remote(Here)
+    plan = reservation.plan
+    ranks: list[Any] = [
+        here.options(num_cpus=0, **reservation.learner_place(rank)).remote() for rank in range(len(plan.learner))
+    ]
+    starts = [reservation.engine_start(index) for _ in range(num_sets) for index in range(len(plan.engines))]
+    engines: list[Any] = [
+        here.options(num_cpus=0, **start.place, runtime_env={"env_vars": start.environment}).remote()
+        for start in starts
+    ]
+    found = {
+        "learner": ray.get([rank.where.remote() for rank in ranks]),
+        "engines": ray.get([engine.where.remote() for engine in engines]),
+        "executors": [start.executor for start in starts],
+        "plan_learner": [_seat(reservation.seats[slot]) for slot in plan.learner],
+        "plan_engines": [[_seat(reservation.seats[slot]) for slot in slots] for slots in plan.engines],
+        "nodes": [node.name for node in plan.nodes],
+    }
+    for actor in (*ranks, *engines):
+        ray.kill(actor)
+    return found
+
+
+def _seat(seat: placement.Seat) -> dict[str, Any]:
+    return {"node": seat.node_id, "gpus": [seat.gpu_id]}
+
+
+def refused(reserve: Any) -> dict[str, Any]:
+    """The error of something that cannot be placed, and how long it took."""
+    start = time.monotonic()
+    try:
+        reserve()
+    except placement.PlacementError as error:
+        return {"error": str(error), "elapsed_s": time.monotonic() - start}
+    return {"error": None}
+
+
+def main() -> None:
+    cluster = Cluster()
+    for number in range(2):
+        cluster.add_node(num_cpus=4, num_gpus=4, labels={NVLINK_LABEL: "a"}, **({} if number else QUIET))
+    ray.init(address=cluster.address, log_to_driver=False)
+    found: dict[str, Any] = {"cluster": [(node.num_gpus, dict(node.labels)) for node in ray_nodes()]}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(["cluster"])
+    found["printed"] = printed.getvalue()
+
+    pairs = layout(engine_tensor=2)
+    held = placement.reserve(pairs)
+    found["pairs"] = report(held, num_sets=2)  # two engine sets and the learner in the same bundles
+    found["busy"] = refused(lambda: placement.reserve(layout(timeout_s=4.0, per_node=2)))
+    held.release()
+
+    wide = placement.reserve(layout(engine_tensor=4, per_node=2))
+    found["wide"] = report(wide, num_sets=1)
+    wide.release()
+
+    found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=3.0, nodes=3)))
+
+    # The library's own learner, through the reservation that stages share.
+    ranks = Layout(placement=PlacementConfig(nodes=2, gpus_per_node=1), parallel=ParallelConfig(data=2), num_engines=2)
+    with start_learner(LearnerConfig(parallel=ranks.parallel, num_threads=1), layout=ranks) as learner:
+        found["alive"] = learner.is_alive()
+        shared = placement.reserved(ranks)
+        found["shared"] = shared is placement.reserved(ranks)
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""A checkpoint of two gloo ranks goes through other layouts and comes back to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.policy import parallel
+from slipstream.policy.checkpoint.policy import PolicyCheckpoints
+from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.policy.cpu import host
+from slipstream.policy.errors import CheckpointWriteError
+from slipstream.policy.layers import TORCH_DTYPES
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.types import Dtype
+
+VOCAB = 32
+# Small weights keep every gradient well above rounding, which Adam would divide by itself.
+SCRATCH = ScratchConfig(
+    hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
+)
+TENSOR, DATA, PIPELINE = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)
+SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
+SINGLE = ParallelConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Which policy goes through which layouts."""
+
+    layouts: Sequence[ParallelConfig]
+    dtype: Dtype = Dtype.FLOAT32
+    method: OptimizerMethod = OptimizerMethod.ADAMW
+    tied: bool = False
+    distributed: frozenset[int] = frozenset()  # which of the layouts deal the optimizer out over data-parallel ranks
+
+    def learner(self, layout: ParallelConfig) -> LearnerConfig:
+        return LearnerConfig(max_tokens_per_microbatch=66, num_threads=1, parallel=layout, dtype=self.dtype)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(learning_rate=1e-3, clip_grad=0.5, method=self.method)
+
+
+CASES = {
+    "adamw": Case(layouts=[TENSOR, DATA, TENSOR, PIPELINE, SEQUENCE, TENSOR]),
+    "masters, tied": Case(layouts=[PIPELINE, TENSOR, DATA, PIPELINE], dtype=Dtype.BFLOAT16, tied=True),
+    "distributed optimizer": Case(layouts=[DATA, TENSOR, DATA, DATA], distributed=frozenset({0, 3})),
+    "distributed optimizer, masters, tied": Case(
+        layouts=[DATA, PIPELINE, DATA], distributed=frozenset({0, 2}), dtype=Dtype.BFLOAT16, tied=True
+    ),
+    "muon": Case(layouts=[DATA, PIPELINE, DATA], method=OptimizerMethod.MUON),
+}
+
+
+def _sequences(seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(6, 32)).tolist() for _ in range(9)]
+
+
+def _step(policy: MegatronPolicy, seed: int) -> float:
+    return policy.lm_step(_sequences(seed), [1] * 9)
+
+
+def _through(rank: int, case: Case, ports: list[int], model: Path, directory: Path) -> list[dict[str, Any]]:
+    """Two updates under the first layout; then each layout takes over the checkpoint, saves it, and goes on by two."""
+    links = []
+    for index, (layout, port) in enumerate(zip(case.layouts, ports, strict=True)):
+        policy = MegatronPolicy.load(
+            model, learner=case.learner(layout), optimizer=case.optimizer, rank=rank, world_size=2, master_port=port
+        )
+        if index in case.distributed:
+            _deal_out_optimizer(policy, case)
+        if index == 0:
+            for seed in (0, 1):
+                _step(policy, seed)
+        else:
+            assert policy.load_checkpoint(directory / f"{index - 1}") == {"position": 7}
+        policy.save_checkpoint(directory / f"{index}", {"position": 7})
+        losses = [_step(policy, seed) for seed in (2, 3)]
+        policy.finish_checkpoint()
+        links.append({"losses": losses, "weights": {name: t.float().numpy() for name, t in policy.weights()}})
+        parallel.barrier()
+        parallel.teardown()
+    return links
+
+
+def _deal_out_optimizer(policy: MegatronPolicy, case: Case) -> None:
+    """Give the policy Megatron's distributed optimizer, which cuts the parameters, laid out flat, anywhere."""
+    config = case.optimizer
+    with host.cuda_as_cpu():
+        module = DistributedDataParallel(
+            config=policy._gpt.config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            module=policy._gpt,
+        )
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            bf16=case.dtype is Dtype.BFLOAT16,
+            params_dtype=TORCH_DTYPES[case.dtype],
+            use_distributed_optimizer=True,
+        )
+        optimizer = get_megatron_optimizer(settings, [module])
+    policy._module, policy._optimizer = module, optimizer
+    policy._checkpoints = PolicyCheckpoints(policy._gpt, optimizer, policy.architecture)
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _model(case: Case, directory: Path) -> Path:
+    (directory / "tokenizer").mkdir()
+    policy = MegatronPolicy.from_scratch(
+        dataclasses.replace(SCRATCH, tie_word_embeddings=case.tied),
+        vocab_size=VOCAB,
+        eos_token_id=1,
+        learner=case.learner(SINGLE),
+        optimizer=None,
+    )
+    policy.save_hf(directory / "model", directory / "tokenizer")
+    return directory / "model"
+
+
+def _on_two_ranks(function: Any, *args: Any) -> list[Any]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ranks = [pool.submit(function, rank, *args) for rank in range(2)]
+        return [rank.result(timeout=240) for rank in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_checkpoint_that_other_layouts_took_over_comes_back_to_the_last_bit(case: Case, tmp_path: Path) -> None:
+    model = _model(case, tmp_path)
+    first, second = _on_two_ranks(_through, case, _free_ports(len(case.layouts)), model, tmp_path)
+    for index, (layout, link, other) in enumerate(zip(case.layouts, first, second, strict=True)):
+        assert link["losses"] == other["losses"]
+        same = layout == case.layouts[0] and (index in case.distributed) == (0 in case.distributed)
+        tolerance = 0.0 if same else 2e-5 if case.dtype is Dtype.FLOAT32 else 2e-2
+        np.testing.assert_allclose(link["losses"], first[0]["losses"], rtol=0, atol=tolerance)
+        for name, weights in link["weights"].items():
+            np.testing.assert_allclose(weights, first[0]["weights"][name], rtol=0, atol=tolerance, err_msg=name)
+
+    # One rank takes over what two wrote.
+    policy = MegatronPolicy.load(model, learner=case.learner(SINGLE), optimizer=case.optimizer)
+    last = str(len(case.layouts) - 1)
+    assert policy.load_checkpoint(tmp_path / last) == {"position": 7}
+    tolerance = 2e-5 if case.dtype is Dtype.FLOAT32 else 2e-2
+    np.testing.assert_allclose([_step(policy, 2), _step(policy, 3)], first[0]["losses"], rtol=0, atol=tolerance)
+
+    # Both ranks have written about equally much, and nothing twice: the index refuses what is covered twice.
+    sizes = [file.stat().st_size for file in sorted((tmp_path / last).glob("rank-*.safetensors"))]
+    assert min(sizes) > 0.75 * max(sizes)
+    kinds = 3 if case.method is OptimizerMethod.ADAMW else 2.1
+    per_parameter = 4 * kinds if case.dtype is Dtype.FLOAT32 else 2 + 4 * 3
+    assert sum(sizes) < 1.35 * per_parameter * policy.architecture.num_parameters()
+
+
+def _hosts_apart(rank: int, case: Case, ports: list[int], model: Path, directory: Path) -> str:
+    policy = MegatronPolicy.load(
+        model, learner=case.learner(DATA), optimizer=case.optimizer, rank=rank, world_size=2, master_port=ports[0]
+    )
+    policy.save_checkpoint(directory / f"host-{rank}" / "checkpoint", {})
+    _step(policy, 0)
+    try:
+        policy.finish_checkpoint()
+    except CheckpointWriteError as error:
+        return str(error)
+    finally:
+        parallel.barrier()
+        parallel.teardown()
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_that_share_no_storage_say_which_host_does_not_see_the_checkpoint(tmp_path: Path) -> None:
+    case = CASES["adamw"]
+    errors = _on_two_ranks(_hosts_apart, case, _free_ports(1), _model(case, tmp_path), tmp_path)
+    for error in errors:
+        assert f"rank 1 on host {socket.gethostname()}: does not see the directory" in error
+        assert "put checkpoints on storage that every host of the learner shares" in error

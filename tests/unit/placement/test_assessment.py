@@ -1,0 +1,128 @@
+"""A recipe that does not fit its GPUs, or does not divide, is refused with the field to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.placement.assessment import Channel, assess
+from slipstream.recipe import load_recipe
+
+SPLIT = {
+    "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
+    "learner": {"parallel": {"data": 2}},
+    "engine": {"num_engines": 24},
+}
+
+
+def _refusal(overrides: dict[str, Any], recipe: str = "qwen3_8b") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, overrides=overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"learner": {"parallel": {"tensor": 16, "data": 2}}},
+            "learner.parallel.tensor must divide the policy's 8 key-value heads, got 16",
+        ),
+        (
+            {"learner": {"parallel": {"pipeline": 8, "data": 1}}},
+            "learner.parallel.pipeline must divide the policy's 36 layers, got 8",
+        ),
+        (
+            {
+                "placement": {"nodes": 3},
+                "learner": {"parallel": {"data": 3}},
+                "engine": {"num_engines": 1, "tensor_parallel_size": 12},
+            },
+            "engine.tensor_parallel_size must divide the policy's 32 query heads, got 12",
+        ),
+        (
+            {"learner": {"parallel": {"data": 7}}},
+            "learner.parallel must multiply to the 32 GPUs that placement gives the learner, got 28; change tensor, "
+            "pipeline or data, or placement.nodes",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(overrides: dict[str, Any], message: str) -> None:
+    assert _refusal(overrides) == message
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
+    scratch = {"num_attention_heads": 3, "num_query_groups": 3, "ffn_hidden_size": 384, "optimizer": "adamw"}
+    overrides = {
+        "policy": {"scratch": scratch},
+        "grpo": {"optimizer": {"method": "adamw"}},
+        "learner": {"parallel": {"tensor": 3}},
+    }
+    assert _refusal(overrides, "tiny") == "learner.parallel.tensor must divide the policy's 64 vocabulary, got 3"
+
+
+def test_split_without_generation_nodes_is_refused() -> None:
+    message = _refusal({"placement": {"mode": "split", "training_nodes": 8}})
+    assert message == "placement.generation_nodes must be >= 1 with mode 'split', got 0"
+
+
+def test_a_micro_batch_that_does_not_fit_names_the_one_that_does() -> None:
+    overrides = {"learner": {"max_tokens_per_microbatch": 20_000}}
+    assert _refusal(overrides) == (
+        "learner.max_tokens_per_microbatch must be at most 19053 to fit, got 20000; the learner needs 95.8 GB beside "
+        "the engine's 83.7 GB, a GB200 has 176.7 GB to give"
+    )
+    load_recipe("qwen3_8b", overrides={"learner": {"max_tokens_per_microbatch": 19_053}})
+
+
+def test_an_engine_that_takes_too_much_is_told_how_much_it_may() -> None:
+    # Lower, the micro-batch could shrink to one whole sequence first.
+    message = _refusal({"engine": {"gpu_memory_utilization": 0.475}, "simulator": {"hardware": "h200"}})
+    assert message.startswith("engine.gpu_memory_utilization must be at most 0.3")
+    assert "a H200 SXM has 133.9 GB to give" in message
+
+
+def test_a_learner_too_large_for_a_gpu_must_be_split_further() -> None:
+    overrides = {"learner": {"parallel": {"tensor": 1, "data": 32}}, "simulator": {"hardware": "h100"}}
+    message = _refusal(overrides)
+    assert message.startswith("learner.parallel.tensor must be larger to fit, got 1; the learner needs ")
+
+
+def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
+    message = _refusal({"engine": {"gpu_memory_utilization": 0.12}})
+    assert message == (
+        "engine.gpu_memory_utilization must leave a key-value cache of one sequence of engine.max_model_len 12288 "
+        "tokens, got 0.12; it holds 2791: raise it to 0.13, or raise engine.tensor_parallel_size 1"
+    )
+
+
+def test_a_named_cache_larger_than_the_gpu_is_refused() -> None:
+    assert _refusal({**SPLIT, "engine": {"num_engines": 24, "kv_cache_gib": 160.0}}) == (
+        "engine.kv_cache_gib must leave a GB200 176.7 GB for the engine, which takes 193.7 GB, got 160.0; 21.9 GB of "
+        "it are no cache"
+    )
+
+
+def test_split_gpus_hold_one_role_each_and_refit_over_nccl() -> None:
+    found = assess(load_recipe("qwen3_8b", overrides=SPLIT))
+    assert found is not None
+    assert (found.is_colocated, found.channel) == (False, Channel.NCCL)
+    together = assess(load_recipe("qwen3_8b"))
+    assert together is not None
+    assert together.channel is Channel.IPC
+    # Alone, a micro-batch has the engine's share too: 83.7 GB at (67,072 x 36 + 14 x 37,984) bytes a token.
+    more = found.max_microbatch_tokens - together.max_microbatch_tokens
+    assert more == pytest.approx(0.45 * 186e9 / (67_072 * 36 + 14 * 37_984), abs=1)
+
+
+def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:
+    found = assess(load_recipe("qwen3_8b"))
+    assert found is not None
+    assert found.refit_bytes == 2 * 8_190_735_360  # the published size of Qwen3-8B
+
+
+def test_without_gpus_or_without_known_hardware_nothing_is_assessed() -> None:
+    assert assess(load_recipe("tiny")) is None
+    assert assess(load_recipe("qwen3_8b", overrides={"simulator": None})) is None

@@ -1,0 +1,80 @@
+"""What a user reads: who lies where, and what each GPU holds."""
+
+from slipstream.placement.assessment import assess
+from slipstream.placement.cluster import Cluster, Node, parse_cluster
+from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
+from slipstream.placement.plan import make_plan
+from slipstream.placement.table import memory_text, plan_text, table
+from slipstream.policy.config import ParallelConfig
+from slipstream.recipe import load_recipe
+from tests.unit.placement.test_assessment import SPLIT
+
+
+def test_a_table_is_as_wide_as_its_cells() -> None:
+    assert table([["a", "bb"], ["ccc", ""]]) == "a    bb\n---  --\nccc"
+
+
+def test_a_split_plan_shows_ranks_and_workers() -> None:
+    layout = Layout(
+        placement=PlacementConfig(
+            nodes=3, gpus_per_node=2, mode=PlacementMode.SPLIT, generation_nodes=1, training_nodes=2
+        ),
+        parallel=ParallelConfig(tensor=2, data=2, sequence_parallel=True),
+        engine_tensor=2,
+        num_engines=1,
+    )
+    nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain="rack", numa=(0, 1)) for i in range(3))
+    assert plan_text(make_plan(layout, Cluster(nodes=nodes))).splitlines() == [
+        "3 x 2 GPUs, split",
+        "learner: 4 ranks, TP 2 with SP x PP 1 x DP 2",
+        "engines: 1 of TP 2, executor mp (processes of one node)",
+        "",
+        "node  NVLink domain  GPU 0          GPU 1",
+        "----  -------------  -------------  -------------",
+        "n0    rack           L0 (NUMA 0)    L1 (NUMA 1)",
+        "n1    rack           L2 (NUMA 0)    L3 (NUMA 1)",
+        "n2    rack           E0.0 (NUMA 0)  E0.1 (NUMA 1)",
+    ]
+
+
+def test_a_colocated_plan_shows_both_on_a_gpu_and_the_executor_over_nodes() -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=2, gpus_per_node=1),
+        parallel=ParallelConfig(data=2),
+        engine_tensor=2,
+        num_engines=1,
+    )
+    lines = plan_text(make_plan(layout, parse_cluster("2x1", domain_nodes=2))).splitlines()
+    assert lines[2] == "engines: 1 of TP 2, executor ray (over several nodes)"
+    assert lines[-2:] == ["node0  domain0        L0 E0.0", "node1  domain0        L1 E0.1"]
+
+
+def test_memory_of_a_shared_gpu_is_one_column() -> None:
+    recipe = load_recipe("qwen3_8b")
+    found = assess(recipe)
+    assert found is not None
+    lines = memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines()
+    assert lines[0] == "part                GPU, GB"
+    assert lines[2:6] == [
+        "weights             4.1",
+        "gradients           8.2",
+        "optimizer           24.6",
+        "activations         39.6",
+    ]
+    assert "reference" not in "\n".join(lines)  # the loss has no KL
+    assert lines[-3:] == [
+        "longest micro-batch that fits: 19,053 tokens",
+        "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
+        "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
+    ]
+
+
+def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
+    recipe = load_recipe("qwen3_8b", overrides={**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}})
+    found = assess(recipe)
+    assert found is not None
+    lines = memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines()
+    assert lines[0] == "part                training GPU, GB  generation GPU, GB"
+    assert lines[5] == "reference           4.1               -"
+    assert "engine weights      -                 16.4" in lines
+    assert lines[-1].endswith("by nccl")

@@ -1,0 +1,258 @@
+"""What of a policy is saved, who saves it, and which checkpoints it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.policy.architecture import Architecture
+from slipstream.policy.checkpoint.boxes import Box
+from slipstream.policy.checkpoint.held import HeldParameter, Run, Stepped, held_parameters, owned, runs
+from slipstream.policy.checkpoint.policy import PolicyCheckpoints
+from slipstream.policy.checkpoint.ranks import LearnerRanks
+from slipstream.policy.checkpoint.reader import open_checkpoint
+from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.policy.weights import Shard
+from slipstream.types import Dtype
+
+SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+NORM = "decoder.final_layernorm.weight"
+FIRST_GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def _policy(
+    method: OptimizerMethod = OptimizerMethod.ADAMW,
+    *,
+    scratch: ScratchConfig = SCRATCH,
+    learner: LearnerConfig = LEARNER,
+) -> MegatronPolicy:
+    return MegatronPolicy.from_scratch(
+        scratch,
+        vocab_size=32,
+        eos_token_id=1,
+        learner=learner,
+        optimizer=OptimizerConfig(method=method, learning_rate=1e-2),
+    )
+
+
+def _saved(policy: MegatronPolicy, path: Path, *, num_updates: int = 1) -> Path:
+    for _ in range(num_updates):
+        policy.lm_step([[1, 2, 3, 4]], [1])
+    policy.save_checkpoint(path, {})
+    policy.finish_checkpoint()
+    return path
+
+
+def _run(name: str, size: int, *, is_sharded: bool = False, is_first_copy: bool = True) -> Run:
+    parameter = torch.nn.Parameter(torch.zeros(size))
+    held = HeldParameter(name, parameter, bands=[], stepped=None, is_first_copy=is_first_copy)
+    return Run("weight", held, parameter.detach(), 0, size, is_sharded)
+
+
+def test_data_parallel_ranks_share_out_what_all_of_them_hold() -> None:
+    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2), _run("copy", 9, is_first_copy=False)]
+    # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
+    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
+    assert names == [["a"], ["b", "c", "d"]]
+
+
+def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
+    found = [_run("a", 5), _run("mine", 7, is_sharded=True)]
+    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
+    assert names == [["a", "mine"], ["mine"]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
+    dtype: Dtype, tied: bool, tmp_path: Path
+) -> None:
+    policy = _policy(
+        OptimizerMethod.MUON,
+        scratch=dataclasses.replace(SCRATCH, tie_word_embeddings=tied),
+        learner=dataclasses.replace(LEARNER, dtype=dtype),
+    )
+    reader, state = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
+    got = {name: (entry.shape, entry.dtype) for name, entry in reader.index.items()}
+
+    expected: dict[str, Any] = {"rng.cpu/00000": (tuple(torch.get_rng_state().shape), "U8")}
+    low = dtype is Dtype.BFLOAT16
+    for name, weight in policy.weights():
+        shape = tuple(weight.shape)
+        expected[f"weight/{name}"] = (shape, "BF16" if low else "F32")
+        if low:
+            expected[f"main/{name}"] = (shape, "F32")
+        is_hidden_matrix = len(shape) == 2 and "layers" in name
+        for moment in ("momentum_buffer",) if is_hidden_matrix else ("exp_avg", "exp_avg_sq"):
+            expected[f"{moment}/{name}"] = (shape, "F32")
+    assert got == expected
+    assert state == {
+        "version": 0,
+        "num_updates": 1,
+        "layout": {"tensor": 1, "pipeline": 1, "data": 1},
+        "extra": {},
+    }
+    with reader:
+        for name, weight in policy.weights():
+            assert torch.equal(reader.read_whole(f"weight/{name}"), weight)
+
+
+def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
+    reader, _ = open_checkpoint(LearnerRanks(), _saved(_policy(), tmp_path / "c", num_updates=0))
+    assert {name.partition("/")[0] for name in reader.index} == {"weight", "rng.cpu"}
+    learned = _policy()
+    learned.lm_step([[1, 2, 3, 4]], [1])
+    learned.load_checkpoint(tmp_path / "c")
+    fresh = _policy()
+    assert learned.lm_step([[5, 6, 7]], [1]) == fresh.lm_step([[5, 6, 7]], [1])
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(learned.weights(), fresh.weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (_policy, None),
+        (lambda: _policy(OptimizerMethod.MUON), "momentum_buffer/model.layers.0.self_attn.q_proj.weight must be F32"),
+        (
+            lambda: _policy(learner=dataclasses.replace(LEARNER, dtype=Dtype.BFLOAT16)),
+            "weight/model.embed_tokens.weight must be BF16",
+        ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=3)),
+            "weight/model.layers.2.input_layernorm.weight must be F32",
+        ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=1)),
+            "weight/model.layers.1.input_layernorm.weight is in one of the two alone",
+        ),
+    ],
+    ids=["same", "other optimizer", "other type", "more layers", "fewer layers"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
+    other: Any, message: str | None, tmp_path: Path
+) -> None:
+    _saved(_policy(), tmp_path / "c")
+    policy = other()
+    before = [weight.clone() for _, weight in policy.weights()]
+    if message is None:
+        policy.load_checkpoint(tmp_path / "c")
+        return
+    with pytest.raises(ValueError, match=message):
+        policy.load_checkpoint(tmp_path / "c")
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, policy.weights(), strict=True))
+
+
+def test_a_policy_without_optimizer_takes_the_weights_alone(tmp_path: Path) -> None:
+    trained = _policy()
+    _saved(trained, tmp_path / "c")
+    judge = MegatronPolicy.from_scratch(SCRATCH, vocab_size=32, eos_token_id=1, learner=LEARNER, optimizer=None)
+    judge.load_checkpoint(tmp_path / "c")
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), judge.weights(), strict=True))
+
+
+class GroupCountingAdam(torch.optim.Optimizer):
+    """Keeps its count of steps in the group, as TransformerEngine's fused Adam does."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter] = {"exp_avg": parameter + group["step"], "exp_avg_sq": parameter * group["step"]}
+
+
+class Wrapped:
+    """As much of Megatron's wrapper as a checkpoint looks at."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class Tiny(torch.nn.Module):
+    """The parameters of a policy of one layer, filled with one number."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.policy = MegatronPolicy.from_scratch(
+            dataclasses.replace(SCRATCH, num_layers=1), vocab_size=32, eos_token_id=1, learner=LEARNER, optimizer=None
+        )
+        with torch.no_grad():
+            for parameter in self.gpt.parameters():
+                parameter.fill_(value)
+
+    @property
+    def gpt(self) -> torch.nn.Module:
+        return self.policy._gpt
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.policy.architecture
+
+
+@torch.no_grad()
+def test_a_count_of_steps_in_the_group_comes_back_there(tmp_path: Path) -> None:
+    first, second = Tiny(1.0), Tiny(2.0)
+    adams = [GroupCountingAdam(list(tiny.gpt.parameters())) for tiny in (first, second)]
+    checkpoints = [
+        PolicyCheckpoints(tiny.gpt, cast(MegatronOptimizer, Wrapped(adam)), tiny.architecture)
+        for tiny, adam in zip((first, second), adams, strict=True)
+    ]
+    for _ in range(3):
+        adams[0].step()
+    checkpoints[0].save(tmp_path / "c", version=3, num_updates=3, extra={})
+    checkpoints[0].wait()
+    checkpoints[1].load(tmp_path / "c")
+    assert [group["step"] for group in adams[1].param_groups] == [3]
+    for parameter in second.gpt.parameters():
+        state = adams[1].state[parameter]
+        assert state.keys() == {"exp_avg", "exp_avg_sq"}
+        assert bool((parameter == 1.0).all() and (state["exp_avg"] == 4.0).all() and (state["exp_avg_sq"] == 3.0).all())
+
+
+def _stepped(state: dict[str, Any]) -> HeldParameter:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    adam = torch.optim.AdamW([parameter])
+    adam.state[parameter] = state
+    return HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+
+
+def test_a_state_that_no_checkpoint_would_keep_is_refused_by_name() -> None:
+    held = _stepped({"step": torch.tensor(1.0), "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0})
+    with pytest.raises(ValueError, match=rf"state of {NORM} must be .* differs in \['max_exp_avg_sq'\]"):
+        list(runs(held, num_updates=1))
+
+
+def test_an_optimizer_that_has_counted_other_updates_than_the_policy_is_refused() -> None:
+    held = _stepped({"step": torch.tensor(2.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)})
+    with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 3 updates, got \[2.0\]"):
+        list(runs(held, num_updates=3))
+
+
+def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
+    policy = _policy()
+    model, arch = policy._gpt, policy.architecture
+    first = held_parameters(model, None, arch, Shard())
+    assert all(held.is_first_copy for held in first)
+    second = held_parameters(model, None, arch, Shard(tensor_rank=1, tensor_size=2))
+    assert {held.name for held in second if not held.is_first_copy} == {
+        held.name for held in second if held.parameter.dim() == 1
+    }
+
+
+def test_a_gate_is_read_from_a_checkpoint_by_the_rows_that_a_rank_needs(tmp_path: Path) -> None:
+    policy = _policy()
+    reader, _ = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
+    half = torch.empty(24, 32)
+    with reader:
+        reader.read(f"weight/{FIRST_GATE}", Box((24, 0), (24, 32)), into=half)
+    assert torch.equal(half, dict(policy.weights())[FIRST_GATE][24:])
