@@ -47,6 +47,8 @@ bench-setup: setup requirements/bench.lock ## lay TRL over the main environment,
 
 bench: bench-setup ## time simulator, fingerprints, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.logprobs
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learner_layouts
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.fingerprint
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 

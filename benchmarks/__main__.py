@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.engine_idle import compare_dealing, show_dealing
 from benchmarks.runs import open_run
 from benchmarks.step import show, time_steps
 from benchmarks.trl_comparison import comparison, dtypes, require_packages, time_trl
@@ -45,6 +46,7 @@ def _measure(path: Path, num_steps: int, packages: Path | None) -> None:
         steps = time_steps(run, num_steps, k)
         show(steps)
         ours["speculative" if k else "autoregressive"] = steps.step_s
+    show_dealing(compare_dealing(run, num_steps), run.chosen_k)
     if packages is not None:  # after our own engines and learners have ended
         trl = [time_trl(run, packages, num_steps, dtype) for dtype in dtypes(run.recipe.learner.dtype)]
         print(f"\n{comparison(ours, trl)}")

@@ -20,6 +20,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.support import decode, recipe_engine, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.loop import SyncLoop
+from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
@@ -73,6 +74,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
         engine = NotingEngine(engine=remote, seconds=[])
         learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
         SyncLoop(
+            arm=Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE,
             engine=engine,
             learner=learner,
             prompts=PromptStream(

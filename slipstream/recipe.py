@@ -71,15 +71,18 @@ class Recipe:
             ("sampling", self.sampling.max_response_tokens),
             ("evaluation", self.evaluation.max_response_tokens),
         ):
-            needed = self.data.max_prompt_tokens + response + longest_k + 1
+            # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
+            # no room for k more: then a rollout would depend on the length of the others.
+            spare = max(2 * longest_k - 1, longest_k + 1)
+            needed = self.data.max_prompt_tokens + response + spare
             require(
                 needed <= self.engine.max_model_len,
                 "engine.max_model_len",
                 f"must hold data.max_prompt_tokens {self.data.max_prompt_tokens} + {section}.max_response_tokens "
-                f"{response} + k {longest_k} + 1 = {needed} tokens",
+                f"{response} + {spare} for drafts of k {longest_k} = {needed} tokens",
                 self.engine.max_model_len,
-                "raise it, or lower one of the others: a response that ends at max_model_len with k+1 tokens in "
-                "flight crashes the engine",
+                "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for "
+                "its whole batch, and one that ends there with k+1 tokens in flight crashes the engine",
             )
         longest = self.data.max_prompt_tokens + self.sampling.max_response_tokens
         require(
@@ -147,6 +150,13 @@ class Recipe:
             f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
             self.learner.parallel.tensor,
             "it makes whole matrices orthogonal, not their shards: take adamw",
+        )
+        require(
+            OptimizerMethod.MUON not in methods or not self.learner.distributed_optimizer,
+            "learner.distributed_optimizer",
+            f"must be false with the optimizer {OptimizerMethod.MUON.value!r}",
+            self.learner.distributed_optimizer,
+            "it splits matrices over ranks, which Muon needs whole: take adamw",
         )
 
     def fingerprint(self) -> str:

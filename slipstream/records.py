@@ -69,6 +69,7 @@ class TrainStats:
     clip_fraction: float  # of tokens whose gradient the clip cut off
     num_tokens: int  # response tokens
     learning_rate: float
+    entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,7 @@ class StepRecord:
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
     num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
+    engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
     has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
 
 

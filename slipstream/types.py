@@ -7,6 +7,7 @@ only by the learner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -22,7 +23,10 @@ class Workload(StrEnum):
 
 
 class Arm(StrEnum):
-    """The two arms of an ablation: same seeds, prompts and engine settings, only speculation differs."""
+    """The two arms of an ablation: same start, prompts and engine settings; only speculation differs.
+
+    Each draws its rollouts with seeds of its own, so the arms are independent samples of the same training.
+    """
 
     AUTOREGRESSIVE = "autoregressive"
     SPECULATIVE = "speculative"
@@ -79,12 +83,12 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """One GRPO batch of `B` sequences, prompt and response joined."""
+    """One GRPO batch of `B` sequences, prompt and response joined; on its way to a learner rank its rows are arrays."""
 
-    token_ids: tuple[tuple[int, ...], ...]  # B sequences of prompt + response tokens
-    prompt_lengths: tuple[int, ...]  # B
-    rollout_logprobs: tuple[tuple[float, ...], ...]  # B, one a response token
-    advantages: tuple[float, ...]  # B
+    token_ids: Sequence[Sequence[int]]  # B sequences of prompt + response tokens
+    prompt_lengths: Sequence[int]  # B
+    rollout_logprobs: Sequence[Sequence[float]]  # B, one a response token
+    advantages: Sequence[float]  # B
     policy_version: int
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,19 @@ class DraftTrainer:
         """Trained parameters."""
         return sum(parameter.numel() for parameter in self._trained)
 
-    def step(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> float:
+    def step(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        states: States,
+        *,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> float:
         """One update; returns the loss summed over the TTT passes.
 
+        Args:
+            sum_over_ranks: adds up a tensor over trainers of which each has a part of the sequences and all make the
+                same update; None: this one has them all.
         Raises:
             FloatingPointError: the loss is not finite.
         """
@@ -69,11 +79,15 @@ class DraftTrainer:
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        if sum_over_ranks is not None:
+            num_tokens = int(sum_over_ranks(torch.tensor(num_tokens)))
         total = 0.0
         for row in rows:
             loss = self._forward(row) * (int(row.loss_mask.sum()) / num_tokens)
             loss.backward()
             total += float(loss.item())
+        if sum_over_ranks is not None:
+            total = self._sum_gradients(total, sum_over_ranks)
         if not math.isfinite(total):
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
@@ -81,6 +95,16 @@ class DraftTrainer:
         self._optimizer.step()
         self._num_steps += 1
         return total
+
+    def _sum_gradients(self, loss: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
+        """Add up the parameters' gradients, in one piece, and the loss."""
+        # A rank whose responses are all too short to draft for has no gradient.
+        own = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained]
+        flat = torch.cat([*(grad.flatten() for grad in own), own[0].new_tensor([loss])])
+        *grads, total = sum_over_ranks(flat).split([*(each.numel() for each in self._trained), 1])
+        for parameter, grad in zip(self._trained, grads, strict=True):
+            parameter.grad = grad.view_as(parameter)
+        return float(total)
 
     @torch.no_grad()
     def evaluate(

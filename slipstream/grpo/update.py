@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from slipstream.grpo.config import LossConfig
+from slipstream.ragged import Ragged
 from slipstream.records import TrainStats
 from slipstream.types import TrainBatch
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +68,7 @@ def combined(updates: Sequence[Trained]) -> Trained:
     def by_token(values: Sequence[float]) -> float:
         return sum(value * part.num_tokens for value, part in zip(values, stats, strict=True)) / num_tokens
 
+    entropies = [part.entropy for part in stats if part.entropy is not None]
     whole = TrainStats(
         loss=by_token([part.loss for part in stats]),
         grad_norm=sum(part.grad_norm for part in stats) / len(stats),
@@ -75,8 +76,31 @@ def combined(updates: Sequence[Trained]) -> Trained:
         clip_fraction=by_token([part.clip_fraction for part in stats]),
         num_tokens=num_tokens,
         learning_rate=sum(part.learning_rate for part in stats) / len(stats),
+        entropy=by_token(entropies) if len(entropies) == len(stats) else None,
     )
     return Trained(stats=whole, own_logprobs=None)
+
+
+def part_of(update: Update, indices: Sequence[int]) -> Update:
+    """Some rollouts of an update, in arrays."""
+    given, reference = update.trainer_logprobs, update.ref_logprobs
+    return replace(
+        update,
+        batch=part_of_batch(update.batch, indices),
+        trainer_logprobs=None if given is None else _rows(given, indices, np.float32),
+        ref_logprobs=None if reference is None else _rows(reference, indices, np.float32),
+    )
+
+
+def part_of_batch(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    """Some rollouts of a batch, in arrays."""
+    return replace(
+        batch,
+        token_ids=_rows(batch.token_ids, indices, np.int32),
+        prompt_lengths=[batch.prompt_lengths[index] for index in indices],
+        rollout_logprobs=_rows(batch.rollout_logprobs, indices, np.float32),
+        advantages=[batch.advantages[index] for index in indices],
+    )
 
 
 def _part(update: Update, where: slice) -> Update:
@@ -93,3 +117,7 @@ def _part(update: Update, where: slice) -> Update:
         trainer_logprobs=None if update.trainer_logprobs is None else update.trainer_logprobs[where],
         ref_logprobs=None if update.ref_logprobs is None else update.ref_logprobs[where],
     )
+
+
+def _rows(rows: Sequence[Any], indices: Sequence[int], dtype: DTypeLike) -> Ragged:
+    return Ragged.of([rows[index] for index in indices], dtype)

@@ -59,6 +59,7 @@ def draw(
 
     Args:
         batch: responses at a time: as many as in training, for the best draft length depends on it.
+        seed: the repeated pairs take it, the batches those after it: `config.num_tokens` of them at most.
         on_drawn: told the number of tokens of each batch.
     """
     require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
@@ -68,7 +69,7 @@ def draw(
         if num_tokens >= config.num_tokens:
             break
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
-        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + call)
+        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
         traces += drawn
         num_drawn = sum(len(trace.token_ids) for trace in drawn)
         num_tokens += num_drawn

@@ -5,6 +5,7 @@ Legend: `B` sequences of a micro-batch, `T` predicted tokens: inputs are positio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class MicroBatch:
 
 
 class ByToken:
-    """One number a label that counts, gathered from micro-batches and ranks."""
+    """One number a label that counts, gathered from micro-batches."""
 
     def __init__(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> None:
         self._values_N = torch.zeros(num_labels(sequences, loss_starts), device=device)
@@ -53,10 +54,9 @@ class ByToken:
             self._values_N[start:end] = values_BT[row][batch.mask_BT[row]]
 
     def collected(self) -> list[NDArray[np.float32]]:
-        """One array a sequence, in the caller's order; collective over all ranks."""
-        # Each token was filled in by one rank alone, and is zero everywhere else.
-        values_N = collectives.sum_over_ranks(self._values_N)
-        return np.split(values_N.cpu().numpy(), self._offsets[1:-1])
+        """One array a sequence, in the caller's order, on every stage of the pipeline."""
+        values_N = collectives.from_last_stage(self._values_N).cpu().numpy()
+        return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
 
 
 def microbatches(

@@ -12,7 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.policy.batches import MicroBatch
+from slipstream.policy.batches import MicroBatch, Sequences, pad, padding, positions
+from slipstream.policy.cpu import host
 
 
 class CapturedStates:
@@ -71,3 +72,30 @@ class Capture:
         for row, index in enumerate(batch.indices):
             aux = torch.cat([state[:, row] for state in captured.layers], dim=-1)
             self.by_sequence[index] = aux.detach().cpu().clone(), captured.last[:, row].detach().cpu().clone()
+
+
+@torch.no_grad()
+def hidden_states(
+    gpt: GPTModel,
+    token_ids: Sequences,
+    layer_ids: Sequence[int],
+    *,
+    plan: Sequence[tuple[int, ...]],
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final norm.
+
+    Args:
+        plan: which sequences share a micro-batch, the longest of each first.
+    """
+    states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
+    lengths = [len(tokens) for tokens in token_ids]
+    for indices in plan:
+        tokens_BT = pad([token_ids[index] for index in indices], device, width=lengths[indices[0]])
+        padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], device)
+        with host.cuda_as_cpu(), CapturedStates(gpt, layer_ids) as captured:
+            gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
+        for row, index in enumerate(indices):
+            aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
+            states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
+    return [pair for pair in states if pair is not None]

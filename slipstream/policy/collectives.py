@@ -19,7 +19,7 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
     if size == 1:
         return [tensor]
     shards = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(shards, tensor.contiguous(), group=_tensor_group())
+    dist.all_gather(shards, tensor.contiguous(), group=tensor_group())
     return shards
 
 
@@ -45,12 +45,23 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
     return received
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Sum, in place, over data-parallel ranks and pipeline stages; tensor-parallel ranks hold equal values."""
-    for group in (_data_group(), _pipeline_group()):
-        if group.size() > 1:
-            dist.all_reduce(tensor, group=group)
-    return tensor
+def from_last_stage(tensor: Tensor) -> Tensor:
+    """What only the last pipeline stage has filled in, on every stage: the others pass zeros."""
+    return _summed(tensor, _pipeline_group())
+
+
+def sum_over_data_ranks(count: int) -> int:
+    """Sum of the data-parallel ranks' counts."""
+    if _data_group().size() == 1:
+        return count
+    return int(summed_over_data_ranks(torch.tensor(count, device=parallel.device())).item())
+
+
+def summed_over_data_ranks(tensor: Tensor) -> Tensor:
+    """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
+    if _data_group().size() == 1:
+        return tensor
+    return _summed(tensor.to(parallel.device(), copy=True), _data_group()).to(tensor.device)
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
@@ -58,13 +69,20 @@ def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], devi
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
-    return dict(zip(names, sum_over_ranks(sums).tolist(), strict=True))
+    return dict(zip(names, from_last_stage(_summed(sums, _data_group())).tolist(), strict=True))
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 # Megatron declares its groups as a group, a list of groups or None, and gives a group for every layout of ours.
 
 
-def _tensor_group() -> dist.ProcessGroup:
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that hold the parts of one layer."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerMethod
@@ -10,6 +11,14 @@ from slipstream.types import Dtype
 
 SCRATCH = "scratch"
 """`policy.model` of a policy that is trained from random weights instead of loaded."""
+
+
+class Recompute(StrEnum):
+    """What of a layer is computed anew for the gradient instead of being kept."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # the attention of queries to keys, and the MLP
+    FULL = "full"  # the whole layer: its input alone is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +111,10 @@ class ParallelConfig:
         """Number of learner ranks."""
         return self.tensor * self.pipeline * self.data
 
+    def data_rank(self, rank: int) -> int:
+        """Which share of a batch a rank works on: Megatron numbers tensor-parallel ranks first, then data-parallel."""
+        return rank // self.tensor % self.data
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
@@ -110,9 +123,15 @@ class LearnerConfig:
     `max_tokens_per_microbatch` bounds padded tokens: memory grows with it, and on a CPU too large a micro-batch
     falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice. `dtype` is the type of
     weights, activations and Muon's iteration; `auto` is what the machine multiplies fastest.
+
+    With `logprob_chunk_tokens` the logits of that many tokens are held at once, and computed twice; None holds those of
+    a micro-batch. `distributed_optimizer` splits the optimizer's state over data-parallel ranks.
     """
 
     max_tokens_per_microbatch: int = 2048
+    logprob_chunk_tokens: int | None = None
+    recompute: Recompute = Recompute.NONE
+    distributed_optimizer: bool = False
     num_threads: int | None = None
     dtype: Dtype = Dtype.FLOAT32
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -128,6 +147,8 @@ class LearnerConfig:
             seconds: float = getattr(self, name)
             require(seconds > 0, f"learner.{name}", "must be > 0", seconds)
         require(self.max_restarts >= 0, "learner.max_restarts", "must be >= 0", self.max_restarts)
+        chunk = self.logprob_chunk_tokens
+        require(chunk is None or chunk > 0, "learner.logprob_chunk_tokens", "must be > 0 or null", chunk)
         kept = self.num_kept_idle
         require(kept >= 0, "learner.num_kept_idle", "must be >= 0", kept)
         threads = self.num_threads

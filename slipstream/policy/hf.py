@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,57 @@ def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
         yield read
 
 
-def save_model(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], tokenizer_dir: Path) -> None:
-    """Write config, weights and a copy of the tokenizer's files, atomically: `path` is whole or as it was before."""
+def save_model(
+    path: Path,
+    config: Mapping[str, Any],
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer_dir: Path,
+    *,
+    max_file_bytes: int = 4 << 30,
+) -> None:
+    """Write config, weights and a copy of the tokenizer's files, atomically: `path` is whole or as it was before.
+
+    Args:
+        weights: taken one after another; no more of them than `max_file_bytes` are held at once, on the host.
+    """
     with replaced_directory(path) as directory:
         for file in sorted(tokenizer_dir.iterdir()):
             if file.is_file() and file.suffix != ".safetensors" and file.name not in _MODEL_FILES:
                 shutil.copy2(file, directory / file.name)
         (directory / "config.json").write_text(json.dumps(config, indent=2))
-        tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        _write_weights(directory, weights, max_file_bytes)
+
+
+def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> None:
+    """One file where they fit; else several, which are named when their number is known, and an index."""
+    parts: list[list[str]] = []
+    num_bytes = 0
+    for part in _batched(weights, max_file_bytes):
+        save_file(part, directory / _part_name(len(parts)), metadata={"format": "pt"})
+        parts.append(list(part))
+        num_bytes += sum(tensor.nbytes for tensor in part.values())
+    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    for index, file in enumerate(files):
+        (directory / _part_name(index)).rename(directory / file)
+    if len(files) > 1:
+        where = {name: file for names, file in zip(parts, files, strict=True) for name in names}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": where}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index}.safetensors"
+
+
+def _batched(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Copies on the host, of at most `max_bytes` together or of one tensor."""
+    part: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in weights:
+        if part and held + tensor.nbytes > max_bytes:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor.to("cpu", copy=True).contiguous()
+        held += tensor.nbytes
+    yield part

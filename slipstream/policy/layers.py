@@ -1,4 +1,5 @@
-"""The Qwen3 model as a Megatron-Core layer spec made of torch kernels, which run with and without CUDA.
+"""The Qwen3 model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
+TransformerEngine's.
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
 at 1,024 tokens on a CPU). Legend: `S` tokens, `B` sequences, `N` query and `K` key-value heads on this
@@ -7,7 +8,8 @@ rank, `D` head dim. On a CPU, layers that are whole on their rank are those of `
 
 from __future__ import annotations
 
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig
+from slipstream.policy.config import LearnerConfig, Recompute
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.weights import Layout, Shard, mappings
@@ -39,13 +41,10 @@ from slipstream.types import Dtype
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
-def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, init_std: float | None) -> GPTModel:
-    """Build this rank's part of the model on the CPU, with normal weights or, without `init_std`, undefined ones.
-
-    As Megatron does, what writes into the residual stream starts smaller by sqrt(2 x layers).
-    """
-    config = _transformer_config(arch, learner, init_std=init_std)
-    model = GPTModel(
+def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPTModel:
+    """Build this rank's part of the model on the CPU, with undefined weights."""
+    config = _transformer_config(arch, learner)
+    model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
         transformer_layer_spec=cast(ModuleSpec, _block_spec(config, unpadded=skips_padding(learner))),
@@ -57,9 +56,16 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard, *, ini
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
-    if init_std is None:
-        _mark_tensor_parallel(model, arch, shard)
+    _mark_tensor_parallel(model, arch, shard)
     return model
+
+
+class _HeadlessGpt(GPTModel):
+    """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
+    time as the learner has memory for."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # called by name
+        return hidden_states
 
 
 def skips_padding(learner: LearnerConfig) -> bool:
@@ -68,15 +74,16 @@ def skips_padding(learner: LearnerConfig) -> bool:
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
-    """Tag split parameters, as Megatron does only while it initialises them.
+    """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
 
     Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
     """
     parameters = dict(model.named_parameters())
     for mapping in mappings(arch, shard):
-        if mapping.layout is not Layout.REPLICATED:
+        parameter = parameters[mapping.megatron]
+        if mapping.layout is not Layout.REPLICATED and not hasattr(parameter, "tensor_model_parallel"):
             dim = 1 if mapping.layout is Layout.ROW else 0
-            set_tensor_model_parallel_attributes(parameters[mapping.megatron], is_parallel=True, dim=dim, stride=1)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 class _CausalAttention(MegatronModule):
@@ -104,38 +111,59 @@ class _RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _Kernels(NamedTuple):
+    """What a layer is made of; the parameters have the same names whichever it is."""
+
+    norm: Any
+    column: Any  # a linear split by outputs
+    row: Any  # a linear split by inputs
+    attention: Any
+
+
+def _kernels() -> _Kernels:
+    """TransformerEngine's on a GPU where it is installed, else torch's.
+
+    Its norm and its linear stay apart: together they would save a pass over the activations, but their parameters
+    would have other names.
+    """
+    if host.is_cpu_only() or find_spec("transformer_engine") is None:
+        return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, _CausalAttention)
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    engine = TESpecProvider()
+    norm = engine.layer_norm(rms_norm=True)
+    return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), engine.core_attention())
+
+
 def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBlockSubmodules:
+    kernels = _kernels()
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=cast(Any, _CausalAttention),
-            linear_proj=RowParallelLinear,
-            q_layernorm=_RmsNorm,
-            k_layernorm=_RmsNorm,
+            linear_qkv=kernels.column,
+            core_attention=kernels.attention,
+            linear_proj=kernels.row,
+            q_layernorm=kernels.norm,
+            k_layernorm=kernels.norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row))
     layer = ModuleSpec(
         module=CpuTransformerLayer if unpadded else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=_RmsNorm,
+            input_layernorm=kernels.norm,
             self_attention=attention,
             self_attn_bda=cast(Any, get_bias_dropout_add),
-            pre_mlp_layernorm=_RmsNorm,
+            pre_mlp_layernorm=kernels.norm,
             mlp=mlp,
             mlp_bda=cast(Any, get_bias_dropout_add),
         ),
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=cast(Any, _RmsNorm)
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=kernels.norm)
 
 
-def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std: float | None) -> TransformerConfig:
+def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
     assert learner.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
     dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
     return TransformerConfig(
@@ -161,9 +189,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std:
         bf16=learner.dtype is Dtype.BFLOAT16,
         variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
         moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks this beside variable lengths
-        use_cpu_initialization=True,  # the same weights whatever the number of tensor-parallel ranks
-        perform_initialization=init_std is not None,
-        init_method_std=init_std or 0.0,
+        use_cpu_initialization=True,
+        perform_initialization=False,
         # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -174,7 +201,18 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig, *, init_std:
         # data-parallel ranks, and divide by nothing.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_sums,
+        **_recomputed(learner.recompute),
     )
+
+
+def _recomputed(recompute: Recompute) -> dict[str, Any]:
+    match recompute:
+        case Recompute.NONE:
+            return {}
+        case Recompute.SELECTIVE:
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+        case Recompute.FULL:
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:

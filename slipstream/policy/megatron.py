@@ -1,27 +1,25 @@
 """The learner: a dense Qwen3 in Megatron-Core that computes log-probabilities, losses and updates.
 
 Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
-vocabulary on this rank, `H` hidden size. Every rank is called with the same arguments and returns the same results;
-data-parallel ranks take turns at the micro-batches.
+vocabulary, `H` hidden size. The ranks of one model (tensor- and pipeline-parallel) are called with the same arguments;
+data-parallel ranks each with their own share of the sequences, of which they return the results. What an update
+returns is of the whole step, and the same everywhere.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,16 +27,21 @@ from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import collectives, held, hf, parallel
+from slipstream.policy import capture as captures
+from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels, pad, padding, positions
-from slipstream.policy.capture import Capture, CapturedStates
+from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels
+from slipstream.policy.capture import Capture
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
+from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
-from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.logprobs import OutputHead
+from slipstream.policy.offload import Offloaded
+from slipstream.policy.optimizer import tensors_of_optimizer, with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
+from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.shape import require_divisible
 from slipstream.policy.weights import load_exactly, shard_from_hf
 from slipstream.records import TrainStats
@@ -46,15 +49,13 @@ from slipstream.refit.fingerprint import HeldWeights
 
 FloatArray = NDArray[np.float32]
 
-_Result = dict[str, Tensor]
-_LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, _Result]]
-
 
 class MegatronPolicy:
     """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
 
     Attributes:
         version: how many `train_step`s the weights have seen.
+        device: where this rank computes.
     """
 
     def __init__(
@@ -65,16 +66,20 @@ class MegatronPolicy:
         self._learner = learner
         self._optimizer_config = optimizer
         self._shard = parallel.current_shard()
-        self._device = parallel.device()
-        self._gpt = model.to(self._device)
+        self.device = parallel.device()
+        self._gpt = model.to(self.device)
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
+        self._offloaded: Offloaded | None = None
         self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(learner) else MICROBATCH_COST
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
             self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+        self._head = OutputHead(
+            self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
+        )
         self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
 
     @classmethod
@@ -98,13 +103,8 @@ class MegatronPolicy:
         parallel.initialize(
             learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
         )
-        shard = parallel.current_shard()
-        require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
-        with host.cuda_as_cpu():
-            model = build_model(architecture, learner, shard, init_std=None)
         with hf.open_weights(hf_path) as read:
-            load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
-        return cls(model, architecture, learner, optimizer)
+            return cls(_built(architecture, learner, read), architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -115,15 +115,13 @@ class MegatronPolicy:
         eos_token_id: int,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
+        **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
-        """A policy with random weights, which depend on `scratch.seed` alone."""
+        """A policy with random weights, which depend on `scratch` alone, not on the layout."""
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
-        parallel.initialize(learner.parallel)
-        require_divisible(architecture, tensor=learner.parallel.tensor, pipeline=learner.parallel.pipeline)
-        with host.cuda_as_cpu(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(scratch.seed)
-            model = build_model(architecture, learner, parallel.current_shard(), init_std=scratch.init_std)
-        return cls(model, architecture, learner, optimizer)
+        parallel.initialize(learner.parallel, **rank)
+        weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
+        return cls(_built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
         """Log-probability of each response token under softmax(logits / temperature), without gradient.
@@ -131,12 +129,12 @@ class MegatronPolicy:
         Returns:
             One float32 array a sequence, in the order given, of its response's length.
         """
-        values = ByToken(token_ids, prompt_lengths, self._device)
+        values = ByToken(token_ids, prompt_lengths, self.device)
 
-        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
-            chosen_BT = self._logprobs(logits_BTV, batch.labels_BT, temperature)
-            values.keep(chosen_BT, batch)
-            return chosen_BT.new_zeros(()), {}
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            logprobs_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
+            values.keep(logprobs_BT, batch)
+            return logprobs_BT.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
         return values.collected()
@@ -152,23 +150,22 @@ class MegatronPolicy:
         """Apply a function to the logits that predict each response token, without gradient.
 
         Args:
-            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width].
+            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width]; of a sequence,
+                or of `logprob_chunk_tokens` of its tokens.
         Returns:
             [response tokens of all sequences, width], in the order given.
         """
-        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self._device)
+        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
 
-        def keep(logits_BTV: Tensor, batch: MicroBatch) -> tuple[Tensor, _Result]:
-            whole_BTV = torch.cat(collectives.tensor_parallel_shards(logits_BTV), dim=-1)
-            for row, index in enumerate(batch.indices):
-                mask_T = batch.mask_BT[row]
-                values = function(whole_BTV[row][mask_T], batch.labels_BT[row][mask_T])
-                values_NW[offsets[index] : offsets[index + 1]] = values.double()
-            return logits_BTV.new_zeros(()), {}
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            for row, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
+                first = offsets[batch.indices[row]]
+                values_NW[first + part.start : first + part.stop] = function(logits_CV, labels_C).double()
+            return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        return collectives.sum_over_ranks(values_NW).cpu().numpy()
+        return collectives.from_last_stage(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
@@ -179,17 +176,21 @@ class MegatronPolicy:
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
+            ConfigError: `capture` under a layout in which no rank holds whole hidden states.
         """
+        if capture is not None:
+            self._require_whole_states()
         batch, ref_logprobs = update.batch, update.ref_logprobs
-        num_tokens = num_labels(batch.token_ids, batch.prompt_lengths)
+        num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
         given = update.trainer_logprobs
-        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self._device)
+        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
 
-        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
-            logprobs_BT = self._logprobs(logits_BTV, micro.labels_BT, update.temperature)
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            scores = self._head.scores(hidden_TBH, micro, update.temperature, with_entropy=True)
+            logprobs_BT = scores.logprobs_BT
             if own is not None:
                 own.keep(logprobs_BT.detach(), micro)
-            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self._device)
+            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self.device)
             part = policy_loss(
                 logprobs_BT,
                 trainer_logprobs_BT=logprobs_BT.detach() if given is None else micro.spread(given),
@@ -200,11 +201,14 @@ class MegatronPolicy:
                 num_tokens=num_tokens,
                 config=update.loss,
             )
-            return part.loss, {"loss": part.loss.detach(), "clipped": part.num_clipped, "kl": part.kl_sum}
+            assert scores.entropy is not None
+            sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
+            return part.loss, {"loss": part.loss.detach(), **sums}
 
         batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
         learning_rate = self.learning_rate
-        sums, grad_norm = self._update(batches, loss_of, ("loss", "clipped", "kl"), learning_rate, capture)
+        names = ("loss", "clipped", "kl", "entropy")
+        sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
@@ -213,6 +217,7 @@ class MegatronPolicy:
             clip_fraction=sums["clipped"] / num_tokens,
             num_tokens=num_tokens,
             learning_rate=learning_rate,
+            entropy=sums["entropy"] / num_tokens,
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
 
@@ -226,10 +231,10 @@ class MegatronPolicy:
             Mean loss a learned token, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
-        num_tokens = num_labels(sequences, starts)
+        num_tokens = collectives.sum_over_data_ranks(num_labels(sequences, starts))
 
-        def loss_of(logits_BTV: Tensor, micro: MicroBatch) -> tuple[Tensor, _Result]:
-            logprobs_BT = self._logprobs(logits_BTV, micro.labels_BT, 1.0)
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            logprobs_BT = self._head.scores(hidden_TBH, micro, 1.0).logprobs_BT
             part = -torch.where(micro.mask_BT, logprobs_BT, 0.0).sum() / num_tokens
             return part, {"loss": part.detach()}
 
@@ -248,21 +253,18 @@ class MegatronPolicy:
         Raises:
             ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
         """
+        self._require_whole_states()
+        plan = plan_microbatches(
+            [len(tokens) for tokens in token_ids],
+            max_tokens=self._learner.max_tokens_per_microbatch,
+            microbatch_cost=self._microbatch_cost,
+        )
+        return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self.device)
+
+    def _require_whole_states(self) -> None:
         where = self._learner.parallel
         whole = where.pipeline == 1 and not where.sequence_parallel
         require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
-        states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
-        lengths = [len(tokens) for tokens in token_ids]
-        max_tokens = self._learner.max_tokens_per_microbatch
-        for indices in plan_microbatches(lengths, max_tokens=max_tokens, microbatch_cost=self._microbatch_cost):
-            tokens_BT = pad([token_ids[index] for index in indices], self._device, width=lengths[indices[0]])
-            padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], self._device)
-            with torch.no_grad(), host.cuda_as_cpu(), CapturedStates(self._gpt, layer_ids) as captured:
-                self._gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
-            for row, index in enumerate(indices):
-                aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
-                states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
-        return [pair for pair in states if pair is not None]
 
     def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
         """Size of what `hidden_states` returns for one token."""
@@ -283,9 +285,10 @@ class MegatronPolicy:
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
-        weights = {name: tensor.cpu() for name, tensor in self.weights()}
         if parallel.is_main_rank():
-            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
+            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), self.weights(), tokenizer_dir)
+        else:  # gathering is collective: every rank runs through it, and keeps nothing
+            collections.deque(self.weights(), maxlen=0)
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
@@ -302,6 +305,30 @@ class MegatronPolicy:
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 
+    def offload(self) -> int:
+        """Give back the memory of weights, gradients and optimizer until `onload`; returns its bytes.
+
+        Gradients are dropped, the rest is copied to the host. Nothing but `onload` may be called meanwhile.
+        """
+        assert self._offloaded is None, "offloaded already"
+        self._checkpoints.wait()
+        kept: list[Tensor] = [parameter for _, parameter in self._gpt.named_parameters()]
+        dropped: list[Tensor] = []
+        if self._optimizer is not None:
+            assert isinstance(self._module, DistributedDataParallel)
+            kept += tensors_of_optimizer(self._optimizer)
+            dropped += [buffer.grad_data for buffer in cast(Any, self._module).buffers]
+        self._offloaded = Offloaded(kept, dropped)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._offloaded.num_bytes
+
+    def onload(self) -> None:
+        """Take back what `offload` gave away."""
+        assert self._offloaded is not None, "offload comes first"
+        self._offloaded.restore()
+        self._offloaded = None
+
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
         where = self._learner.parallel
         return microbatches(
@@ -309,65 +336,26 @@ class MegatronPolicy:
             loss_starts,
             max_tokens=self._learner.max_tokens_per_microbatch,
             microbatch_cost=self._microbatch_cost,
-            device=self._device,
+            device=self.device,
             multiple=where.tensor if where.sequence_parallel else 1,
         )
 
-    def _logprobs(self, logits_BTV: Tensor, labels_BT: Tensor, temperature: float) -> Tensor:
-        logits_BTV = logits_BTV.float() / temperature
-        if self._shard.tensor_size == 1:
-            return -F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none").view_as(labels_BT)
-        # Overwrites its argument, which the division above has just made.
-        return -vocab_parallel_cross_entropy(logits_BTV, labels_BT)
-
     def _run(
-        self, batches: list[MicroBatch], loss_of: _LossOf, *, forward_only: bool, capture: Capture | None = None
-    ) -> list[_Result]:
-        """Forward, and backward unless `forward_only`, over this rank's share of the micro-batches."""
-        num_ranks = parallel_state.get_data_parallel_world_size()
-        fix = "lower learner.max_tokens_per_microbatch or learner.parallel.data"
-        require(
-            len(batches) >= num_ranks,
-            "a step",
-            f"must have a micro-batch for each of {num_ranks} data-parallel ranks",
-            len(batches),
-            fix,
-        )
-        mine = batches[parallel_state.get_data_parallel_rank() :: num_ranks]
-
-        def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(data)
-            with host.model_arithmetic(), capture.of(self._gpt, batch) if capture else contextlib.nullcontext():
-                output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None, padding_mask=batch.padding_BT)
-
-            def loss_func(logits_BTV: Tensor) -> tuple[Tensor, Tensor, _Result]:
-                with host.model_arithmetic():
-                    loss, result = loss_of(logits_BTV, batch)
-                return loss, torch.zeros((), dtype=torch.int), result
-
-            return output, loss_func
-
-        with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(mine),
-                model=[self._module],
-                num_microbatches=len(mine),
-                seq_length=max(batch.token_ids_BT.shape[1] for batch in mine),
-                micro_batch_size=max(len(batch.indices) for batch in mine),
-                forward_only=forward_only,
-            )
+        self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
+    ) -> list[Result]:
+        return schedule.run(self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture)
 
     def _update(
         self,
         batches: list[MicroBatch],
-        loss_of: _LossOf,
+        loss_of: LossOf,
         names: Sequence[str],
         learning_rate: float,
         capture: Capture | None = None,
     ) -> tuple[dict[str, float], float]:
         """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
         assert self._optimizer is not None, "this policy was built without an optimizer"
+        assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -382,7 +370,7 @@ class MegatronPolicy:
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
-        return collectives.sum_results(results, names, self._device), float(grad_norm)
+        return collectives.sum_results(results, names, self.device), float(grad_norm)
 
     @property
     def learning_rate(self) -> float:
@@ -390,3 +378,13 @@ class MegatronPolicy:
         assert self._optimizer_config is not None
         warmup = self._optimizer_config.warmup_steps
         return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
+
+
+def _built(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> GPTModel:
+    """This rank's part of the model, of full tensors that `read` gives by their Hugging Face names."""
+    shard = parallel.current_shard()
+    require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+    with host.cuda_as_cpu():
+        model = build_model(architecture, learner, shard)
+    load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+    return model

@@ -34,7 +34,11 @@ def with_optimizer(
     with host.cuda_as_cpu():
         module = DistributedDataParallel(
             config=gpt.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=learner.distributed_optimizer,
+            ),
             module=gpt,
         )
         settings = MegatronOptimizerConfig(
@@ -47,6 +51,7 @@ def with_optimizer(
             clip_grad=config.clip_grad,
             bf16=learner.dtype is Dtype.BFLOAT16,
             params_dtype=TORCH_DTYPES[learner.dtype],
+            use_distributed_optimizer=learner.distributed_optimizer,
         )
         matrices = _hidden_matrices(gpt) if config.method is OptimizerMethod.MUON else []
         with _left_out(matrices):
@@ -58,6 +63,14 @@ def with_optimizer(
             assert isinstance(optimizer, ChainedOptimizer)
             optimizer = ChainedOptimizer([*optimizer.chained_optimizers, _muon(matrices, settings)])
     return module, optimizer
+
+
+def tensors_of_optimizer(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """What it steps (float32 masters, or the parameters themselves) and its state."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    stepped = [tensor for each in chained for group in each.optimizer.param_groups for tensor in group["params"]]
+    states = [state for each in chained for state in each.optimizer.state.values()]
+    return stepped + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _hidden_matrices(gpt: GPTModel) -> list[torch.nn.Parameter]:

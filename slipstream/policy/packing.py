@@ -36,6 +36,20 @@ def plan_microbatches(
     return [tuple(order[start:end]) for start, end in _cheapest_split(len(order), cost)]
 
 
+def plan_shards(lengths: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
+    """Deal sequences to data-parallel ranks: the longest first, each to whoever has the fewest tokens so far.
+
+    Each share keeps the sequences' order; with no more sequences than shards, some have one and the others none.
+    """
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    taken = [0] * num_shards
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = taken.index(min(taken))
+        shards[least].append(index)
+        taken[least] += lengths[index]
+    return [tuple(sorted(shard)) for shard in shards]
+
+
 def plan_rectangles(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Split neighbouring sequences, as (start, end), so that attention over each part's rectangle costs least.
 

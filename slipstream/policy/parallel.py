@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,15 @@ from slipstream.config import require
 from slipstream.policy.config import ParallelConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.weights import Shard
+
+
+class Rank(TypedDict, total=False):
+    """Which rank of the learner a process is, and where rank 0 waits; see `initialize`."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
 
 
 def initialize(

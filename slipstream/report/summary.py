@@ -37,6 +37,7 @@ class ArmSummary:
     num_reward_timeouts: int
     num_zero_signal_groups: int
     generation_tokens_per_s: float
+    engine_idle_fraction: float  # mean over the timed steps
 
     def share(self, stage: str) -> float:
         """Median of the stage as a fraction of the median step."""
@@ -152,6 +153,7 @@ def _summarise_arm(arm: ArmRecord) -> ArmSummary:
         num_zero_signal_groups=sum(step.num_zero_signal_groups for step in arm.steps),
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
         / sum(step.times.generation_s for step in steps),
+        engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
 
 

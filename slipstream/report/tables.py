@@ -119,6 +119,8 @@ def count_table(run: RunSummary) -> Table:
         "reward, first quarter": lambda arm: f"{arm.reward_first_quarter:.3f}",
         "reward, last quarter": lambda arm: f"{arm.reward_last_quarter:.3f}",
     }
+    if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # of several engines: a single one has no such time
+        labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
     rows = tuple(Row(label=label, cells=tuple(value(arm) for arm in run.arms)) for label, value in labels.items())
     groups = (ColumnGroup(heading="", columns=tuple(arm.arm.value for arm in run.arms)),)
     return Table(label="over all steps", groups=groups, rows=rows)

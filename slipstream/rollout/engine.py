@@ -18,15 +18,27 @@ from slipstream.types import Prompt, RolloutGroup
 class GenerationResult:
     """One call of `generate`: `len(prompts)` groups in the order of the prompts.
 
-    `generation_s` is the engine's own wall time, without the transport of prompts and rollouts.
-    `acceptance` is None for an engine without a draft. `num_engine_restarts` counts engines that were lost and replaced
-    since the call before.
+    `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
+    and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
+    `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
+    engines that were lost and replaced since the call before.
     """
 
     groups: tuple[RolloutGroup, ...]
     acceptance: AcceptanceStats | None
     generation_s: float
     num_engine_restarts: int = 0
+    engine_idle_fraction: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Portion:
+    """What one engine did in one call: the groups that it finished, by `GroupRequest.index`, and when it worked."""
+
+    groups: tuple[tuple[int, RolloutGroup], ...]
+    acceptance: AcceptanceStats | None  # of all that it generated in the call, in unfinished groups too
+    started_s: float  # on the engine's own clock
+    ended_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,5 +62,8 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """Sample `group_size` rollouts a prompt; the same `seed` and weights give the same rollouts."""
+        """Sample `group_size` rollouts a prompt; the same `seed` and weights give the same rollouts.
+
+        Each depends on the seed, its prompt and its place in the group alone: see `slipstream.rollout.requests`.
+        """
         ...

@@ -18,7 +18,9 @@ from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult, Trace
+from slipstream.rollout.engine import Portion, Trace
+from slipstream.rollout.requests import GroupRequest, group_requests
+from slipstream.rollout.vllm_groups import GroupsUnderWay
 from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 
 _COUNTER = "vllm:spec_decode_num_"
@@ -29,12 +31,14 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
     """Environment that the engine's process must start with.
 
     vLLM's core runs in that same process: it has no other work, and a step then needs no message between processes.
+    The ranks of a tensor-parallel engine are its children and inherit the rest. None is bound to cores: vLLM would bind
+    the ranks of every engine on the host to the same ones.
     """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{config.num_threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -58,7 +62,7 @@ class VllmEngine:
             speculative_config: vLLM's own, None for autoregressive decoding.
             executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
         Raises:
-            RuntimeError: the process samples with a broken rejection sampler.
+            RuntimeError: the process samples with a broken sampler.
         """
         assert config.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
         os.environ.update(process_environment(config))
@@ -67,11 +71,6 @@ class VllmEngine:
 
             from slipstream.refit.engine_transfer import BACKEND
 
-        memory: dict[str, Any] = (
-            {"gpu_memory_utilization": config.gpu_memory_utilization}
-            if config.kv_cache_gib is None
-            else {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
-        )
         self._speculates = speculative_config is not None
         self._stop_token_ids = _stop_token_ids(policy)
         self._llm = LLM(
@@ -88,40 +87,59 @@ class VllmEngine:
             speculative_config=speculative_config,
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=_PROBE,
-            seed=0,
-            **memory,
+            seed=0,  # of what no rollout sees: each has a seed of its own
+            **_layout(config),
         )
         self._check_sampler()
         self._max_model_len = config.max_model_len
         self._transfer_ready = False
         self._num_traced = 0
+        self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
         self.policy_version = 0
         self.policy_digest = ""
         self.draft_version = 0
         self.num_prefix_cache_resets = 0
 
     def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
-    ) -> GenerationResult:
-        """Sample `group_size` rollouts a prompt. See `Engine.generate`."""
-        self._check_lengths(prompts, sampling)
-        requests: list[Any] = _requests(prompts, group_size)
+        self,
+        requests: Sequence[GroupRequest],
+        *,
+        sampling: SamplingConfig,
+        is_first: bool = True,
+        room_for: int | None = None,
+    ) -> Portion:
+        """Start `requests` beside what is under way, and generate.
+
+        Args:
+            is_first: of the calls of one generation: forget what an earlier one that failed may have left.
+            room_for: return as soon as so many more rollouts have room; the unfinished ones go on with the next call.
+                None generates until all are done.
+        """
+        if is_first:
+            self._groups.drop()
+        self._check_lengths([request.prompt for request in requests], sampling)
         params = self._params(sampling)
-        self._llm.collective_rpc("reseed", args=(seed,))
         before = self._counters()
-        start = time.perf_counter()
-        outputs = self._llm.generate(requests, params, use_tqdm=False)
-        elapsed_s = time.perf_counter() - start
+        started_s = time.perf_counter()
+        done: list[tuple[int, RolloutGroup]] = []
+        try:
+            for request in requests:
+                self._groups.start(request, lambda seed: _seeded(params, seed))
+            while not self._groups.is_empty():
+                done += [(request.index, self._group(request, outputs)) for request, outputs in self._groups.step()]
+                if room_for is not None and self._groups.has_room(room_for):
+                    break
+        except BaseException:
+            self._groups.drop()
+            raise
+        ended_s = time.perf_counter()
         after = self._counters()
-        rollouts = [
-            self._rollout(requests_output, prompts[i // group_size]) for i, requests_output in enumerate(outputs)
-        ]
-        groups = tuple(
-            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts[i * group_size : (i + 1) * group_size]))
-            for i, prompt in enumerate(prompts)
-        )
         acceptance = None if before is None or after is None else acceptance_between(before, after)
-        return GenerationResult(groups=groups, acceptance=acceptance, generation_s=elapsed_s)
+        return Portion(groups=tuple(done), acceptance=acceptance, started_s=started_s, ended_s=ended_s)
+
+    def _group(self, request: GroupRequest, outputs: Sequence[Any]) -> RolloutGroup:
+        rollouts = tuple(self._rollout(output, request.prompt) for output in outputs)
+        return RolloutGroup(prompt=request.prompt, rollouts=rollouts)
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """Sample as `generate` does, and tell which tokens came out of the engine together: for the certificate.
@@ -131,19 +149,24 @@ class VllmEngine:
         """
         from vllm.sampling_params import RequestOutputKind
 
+        self._groups.drop()
         self._check_lengths(prompts, sampling)
-        requests: list[Any] = _requests(prompts, group_size)
+        requests = [
+            (request.prompt, rollout_seed)
+            for request in group_requests(prompts, group_size=group_size, seed=seed)
+            for rollout_seed in request.seeds
+        ]
         params = self._params(sampling)
         params.output_kind = RequestOutputKind.DELTA
-        self._llm.collective_rpc("reseed", args=(seed,))
         engine = self._llm.llm_engine
         self._num_traced += 1
         ids = {f"trace-{self._num_traced}-{index}": index for index in range(len(requests))}
         tokens: list[list[int]] = [[] for _ in requests]
         windows: list[list[int]] = [[] for _ in requests]
         try:
-            for name, index in ids.items():
-                engine.add_request(name, requests[index], params.clone())
+            for (name, _), (prompt, rollout_seed) in zip(ids.items(), requests, strict=True):
+                tokenized: Any = {"prompt_token_ids": list(prompt.token_ids)}
+                engine.add_request(name, tokenized, _seeded(params, rollout_seed))
             while engine.has_unfinished_requests():
                 outputs: list[Any] = list(engine.step())
                 for output in outputs:
@@ -156,7 +179,7 @@ class VllmEngine:
             raise
         return [
             Trace(
-                prompt_token_ids=prompts[i // group_size].token_ids,
+                prompt_token_ids=requests[i][0].token_ids,
                 token_ids=tuple(tokens[i]),
                 window_lengths=tuple(windows[i]),
                 policy_version=self.policy_version,
@@ -177,6 +200,7 @@ class VllmEngine:
             RuntimeError: vLLM could not reset the prefix cache, or its ranks read different weights; the engine must
                 not be used further.
         """
+        self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
         self._transfer(policy, self._llm.start_weight_update)
         digests = set(self._llm.collective_rpc("received_digest"))
         if len(digests) > 1:
@@ -261,12 +285,12 @@ class VllmEngine:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
         if broken:
             raise RuntimeError(
-                f"the rejection sampler loses sampling parameters ({broken[0]}): speculative rollouts would be "
-                "silently biased; is slipstream installed, so that vLLM finds its plugin?"
+                f"vLLM does not sample as it is asked to ({broken[0]}): speculative rollouts would be silently biased, "
+                "or depend on their batch; is slipstream installed, so that vLLM finds its plugin?"
             )
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        longest = max(len(prompt.token_ids) for prompt in prompts)
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
         require(
             longest + sampling.max_response_tokens <= self._max_model_len,
             "engine.max_model_len",
@@ -303,8 +327,23 @@ class VllmEngine:
         )
 
 
-def _requests(prompts: Sequence[Prompt], group_size: int) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts for _ in range(group_size)]
+def _layout(config: EngineConfig) -> dict[str, Any]:
+    """vLLM's arguments for the device."""
+    if config.kv_cache_gib is None:
+        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return {
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
+        # a CPU's generator has none, and the engine would end there.
+        "enable_chunked_prefill": False,
+    }
+
+
+def _seeded(params: Any, seed: int) -> Any:
+    """vLLM's sampling parameters of one rollout."""
+    own = params.clone()
+    own.seed = seed
+    return own
 
 
 def _stop_token_ids(policy: Path) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def certify_losslessness(
                 progress(f"{_NODE} k={num_tokens}", total=config.num_tokens, unit="token") as bar,
             ):
                 engine.refit(trained, policy_version=recipe.grpo.num_steps)
-                seed = config.seed + len(samples) * config.num_tokens  # engines must not share their randomness
+                seed = config.seed + len(samples) * (config.num_tokens + 1)  # engines must not share their randomness
                 samples.append(
                     draw(
                         engine,

@@ -34,7 +34,7 @@ _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engine, nothing else."""
+    """What sets one arm apart from the other: its engine and the seeds of its rollouts, nothing else."""
 
     arm: Arm
     num_speculative_tokens: int
@@ -143,6 +143,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
                 run.checkpoints.save(learner, history)
 
         SyncLoop(
+            arm=run.plan.arm,
             engine=lasting,
             learner=learner,
             prompts=PromptStream(prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed),

@@ -22,7 +22,7 @@ from slipstream.rollout.engine import Engine
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import assemble, mismatch
 from slipstream.train.metrics import StageClock, step_record
-from slipstream.types import RolloutGroup, TrainBatch
+from slipstream.types import Arm, RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,6 +56,7 @@ class Gate(Protocol):
 class SyncLoop:
     """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
 
+    arm: Arm
     engine: Engine
     learner: Learner
     gate: Gate
@@ -130,5 +131,8 @@ class SyncLoop:
         )
 
     def _seed(self, step: int) -> int:
-        """Engine seed of a step: the same after a resume, different for each step of each recipe seed."""
-        return int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0])
+        """Engine seed of a step: the same after a resume, different for each step of each recipe seed and each arm.
+
+        Arms that shared their seeds would share their first draws, and a luck of one would be the other's.
+        """
+        return int(np.random.SeedSequence([self.config.seed, list(Arm).index(self.arm), step]).generate_state(1)[0])

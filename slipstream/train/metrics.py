@@ -71,6 +71,7 @@ def step_record(
         draft_version=rollouts[0].draft_version,
         refit=refit,
         num_engine_restarts=result.num_engine_restarts,
+        engine_idle_fraction=result.engine_idle_fraction,
         has_logprob_pass=has_logprob_pass,
     )
 
@@ -85,6 +86,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "rollout/tokens_per_s": record.num_response_tokens / record.times.generation_s,
         "rollout/truncated": record.num_truncated,
         "rollout/engine_restarts": record.num_engine_restarts,
+        "rollout/engine_idle_fraction": record.engine_idle_fraction,
         "train/reward": record.reward_mean,
         "train/reward_timeouts": record.num_reward_timeouts,
         "train/reward_crashes": record.num_reward_crashes,
@@ -103,6 +105,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "refit/check_s": record.refit.elapsed_s,
         "train/policy_version": record.policy_version,
     }
+    if record.train.entropy is not None:
+        metrics["train/entropy"] = record.train.entropy
     if record.refit.probe_difference is not None:
         metrics["refit/probe_difference"] = record.refit.probe_difference
     if record.acceptance is not None:

@@ -94,6 +94,17 @@ class Crew:
             return self.gather(what, calls)
         return answers(calls, what=what, deadline=Deadline(timeout_s, "fixed"), last_done=self.last_done)
 
+    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
+        """Of calls that were made to some of them the one that is answered first.
+
+        Raises:
+            LostWorkerError: none is before the deadline.
+        """
+        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self._deadline.seconds)
+        if done:
+            return done[0]
+        raise _silent([worker for worker, _ in calls], what, self.last_done, self._deadline, process_states)
+
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> list[Any]:
         """The answers to calls that were made to some of them."""
         found = answers(calls, what=what, deadline=self._deadline, last_done=self.last_done)

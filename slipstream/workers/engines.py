@@ -13,11 +13,12 @@ from typing import Any
 import ray
 
 from slipstream.placement.config import Layout
-from slipstream.records import AcceptanceStats
 from slipstream.refit.config import EngineState
-from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult, Trace
+from slipstream.rollout.dealing import SeenLengths, deal
+from slipstream.rollout.engine import GenerationResult, Portion, Trace
+from slipstream.rollout.gathering import Call, gather, joined
+from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
@@ -59,20 +60,28 @@ class EngineProcess(VllmEngine):
 
 
 class RemoteEngine:
-    """Rollout engines in processes of their own, the prompts dealt out to them in turn."""
+    """Rollout engines in processes of their own; `slipstream.rollout.dealing` says how they share a call's prompts."""
 
     def __init__(
-        self, engines: Sequence[Worker], deadline: Deadline, *, start: Callable[[int], Worker] | None = None
+        self,
+        engines: Sequence[Worker],
+        deadline: Deadline,
+        *,
+        start: Callable[[int], Worker] | None = None,
+        max_num_seqs: int | None = None,
     ) -> None:
         """Speak to engines that run.
 
         Args:
             start: makes another engine in the place of a lost one; None leaves it lost.
+            max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
         """
         self._crew = Crew(engines, deadline)
         self._deadline = deadline
         self._start = start
         self._policy_version = 0
+        self._max_num_seqs = max_num_seqs
+        self._lengths = SeenLengths()
 
     @property
     def engines(self) -> tuple[Worker, ...]:
@@ -82,24 +91,14 @@ class RemoteEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """See `Engine.generate`; `generation_s` is that of the slowest engine."""
-        num = len(self.engines)
-        calls = [
-            (
-                engine,
-                engine.actor.generate.remote(prompts[i::num], sampling=sampling, group_size=group_size, seed=seed + i),
-            )
-            for i, engine in enumerate(self.engines)
-            if prompts[i::num]
-        ]
-        parts: list[GenerationResult] = self._crew.gather(self._of("generate"), calls)
-        groups = [parts[i % num].groups[i // num] for i in range(len(prompts))]
-        known: list[AcceptanceStats] = [part.acceptance for part in parts if part.acceptance is not None]
-        return GenerationResult(
-            groups=tuple(groups),
-            acceptance=combine(known) if known else None,
-            generation_s=max(part.generation_s for part in parts),
-        )
+        """See `Engine.generate`."""
+        requests = group_requests(prompts, group_size=group_size, seed=seed)
+        num_engines = len(self.engines)
+        num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
+        dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
+        result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
+        self._lengths.note(result.groups)
+        return result
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
@@ -165,6 +164,31 @@ class RemoteEngine:
         return f"{what} with policy version {self._policy_version}"
 
 
+class RunningEngines:
+    """The engines' actors during one generation, as `gather` sees them."""
+
+    def __init__(self, crew: Crew, sampling: SamplingConfig, what: str) -> None:
+        self._crew = crew
+        self._sampling = sampling
+        self._what = what
+        self._running: dict[Any, Worker] = {}
+
+    def start(self, engine: int, call: Call) -> Any:
+        """See `slipstream.rollout.gathering.Engines`."""
+        worker = self._crew.workers[engine]
+        started = worker.actor.generate.remote(
+            call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
+        )
+        self._running[started] = worker
+        return started
+
+    def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
+        """See `slipstream.rollout.gathering.Engines`, and `answers` for errors."""
+        done = self._crew.first_of(self._what, [(self._running[call], call) for call in calls])
+        (portion,) = self._crew.gather(self._what, [(self._running.pop(done), done)])
+        return done, portion
+
+
 _ANYWHERE = Layout()
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
@@ -228,7 +252,12 @@ def _new_engine(
     logger.info("starting an engine with k=%d", k)
     open_stores()
     engines = started([begin(index) for index in range(config.num_engines)], starting)
-    return RemoteEngine(engines, Deadline(config.answer_timeout_s, "engine.answer_timeout_s"), start=replacement)
+    return RemoteEngine(
+        engines,
+        Deadline(config.answer_timeout_s, "engine.answer_timeout_s"),
+        start=replacement,
+        max_num_seqs=config.max_num_seqs,
+    )
 
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.ragged import Ragged
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
@@ -21,7 +24,6 @@ from slipstream.types import TrainBatch
 from slipstream.workers.files import here
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from slipstream.drafts.trainer import DraftTrainer
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from slipstream.policy.rendezvous import Rendezvous
 
 Sequences = Sequence[Sequence[int]]
+Learned = tuple[Ragged, Sequence[int]]
+"""A part of some sequences, and from which token on each counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,11 @@ class _DraftChats:
 
 
 class LearnerProcess:
-    """One rank of the learner. Every method is called on all ranks with the same arguments."""
+    """One rank of the learner; every method is called on all ranks.
+
+    Those that take a part of a batch are handed the share of the rank's data-parallel group, as arrays, and return what
+    they say of it, a row a sequence; the others have the same arguments on all ranks.
+    """
 
     def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, origin: str = "") -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
@@ -95,7 +103,13 @@ class LearnerProcess:
             from slipstream.policy.megatron import MegatronPolicy
 
         self._policy = MegatronPolicy.from_scratch(
-            scratch, vocab_size=vocab_size, eos_token_id=eos_token_id, learner=self._config, optimizer=optimizer
+            scratch,
+            vocab_size=vocab_size,
+            eos_token_id=eos_token_id,
+            learner=self._config,
+            optimizer=optimizer,
+            rank=self._rank,
+            world_size=self._world_size,
         )
         return self._policy.architecture.num_parameters()
 
@@ -109,42 +123,53 @@ class LearnerProcess:
         """Whether `path` is there, on this host."""
         return path.exists()
 
-    def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
+    def offload(self) -> int:
+        """Give the policy's device memory back until `onload`; returns its bytes on this rank."""
+        return self._loaded.offload() + (self._reference.offload() if self._reference else 0)
+
+    def onload(self) -> None:
+        """Take it again."""
+        self._loaded.onload()
+        if self._reference:
+            self._reference.onload()
+
+    def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
+        sequences, loss_starts = part
         return self._loaded.lm_step(sequences, loss_starts, learning_rate=learning_rate)
 
-    def logprobs(self, batch: TrainBatch, temperature: float) -> list[np.ndarray]:
+    def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
         """Trainer logprobs of the response tokens."""
-        return self._loaded.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
+        return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
-    def token_logprobs(self, sequences: Sequences) -> list[np.ndarray]:
+    def token_logprobs(self, part: Ragged) -> Ragged:
         """Logprob of each token but the first, given those before it, at temperature 1."""
-        return self._loaded.logprobs(sequences, [1] * len(sequences), 1.0)
+        return _float32(self._loaded.logprobs(part, [1] * len(part), 1.0))
 
-    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[np.ndarray] | None:
+    def ref_logprobs(self, part: TrainBatch, temperature: float) -> Ragged | None:
         """Logprobs under the reference policy, None without one."""
         if self._reference is None:
             return None
-        return self._reference.logprobs(batch.token_ids, batch.prompt_lengths, temperature)
+        return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
-    def conditionals(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
-    ) -> np.ndarray:
-        """What the policy says about each response token, [N, columns of `policy.conditionals.COLUMNS`]."""
-        import torch
-
+    def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
+        """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
         from slipstream.policy.conditionals import COLUMNS, conditionals
 
+        sequences, prompt_lengths = part
         function = partial(
             conditionals,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            generator=torch.Generator().manual_seed(seed),
+            generator=self._generator(seed),
         )
-        return self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
+        values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
+        lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
-    def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> np.ndarray:
+    def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
         from slipstream.policy.conditionals import processed_logprobs
 
@@ -154,21 +179,24 @@ class LearnerProcess:
                 logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             ).exp()
 
-        extended = [[*prefix, 0] for prefix in prefixes]  # some token has to come: what it is does not matter
+        extended = [[*prefix, 0] for prefix in part]  # some token has to come: what it is does not matter
         width = self._loaded.architecture.vocab_size
-        return self._loaded.map_logits(extended, [len(prefix) for prefix in prefixes], function, width=width)
+        return self._loaded.map_logits(extended, [len(prefix) for prefix in part], function, width=width)
 
-    def train_step(self, update: Update) -> Trained:
-        """One update of the policy."""
-        return self._loaded.train_step(update)
+    def train_step(self, part: Update) -> Trained:
+        """One update of the policy; the stats are those of the whole update."""
+        return self._loaded.train_step(part)
 
     def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[Trained, float]:
         """One update of the policy, and one of the draft on the hidden states of the same forward pass.
+
+        Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
 
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
         `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
         """
         from slipstream.policy.capture import Capture
+        from slipstream.policy.collectives import summed_over_data_ranks
 
         capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
         trained = self._loaded.train_step(update, capture=capture)
@@ -177,7 +205,8 @@ class LearnerProcess:
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        return trained, self._drafting.step(kept, batch.prompt_lengths, states)
+        total = summed_over_data_ranks if self._config.parallel.data > 1 else None
+        return trained, self._drafting.step(kept, batch.prompt_lengths, states, sum_over_ranks=total)
 
     def publish(self, directory: Path, version: int) -> Snapshot | None:
         """Write the present weights for the engines; rank 0 alone writes and returns the snapshot."""
@@ -259,6 +288,14 @@ class LearnerProcess:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
 
+    def _generator(self, seed: int) -> torch.Generator:
+        """Where the learner computes; ranks that compute different tokens draw different numbers."""
+        import torch
+
+        data_rank = self._config.parallel.data_rank(self._rank)
+        own = int(np.random.SeedSequence([seed, data_rank]).generate_state(1)[0]) if data_rank else seed
+        return torch.Generator(device=self._loaded.device).manual_seed(own)
+
     @property
     def _loaded(self) -> MegatronPolicy:
         assert self._policy is not None, "load or create comes first"
@@ -280,3 +317,7 @@ class LearnerProcess:
             rank=self._rank,
             world_size=self._world_size,
         )
+
+
+def _float32(rows: Sequence[np.ndarray]) -> Ragged:
+    return Ragged.of(rows, np.float32)

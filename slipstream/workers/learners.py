@@ -1,21 +1,30 @@
-"""The learner's ranks as a driver sees them: every method runs on all ranks at once, the result is rank 0's."""
+"""The learner's ranks as a driver sees them: every method runs on all ranks at once.
+
+Of a batch each data-parallel rank is handed its own share, as arrays, and the answers come back in the batch's order;
+what is asked of the whole learner is rank 0's answer.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.placement.config import Layout
-from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.ragged import Ragged
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -25,9 +34,9 @@ from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement import reserved
 from slipstream.workers.session import actor_environment, own_node
+from slipstream.workers.shards import Shards
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
@@ -39,8 +48,9 @@ Sequences = Sequence[Sequence[int]]
 class RemoteLearner:
     """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
 
-    def __init__(self, ranks: Sequence[Worker], deadline: Deadline) -> None:
+    def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
         self._crew = Crew(ranks, deadline)
+        self._layout = layout
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
@@ -55,46 +65,83 @@ class RemoteLearner:
         """Make a policy with random weights; returns the number of its parameters."""
         return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
+    def offload(self) -> int:
+        """Give device memory back until `onload`: nothing else may be asked meanwhile; returns rank 0's bytes."""
+        return self._on_all("offload", lambda rank: rank.offload.remote())
+
+    def onload(self) -> None:
+        """Take it again."""
+        self._on_all("onload", lambda rank: rank.onload.remote())
+
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
-        data = self._shared(sequences)
-        return self._on_all("lm_step", lambda rank: rank.lm_step.remote(data, loss_starts, learning_rate=learning_rate))
+        answers = self._on_shards(
+            "lm_step",
+            Shards.of_update(sequences, self._layout.data),
+            lambda indices: (_rows(sequences, indices), [loss_starts[index] for index in indices]),
+            lambda rank, data: rank.lm_step.remote(data, learning_rate=learning_rate),
+        )
+        return answers[0]
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
-        data = self._shared(batch)
-        return self._on_all(_of("logprobs", batch), lambda rank: rank.logprobs.remote(data, temperature))
+        return self._by_sequence(
+            _of("logprobs", batch),
+            batch.token_ids,
+            partial(part_of_batch, batch),
+            lambda rank, data: rank.logprobs.remote(data, temperature),
+        )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """The same under the reference policy, None without one."""
-        data = self._shared(batch)
-        return self._on_all(_of("ref_logprobs", batch), lambda rank: rank.ref_logprobs.remote(data, temperature))
+        shards = Shards.of(batch.token_ids, self._layout.data)
+        answers = self._on_shards(
+            _of("ref_logprobs", batch),
+            shards,
+            partial(part_of_batch, batch),
+            lambda rank, data: rank.ref_logprobs.remote(data, temperature),
+        )
+        return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Logprob of each token but the first, at temperature 1."""
-        data = self._shared(sequences)
-        return self._on_all("token_logprobs", lambda rank: rank.token_logprobs.remote(data))
+        return self._by_sequence(
+            "token_logprobs", sequences, partial(_rows, sequences), lambda rank, data: rank.token_logprobs.remote(data)
+        )
 
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
         """What the policy says about each response token."""
-        data = self._shared(sequences)
-        return self._on_all(
-            "conditionals", lambda rank: rank.conditionals.remote(data, prompt_lengths, sampling, seed=seed)
+        by_sequence = self._by_sequence(
+            "conditionals",
+            sequences,
+            lambda indices: (_rows(sequences, indices), [prompt_lengths[index] for index in indices]),
+            lambda rank, data: rank.conditionals.remote(data, sampling, seed=seed),
         )
+        return np.concatenate(by_sequence)
 
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
         """The distribution that is sampled after each prefix."""
-        data = self._shared(prefixes)
-        return self._on_all(
-            "next_token_probabilities", lambda rank: rank.next_token_probabilities.remote(data, sampling)
+        by_prefix = self._by_sequence(
+            "next_token_probabilities",
+            prefixes,
+            partial(_rows, prefixes),
+            lambda rank, data: rank.next_token_probabilities.remote(data, sampling),
         )
+        return np.stack(by_prefix)
 
     def train_step(self, update: Update) -> Trained:
         """One update of the policy."""
-        data = self._shared(update)
-        return self._on_all(_of("train_step", update.batch), lambda rank: rank.train_step.remote(data))
+        shards = Shards.of_update(update.batch.token_ids, self._layout.data)
+        answers: list[Trained] = self._on_shards(
+            _of("train_step", update.batch),
+            shards,
+            partial(part_of, update),
+            lambda rank, data: rank.train_step.remote(data),
+        )
+        own = [answer.own_logprobs for answer in answers if answer.own_logprobs is not None]
+        return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """Write the present weights for the engines."""
@@ -194,6 +241,25 @@ class RemoteLearner:
             "give the run another --root",
         )
 
+    def _on_shards(
+        self, what: str, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """Hand each rank what `part` makes of its data-parallel rank's indices; one answer a data-parallel rank."""
+        data = [part(indices) for indices in shards.indices]
+        if self._layout.world_size > self._layout.data:  # several ranks read each share
+            data = [ray.put(each) for each in data]
+        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.ranks)]
+        answers = self._crew.gather(what, calls)
+        first_stage = self._layout.tensor * self._layout.data
+        return answers[: first_stage : self._layout.tensor]
+
+    def _by_sequence(
+        self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+    ) -> list[Any]:
+        """What the data-parallel ranks answer for each sequence, in order."""
+        shards = Shards.of(sequences, self._layout.data)
+        return shards.in_order(self._on_shards(what, shards, part, call))
+
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
         return ray.put(value) if len(self.ranks) > 1 else value
@@ -249,7 +315,8 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
         for rank, place in enumerate(places)
     ]
     ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)
-    learner = RemoteLearner(ranks, Deadline(config.answer_timeout_s, "learner.answer_timeout_s"))
+    answering = Deadline(config.answer_timeout_s, "learner.answer_timeout_s")
+    learner = RemoteLearner(ranks, config.parallel, answering)
     try:
         _join(ranks, starting)
     except BaseException:
@@ -267,3 +334,7 @@ def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
     crew = Crew(ranks, deadline)
     calls = [(rank, rank.actor.join.remote(ranks[0].host, port, own_address=rank.host)) for rank in ranks]
     crew.gather("join", calls)
+
+
+def _rows(sequences: Sequences, indices: Sequence[int]) -> Ragged:
+    return Ragged.of([sequences[index] for index in indices], np.int32)

@@ -20,12 +20,15 @@ class FaultyEngine(VllmEngine):
         """From now on, fail in these ways."""
         self._faults = frozenset(faults)
         from vllm.v1.sample import rejection_sampler
+        from vllm.v1.spec_decode import llm_base_proposer
 
-        from slipstream.rollout import vllm_plugin
+        from slipstream.rollout import vllm_sampler
 
-        rejection_sampler.expand_batch_to_tokens = (
-            vllm_plugin.SHIPPED_EXPAND if "no sampler fix" in faults else vllm_plugin.expand_batch_to_tokens
-        )
+        vllm_sampler.install()
+        if "no sampler fix" in faults:
+            rejection_sampler.expand_batch_to_tokens = vllm_sampler.SHIPPED_EXPAND
+        if "drafts ignore seeds" in faults:
+            llm_base_proposer.compute_probs_and_sample_next_token = vllm_sampler.SHIPPED_DRAFTS
         genuine = _genuine(rejection_sampler)
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
 

@@ -169,7 +169,16 @@ def test_without_the_sampler_fix_an_engine_refuses_to_start(bench: Bench, inject
 
     inject("no sampler fix")
 
-    with pytest.raises(RuntimeError, match="the rejection sampler loses sampling parameters"):
+    with pytest.raises(RuntimeError, match=r"expand_batch_to_tokens gave .* loses sampling parameters"):
+        ray.get(bench.actor.check_again.remote())
+
+
+def test_an_engine_whose_drafts_ignore_seeds_refuses_to_start(bench: Bench, inject: Callable[..., None]) -> None:
+    import ray
+
+    inject("drafts ignore seeds")
+
+    with pytest.raises(RuntimeError, match=r"draft 0 of two requests with seed 7 is .*: speculative rollouts would"):
         ray.get(bench.actor.check_again.remote())
 
 

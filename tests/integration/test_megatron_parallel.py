@@ -6,20 +6,21 @@ import dataclasses
 import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
-from slipstream.grpo.update import Update
+from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.policy import parallel
-from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
 from slipstream.policy.megatron import MegatronPolicy
+from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -27,16 +28,28 @@ SCRATCH = ScratchConfig(
     hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
 )
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
-LAYOUTS = {
-    "tensor": ParallelConfig(tensor=2),
-    "sequence": ParallelConfig(tensor=2, sequence_parallel=True),
-    "pipeline": ParallelConfig(pipeline=2),
-    "data": ParallelConfig(data=2),
+LEARNER = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
+TENSOR = ParallelConfig(tensor=2)
+SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
+PIPELINE = ParallelConfig(pipeline=2)
+DATA = ParallelConfig(data=2)
+CHUNKED = replace(LEARNER, logprob_chunk_tokens=10)
+LEARNERS = {
+    "tensor": replace(LEARNER, parallel=TENSOR),
+    "sequence": replace(LEARNER, parallel=SEQUENCE),
+    "pipeline": replace(LEARNER, parallel=PIPELINE),
+    "data": replace(LEARNER, parallel=DATA),
+    "tensor in chunks, layers recomputed": replace(CHUNKED, parallel=TENSOR, recompute=Recompute.FULL),
+    "sequence in chunks, parts recomputed": replace(CHUNKED, parallel=SEQUENCE, recompute=Recompute.SELECTIVE),
+    "sequence, layers recomputed": replace(LEARNER, parallel=SEQUENCE, recompute=Recompute.FULL),
+    "pipeline in chunks, parts recomputed": replace(CHUNKED, parallel=PIPELINE, recompute=Recompute.SELECTIVE),
+    "data in chunks, layers recomputed": replace(CHUNKED, parallel=DATA, recompute=Recompute.FULL),
+    "data, optimizer split": replace(LEARNER, parallel=DATA, distributed_optimizer=True),
+    "data in chunks, optimizer split, bfloat16": replace(
+        CHUNKED, parallel=DATA, distributed_optimizer=True, dtype=Dtype.BFLOAT16
+    ),
+    "sequence in chunks, optimizer split": replace(CHUNKED, parallel=SEQUENCE, distributed_optimizer=True),
 }
-
-
-def _learner(layout: ParallelConfig) -> LearnerConfig:
-    return LearnerConfig(max_tokens_per_microbatch=66, num_threads=1, parallel=layout)
 
 
 def _sequences() -> tuple[tuple[int, ...], ...]:
@@ -44,43 +57,63 @@ def _sequences() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rng.integers(0, VOCAB, rng.integers(6, 32)).tolist()) for _ in range(9))
 
 
-def _train(policy: MegatronPolicy, directory: Path) -> dict[str, Any]:
+def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0) -> dict[str, Any]:
+    """Two updates of this rank's share of the sequences; what it says of them, by their index."""
     sequences = _sequences()
+    layout = learner.parallel
+    mine = plan_shards([len(tokens) for tokens in sequences], layout.data)[layout.data_rank(rank)]
     lengths = tuple(3 for _ in sequences)
-    before = policy.logprobs(sequences, lengths, 1.0)
-    batch = TrainBatch(
+    whole = TrainBatch(
         token_ids=sequences,
         prompt_lengths=lengths,
-        rollout_logprobs=tuple(tuple(row.tolist()) for row in before),
+        rollout_logprobs=tuple(tuple([-3.4] * (len(tokens) - 3)) for tokens in sequences),
         advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
         policy_version=0,
     )
-    update = Update(
-        batch=batch,
-        trainer_logprobs=before,
-        ref_logprobs=before,
-        loss=LossConfig(kl_coefficient=0.1),
-        temperature=1.0,
+    part = part_of_batch(whole, mine)
+
+    def logprobs() -> dict[int, np.ndarray]:
+        return dict(zip(mine, policy.logprobs(part.token_ids, part.prompt_lengths, 1.3), strict=True))
+
+    before = logprobs()
+    known = [before.get(index, np.zeros(len(tokens) - 3)) for index, tokens in enumerate(sequences)]
+    update = part_of(
+        Update(
+            batch=whole,
+            trainer_logprobs=known,
+            ref_logprobs=known,
+            loss=LossConfig(kl_coefficient=0.1),
+            temperature=1.3,
+        ),
+        mine,
     )
     stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)
+    policy.finish_checkpoint()
     policy.load_checkpoint(directory / "checkpoint")
     assert policy.train_step(update).stats == stats[-1], "resumed and uninterrupted differ"
     return {
         "before": before,
-        "after": policy.logprobs(sequences, lengths, 1.0),
+        "after": logprobs(),
         "stats": [dataclasses.asdict(step) for step in stats],
-        "weights": {name: tensor.clone().numpy() for name, tensor in policy.weights()},
+        "weights": _weights(policy),
         "fingerprints": part_fingerprints(policy.held_weights()),
+        "gathered": part_fingerprints(held_whole(name, tensor) for name, tensor in policy.weights()),
     }
 
 
-def _rank(rank: int, layout: ParallelConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
-    policy = MegatronPolicy.load(
-        model, learner=_learner(layout), optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port
+def _weights(policy: MegatronPolicy) -> dict[str, np.ndarray]:
+    return {name: tensor.float().clone().numpy() for name, tensor in policy.weights()}
+
+
+def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port)
+    result = _train(policy, learner, directory, rank)
+    fresh = MegatronPolicy.from_scratch(
+        SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None, rank=rank, world_size=2
     )
-    result = _train(policy, directory)
+    result["random"] = _weights(fresh)
     parallel.barrier()
     parallel.teardown()
     return result
@@ -88,38 +121,46 @@ def _rank(rank: int, layout: ParallelConfig, port: int, model: Path, directory: 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model, and by the learner's type what one rank makes of it."""
     directory = tmp_path_factory.mktemp("single")
     (directory / "tokenizer").mkdir()
-    scratch = dataclasses.replace(SCRATCH, tie_word_embeddings=request.param)
-    policy = MegatronPolicy.from_scratch(
-        scratch, vocab_size=VOCAB, eos_token_id=1, learner=_learner(ParallelConfig()), optimizer=OPTIMIZER
-    )
-    policy.save_hf(directory / "model", directory / "tokenizer")
-    return directory / "model", _train(policy, directory)
+    scratch = replace(SCRATCH, tie_word_embeddings=request.param)
+    model = directory / "model"
+    policy = MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=LEARNER, optimizer=None)
+    policy.save_hf(model, directory / "tokenizer")
+    results = {}
+    for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
+        learner = replace(LEARNER, dtype=dtype)
+        results[dtype] = _train(MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER), learner, directory)
+        random = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=None)
+        results[dtype]["random"] = _weights(random)
+    return model, results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
 def test_two_ranks_compute_what_one_does(
-    layout: ParallelConfig, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+    learner: LearnerConfig, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    model, single = saved
+    model, single = saved[0], saved[1][learner.dtype]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        ranks = [pool.submit(_rank, rank, layout, port, model, tmp_path) for rank in range(2)]
+        ranks = [pool.submit(_rank, rank, learner, port, model, tmp_path) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
-    gathered = (held_whole(name, torch.from_numpy(tensor)) for name, tensor in got[0]["weights"].items())
-    assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([part_fingerprints(gathered)])
+    assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([got[0]["gathered"]])
+    # A bfloat16 near 3.4 is known to 0.008, and AdamW's first steps are signs: gradients near 0 go either way.
+    rough = learner.dtype is Dtype.BFLOAT16
     for rank in (0, 1):
         for name in ("before", "after"):
-            for row, expected in zip(got[rank][name], single[name], strict=True):
-                np.testing.assert_allclose(row, expected, rtol=0, atol=2e-5)
+            for index, row in got[rank][name].items():
+                np.testing.assert_allclose(row, single[name][index], rtol=0, atol=0.05 if rough else 2e-5)
         for step, expected in zip(got[rank]["stats"], single["stats"], strict=True):
-            assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert step == pytest.approx(expected, rel=2e-2 if rough else 1e-4, abs=1e-3 if rough else 1e-6)
+        for name, tensor in got[rank]["random"].items():
+            np.testing.assert_array_equal(tensor, single["random"][name], err_msg=name)
         assert got[rank]["weights"].keys() == single["weights"].keys()
         for name, tensor in got[rank]["weights"].items():
-            torch.testing.assert_close(
-                torch.from_numpy(tensor), torch.from_numpy(single["weights"][name]), rtol=0, atol=2e-5
-            )
+            np.testing.assert_allclose(tensor, single["weights"][name], rtol=0, atol=6e-3 if rough else 2e-5)
+    assert got[0]["before"].keys() | got[1]["before"].keys() == single["before"].keys()

@@ -1,6 +1,7 @@
 """The real engine: reproducible, refitted exactly, its sampler fixed, and drafts that do not fit refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,47 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path]
     assert refitted.acceptance == fresh.acceptance
     first = refitted.groups[0].rollouts[0]
     assert (first.policy_version, first.draft_version) == (7, 3)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ray_session: None, k: int) -> None:
+    """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
+    from slipstream.workers.engines import start_engine
+
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], k) if k else None
+    prompts = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
+    results = {}
+    for name, config, order in (
+        ("one", ENGINE, prompts),
+        ("three", replace(ENGINE, num_engines=3, max_num_seqs=2), prompts[::-1]),
+    ):
+        with start_engine(models["old"], config=config, speculative_config=draft) as engine:
+            results[name] = engine.generate(order, sampling=SAMPLING, group_size=2, seed=1)
+    one, three = results["one"], results["three"]
+    assert [group.prompt for group in three.groups] == list(prompts[::-1])
+    assert _tokens(one) == _tokens(replace(three, groups=three.groups[::-1]))
+    assert len(set(_tokens(one))) == 16  # no two rollouts of a group share their draws
+    assert one.engine_idle_fraction == 0.0
+    assert 0.0 < three.engine_idle_fraction < 1.0
+    if one.acceptance is not None and three.acceptance is not None:
+        assert one.acceptance == three.acceptance
+
+
+def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    """A seeded request whose prompt is computed in chunks would end vLLM's engine on a CPU."""
+    from slipstream.workers.engines import start_engine
+
+    prompts = tuple(
+        Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(90))), answer="")
+        for i in range(4)
+    )
+    config = replace(ENGINE, max_num_seqs=2)  # so vLLM takes at most 2 x 128 tokens a step, less than three prompts
+    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    with start_engine(models["old"], config=config, speculative_config=draft) as engine:
+        result = engine.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
+    assert len({tokens for tokens in _tokens(result)}) == 16
 
 
 def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(

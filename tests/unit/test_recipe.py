@@ -27,8 +27,8 @@ def test_an_unknown_recipe_names_the_known_ones() -> None:
 
 
 CRASH = (
-    "raise it, or lower one of the others: a response that ends at max_model_len with k+1 tokens in flight crashes the "
-    "engine"
+    "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for its whole "
+    "batch, and one that ends there with k+1 tokens in flight crashes the engine"
 )
 SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
 
@@ -45,14 +45,14 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             "tuning.batch_sizes must be multiples of grpo.group_size 8, got [12]",
         ),
         (
-            {"engine": {"max_model_len": 231}, "evaluation": {"max_response_tokens": 1}},
-            "engine.max_model_len must hold data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + k 7 + 1 = "
-            f"232 tokens, got 231; {CRASH}",
+            {"engine": {"max_model_len": 236}, "evaluation": {"max_response_tokens": 1}},
+            "engine.max_model_len must hold data.max_prompt_tokens 64 + sampling.max_response_tokens 160 + 13 for "
+            f"drafts of k 7 = 237 tokens, got 236; {CRASH}",
         ),
         (
-            {"engine": {"max_model_len": 231}, "sampling": {"max_response_tokens": 1}},
-            "engine.max_model_len must hold data.max_prompt_tokens 64 + evaluation.max_response_tokens 160 + k 7 + 1 = "
-            f"232 tokens, got 231; {CRASH}",
+            {"engine": {"max_model_len": 236}, "sampling": {"max_response_tokens": 1}},
+            "engine.max_model_len must hold data.max_prompt_tokens 64 + evaluation.max_response_tokens 160 + 13 for "
+            f"drafts of k 7 = 237 tokens, got 236; {CRASH}",
         ),
         (
             {"engine": {"max_model_len": 1024}},
@@ -62,6 +62,11 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             {"engine": {"kv_cache_gib": None}},
             "engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6; "
             "tuning compares engines that live at once",
+        ),
+        (
+            {"learner": {"distributed_optimizer": True}},
+            "learner.distributed_optimizer must be false with the optimizer 'muon', got True; it splits matrices over "
+            "ranks, which Muon needs whole: take adamw",
         ),
         (
             {"learner": {"parallel": {"tensor": 2}}},
@@ -109,7 +114,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: dict[str, Any],
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"engine": {"max_model_len": 232}},
+        {"engine": {"max_model_len": 237}},
         {"engine": {"max_model_len": 512}},
         {"learner": {"max_tokens_per_microbatch": 224}},
         {"sampling": {"temperature": 0.5}},

@@ -39,14 +39,19 @@ def cuda_as_cpu() -> Iterator[None]:
         yield
         return
     current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    get_state, set_state = megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state
     # Annotated as returning an index, but every caller in Megatron passes the answer on as `device=`.
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None  # pipeline sends wait for the stream; gloo has none
+    # What is recomputed for a gradient draws the same numbers again; the state of the CPU is kept beside this one.
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
     try:
         with _CudaAsCpu():
             yield
     finally:
         torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize
+        megatron_random._get_cuda_rng_state, megatron_random._set_cuda_rng_state = get_state, set_state
 
 
 @contextlib.contextmanager

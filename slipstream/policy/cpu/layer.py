@@ -64,6 +64,11 @@ class _Plan:
     rectangles: tuple[_Rectangle, ...]
 
 
+class _Settings(NamedTuple):
+    eps: float  # of the norms
+    recomputes: bool  # attention and the MLP, for the gradient, instead of keeping what is inside them
+
+
 class CpuTransformerLayer(TransformerLayer):
     """A dense pre-norm layer: grouped-query attention with norms on queries and keys, a gated MLP, all on one rank."""
 
@@ -89,7 +94,8 @@ class CpuTransformerLayer(TransformerLayer):
         )
         heads = cast(int, self.config.num_attention_heads) // cast(int, self.config.num_query_groups)
         plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, hidden_states.dtype, heads)
-        return cast(Tensor, _Layer.apply(hidden_states, plan, self.config.layernorm_epsilon, *parameters)), None
+        settings = _Settings(self.config.layernorm_epsilon, self.config.recompute_granularity == "selective")
+        return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
 
 
 @functools.lru_cache(maxsize=1)  # by identity of the tensors, which all layers are given in turn
@@ -124,8 +130,8 @@ class _Layer(torch.autograd.Function):
     """y = x + attention(norm(x)), then y + mlp(norm(y))."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, eps: float, *parameters: Tensor) -> Tensor:
-        p = _Parameters(*parameters)
+    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor) -> Tensor:
+        p, eps = _Parameters(*parameters), settings.eps
         dim = p.query_norm_D.shape[0]
         heads = p.proj_HO.shape[1] // dim
         groups = (p.qkv_QH.shape[0] // dim - heads) // 2
@@ -139,7 +145,7 @@ class _Layer(torch.autograd.Function):
         qk_scaled, qk_normed, qk_scale = _norm(qk, _qk_weight(p, repeat), eps)
         torch.addcmul(qk_scaled * plan.cos_N11D, qk_scaled.roll(dim // 2, -1), plan.sin_N11D, out=qk)
         mixed = x.new_empty(len(x), heads * dim)
-        attended = [_attend(qkv, mixed, rectangle) for rectangle in plan.rectangles]
+        attended = [_attended(qkv, mixed, rectangle) for rectangle in plan.rectangles]
         y = torch.addmm(x, mixed, p.proj_HO.t())
 
         y_scaled, y_normed, y_scale = _norm(y, p.mlp_norm_H, eps)
@@ -147,12 +153,13 @@ class _Layer(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.addmm(y, torch.nn.functional.silu(gate).mul_(up), p.down_HF.t())
 
+        inside = (qkv,) if settings.recomputes else (gate_up, *itertools.chain.from_iterable(attended))
         ctx.save_for_backward(
-            *(x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale, gate_up),
+            *(x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale),
             *parameters,
-            *itertools.chain.from_iterable(attended),
+            *inside,
         )
-        ctx.plan = plan
+        ctx.plan, ctx.settings = plan, settings
         return torch.zeros_like(flat_x).index_copy_(0, plan.rows_N, out).view(x_SBH.shape)
 
     @staticmethod
@@ -163,11 +170,16 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor | None, ...]:
         saved, plan = ctx.saved_tensors, ctx.plan
-        x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale, gate_up = saved[:10]
-        p = _Parameters(*saved[10:18])
-        attended = saved[18:]
+        x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale = saved[:9]
+        p = _Parameters(*saved[9:17])
         _, groups, repeat, dim = qk_normed.shape
         repeat -= 1
+        if ctx.settings.recomputes:
+            gate_up = y_scaled @ p.gate_up_FH.t()
+            attended = itertools.chain.from_iterable(_attend(saved[17], each) for each in plan.rectangles)
+        else:
+            gate_up, *attended = saved[17:]
+        attended = iter(attended)
         grad = grad_SBH.reshape(-1, grad_SBH.shape[-1]).index_select(0, plan.rows_N)
 
         gate, up = gate_up.chunk(2, dim=-1)
@@ -183,8 +195,9 @@ class _Layer(torch.autograd.Function):
 
         d_mixed = d_y @ p.proj_HO
         d_qkv = d_y.new_empty(len(d_y), p.qkv_QH.shape[0])
-        for i, rectangle in enumerate(plan.rectangles):
-            _attend_backward(d_mixed, d_qkv.view(-1, groups, repeat + 2, dim), attended[4 * i : 4 * i + 4], rectangle)
+        for rectangle in plan.rectangles:
+            kept = tuple(itertools.islice(attended, 4))
+            _attend_backward(d_mixed, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
         d_qk = d_qkv.view(-1, groups, repeat + 2, dim)[..., : repeat + 1, :]
         d_rotated = (d_qk * plan.sin_N11D).roll(dim // 2, -1).addcmul_(d_qk, plan.cos_N11D)
         d_qk[:], d_qk_norm = _norm_backward(d_rotated, qk_normed, _qk_weight(p, repeat), qk_scale)
@@ -225,18 +238,23 @@ def _qk_weight(p: _Parameters, repeat: int) -> Tensor:
     return torch.cat((p.query_norm_D.expand(repeat, -1), p.key_norm_D.unsqueeze(0)))
 
 
-def _attend(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention within a rectangle, written to its tokens in `mixed` [N, G * R * D]; what its gradient needs.
+def _attend(qkv_NGXD: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, and the chances with which each query takes from each key, within a rectangle.
 
     The heads of a group are stacked along the query axis: queries [B * G, R * S, D], keys and values [B * G, S, D].
     """
     _, groups, width, dim = qkv_NGXD.shape
-    repeat = width - 2
     qkv = qkv_NGXD[rectangle.start : rectangle.end].flatten(1).index_select(0, rectangle.tokens_C)
     qkv = qkv.view(rectangle.batch, rectangle.num_tokens, groups, width, dim)
-    query, key, value = (_stack(part) for part in qkv.split((repeat, 1, 1), dim=3))
+    query, key, value = (_stack(part) for part in qkv.split((width - 2, 1, 1), dim=3))
     scores = torch.baddbmm(rectangle.future_1RS, query, key.transpose(1, 2), alpha=dim**-0.5)
-    chances = torch.softmax(scores, -1)
+    return query, key, value, torch.softmax(scores, -1)
+
+
+def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention within a rectangle, written to its tokens in `mixed` [N, G * R * D]; what its gradient needs."""
+    query, key, value, chances = _attend(qkv_NGXD, rectangle)
+    repeat = qkv_NGXD.shape[2] - 2
     by_cell = _unstack(torch.bmm(chances, value), rectangle, repeat).reshape(len(rectangle.tokens_C), -1)
     torch.index_select(by_cell, 0, rectangle.cells_N, out=mixed[rectangle.start : rectangle.end])
     return query, key, value, chances

@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -252,6 +255,38 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
         assert torch.equal(one, other), name
     after = beside._drafting._model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before), "the draft must have learned"
+
+
+def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
+    policy: Path, states: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    config = replace(CONFIG, tokens_per_row=12)  # each chat has a row of its own, here as there
+    trainers = [DraftTrainer(policy, config) for _ in range(3)]
+    for trainer in trainers[1:]:
+        trainer._model.load_state_dict(trainers[0]._model.state_dict())
+    handed: list[torch.Tensor] = [torch.empty(0)] * 2
+    meeting = Barrier(2)
+
+    def sum_over_ranks(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        handed[rank] = tensor
+        meeting.wait(60)
+        total = handed[0] + handed[1]
+        meeting.wait(60)
+        return total
+
+    def steps(rank: int) -> list[float]:
+        own, reduce = slice(rank, rank + 1), partial(sum_over_ranks, rank)
+        return [trainers[1 + rank].step(CHATS[own], PROMPTS[own], states[own], sum_over_ranks=reduce) for _ in range(2)]
+
+    expected = [trainers[0].step(CHATS, PROMPTS, states) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        losses = list(pool.map(steps, (0, 1)))
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    one, *others = ([p.detach() for p in trainer._trained] for trainer in trainers)
+    for other in others:
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-5)
 
 
 def test_a_negative_cache_is_refused() -> None:

@@ -51,8 +51,8 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
     # Two tokens a response, three responses a batch: the second batch passes 10 tokens, and takes the next prompts.
     greedy = replace(SAMPLING, temperature=0.0, top_p=1.0, top_k=0)
     assert engine.calls == [
-        (["0", "1", "2"], SAMPLING, 1, 7),
-        (["3", "4", "0"], SAMPLING, 1, 8),
+        (["0", "1", "2"], SAMPLING, 1, 8),
+        (["3", "4", "0"], SAMPLING, 1, 9),
         (["0", "1"], replace(SAMPLING, max_response_tokens=2), 3, 7),
         (["0", "1", "2", "3"], greedy, 1, 7),
     ]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import muon, packing
-from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.batches import positions
+from slipstream.policy.config import LearnerConfig, Recompute, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
+from slipstream.policy.hf import save_model
 from slipstream.policy.megatron import MegatronPolicy
+from slipstream.policy.offload import Offloaded
 from slipstream.policy.pretrain import learning_rate_at, pretrain
 from slipstream.records import TrainStats
 from slipstream.types import Dtype, TrainBatch
@@ -114,6 +118,29 @@ def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
+    policy = _policy()
+    (tmp_path / "tokenizer").mkdir()
+    largest = max(tensor.nbytes for _, tensor in policy.weights())
+    taken: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in policy.weights():
+            taken.append(name)
+            yield name, tensor
+
+    config = policy.architecture.to_hf(Dtype.FLOAT32)
+    save_model(tmp_path / "model", config, weights(), tmp_path / "tokenizer", max_file_bytes=2 * largest)
+    files = sorted(tmp_path.glob("model/*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
+    loaded = MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None)
+    for (name, tensor), (_, copy) in zip(policy.weights(), loaded.weights(), strict=True):
+        assert torch.equal(tensor, copy), name
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert {name for name, _ in theirs.named_parameters()} == set(taken)
+
+
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
     policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
@@ -191,8 +218,13 @@ def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 @pytest.mark.parametrize("method", list(OptimizerMethod))
-def test_a_resumed_policy_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, tmp_path: Path) -> None:
-    learner = dataclasses.replace(LEARNER, dtype=dtype)
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_a_resumed_policy_goes_on_bit_for_bit(
+    method: OptimizerMethod, dtype: Dtype, is_split: bool, tmp_path: Path
+) -> None:
+    if is_split and method is OptimizerMethod.MUON:
+        return  # a recipe with both is refused
+    learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
     optimizer = dataclasses.replace(OPTIMIZER, method=method, warmup_steps=4)
     policy = _policy(learner=learner, optimizer=optimizer)
     _train(policy, range(2))
@@ -302,6 +334,81 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
     monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
     for got, want in zip(ours, outcome(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_cpu_layer", [True, False], ids=["the CPU's layer", "Megatron's"])
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
+    recompute: Recompute, is_cpu_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_cpu_layer:
+        monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
+    learners = (LEARNER, dataclasses.replace(LEARNER, recompute=recompute))
+    kept, anew = (_policy(learner=learner) for learner in learners)
+    assert _train(anew, range(3)) == _train(kept, range(3))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(kept.weights(), anew.weights(), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
+def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
+    def kept_bytes(learner: LearnerConfig) -> int:
+        """Of the different tensors that a forward pass keeps."""
+        policy, held = _policy(learner=learner), {}
+        tokens_BT = torch.randint(0, VOCAB, (2, 30))
+        with (
+            host.cuda_as_cpu(),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: held.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+            ),
+        ):
+            policy._gpt(tokens_BT, positions(tokens_BT), None)
+            parameters = {parameter.data_ptr() for parameter in policy._gpt.parameters()}
+        return sum(tensor.nbytes for at, tensor in held.items() if at not in parameters)
+
+    least = 0.7 if recompute is Recompute.SELECTIVE else 0.2
+    assert kept_bytes(dataclasses.replace(LEARNER, recompute=recompute)) < least * kept_bytes(LEARNER)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("method", list(OptimizerMethod))
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_policy_that_gave_its_memory_back_goes_on_bit_for_bit(
+    dtype: Dtype, method: OptimizerMethod, is_split: bool
+) -> None:
+    if is_split and method is OptimizerMethod.MUON:
+        return  # a recipe with both is refused
+    learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
+    optimizer = dataclasses.replace(OPTIMIZER, method=method)
+    stays, moves = (_policy(learner=learner, optimizer=optimizer) for _ in range(2))
+    for step in range(3):
+        num_bytes = moves.offload()
+        held = sum(tensor.untyped_storage().nbytes() for tensor in moves._gpt.parameters())
+        assert held == 0
+        # Weights, float32 gradients, masters and moments: 16 bytes a parameter or more, once there are moments.
+        assert num_bytes >= (12 if step else 6) * moves.architecture.num_parameters() * (
+            0.6 if method is OptimizerMethod.MUON else 1
+        )
+        moves.onload()
+        assert _train(moves, [step]) == _train(stays, [step])
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stays.weights(), moves.weights(), strict=True))
+
+
+def test_tensors_that_share_memory_still_do_after_it_was_given_back() -> None:
+    whole, dropped = torch.arange(6.0), torch.ones(3)
+    part = whole[2:4]
+    offloaded = Offloaded([part], [dropped, whole])
+    assert (offloaded.num_bytes, whole.untyped_storage().nbytes(), dropped.untyped_storage().nbytes()) == (36, 0, 0)
+    offloaded.restore()
+    assert (whole.tolist(), part.tolist(), dropped.tolist()) == ([0, 1, 2, 3, 4, 5], [2, 3], [0, 0, 0])
+    part.fill_(9.0)
+    assert whole.tolist() == [0, 1, 9, 9, 4, 5]
+
+
+def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
+    learners = (LEARNER, dataclasses.replace(LEARNER, distributed_optimizer=True))
+    whole, split = (_policy(learner=learner) for learner in learners)
+    for one, other in zip(_train(whole, range(3)), _train(split, range(3)), strict=True):
+        assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)])

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.policy import parallel
 from slipstream.policy.architecture import Architecture
@@ -32,7 +34,7 @@ def own_architecture(recipe: Recipe, _: Tools) -> Architecture:
 def model_config(recipe: Recipe, tools: Tools) -> object:
     """What Megatron is told of the model, and what transformers and vLLM read of it."""
     architecture = own_architecture(recipe, tools)
-    config = _transformer_config(architecture, recipe.learner, init_std=0.02)
+    config = _transformer_config(architecture, recipe.learner)
     split = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.sequence_parallel)
     return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
 
@@ -56,11 +58,29 @@ def first_learning_rate(recipe: Recipe, _: Tools) -> float:
 def megatron_optimizer(recipe: Recipe, tools: Tools) -> object:
     """Megatron's optimizer: its kind, its settings, and its parameters' group."""
     parallel.initialize(LearnerConfig().parallel)
-    gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard(), init_std=0.02)
+    gpt = build_model(own_architecture(recipe, tools), recipe.learner, parallel.current_shard())
     _, optimizer = with_optimizer(gpt, recipe.learner, recipe.grpo.optimizer)
     names = ("lr", "betas", "eps", "weight_decay")
     groups = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
-    return groups, optimizer.config.clip_grad, len(optimizer.param_groups)
+    split = optimizer.config.use_distributed_optimizer
+    return groups, optimizer.config.clip_grad, len(optimizer.param_groups), split
+
+
+def held_logits(recipe: Recipe, _: Tools) -> list[int]:
+    """Of how many tokens logits are held at once, of a response of 20."""
+    seen: list[int] = []
+
+    def function(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        seen.append(len(logits_NV))
+        return logits_NV[:, :1]
+
+    own_policy(recipe).map_logits([tuple([5] * 21)], [1], function, width=1)
+    return seen
+
+
+def recomputed(recipe: Recipe, tools: Tools) -> object:
+    config = _transformer_config(own_architecture(recipe, tools), recipe.learner)
+    return config.recompute_granularity
 
 
 def microbatches(recipe: Recipe, _: Tools) -> int:
@@ -128,6 +148,9 @@ CHECKS = {
     "policy.scratch.warmup_steps": Check(1, pretraining_steps),
     "policy.scratch.optimizer": Check("muon", own_training),
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
+    "learner.logprob_chunk_tokens": Check(8, held_logits),
+    "learner.recompute": Check("full", recomputed),
+    "learner.distributed_optimizer": Check(True, megatron_optimizer),
     "learner.dtype": Check("bfloat16", model_config),
     "learner.parallel.tensor": Check(2, model_config, TWO_GROUPS),
     "learner.parallel.pipeline": Check(3, model_config),

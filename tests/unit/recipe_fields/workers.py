@@ -23,6 +23,7 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
     class LLM:
         def __init__(self, model: str, **arguments: Any) -> None:
             seen.append(arguments)
+            self.llm_engine = None  # generates nothing here
 
         def collective_rpc(self, method: str) -> list[Any]:
             return []

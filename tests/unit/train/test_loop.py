@@ -26,7 +26,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
@@ -43,8 +43,8 @@ CONFIG = GrpoConfig(
 )
 AUTO = replace(CONFIG, recompute_logprobs=RecomputeLogprobs.AUTO)
 DTYPES = {"weight": "float32"}
-# numpy's own: SeedSequence([5, step]).generate_state(1)
-SEEDS = [int(np.random.SeedSequence([5, step]).generate_state(1)[0]) for step in range(3)]
+# numpy's own: of the recipe's seed 5, the arm (0: autoregressive, 1: speculative) and the step.
+SEEDS = [[int(np.random.SeedSequence([5, arm, step]).generate_state(1)[0]) for step in range(3)] for arm in (0, 1)]
 
 
 class NotingEngine:
@@ -164,6 +164,7 @@ def run(
     engine: NotingEngine,
     learner: NotingLearner,
     *,
+    arm: Arm = Arm.AUTOREGRESSIVE,
     config: GrpoConfig = CONFIG,
     start_step: int = 0,
     rewards: Sequence[float] = (1.0, 0.0, 1.0, 1.0),
@@ -181,6 +182,7 @@ def run(
         return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
 
     SyncLoop(
+        arm=arm,
         engine=engine,
         learner=learner,
         prompts=PromptStream(prompts=PROMPTS, batch_size=2, seed=0),
@@ -207,7 +209,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         assert refit == ("refit", {"policy": f"weights {step}", "policy_version": step, "draft": None})
         assert generate == (
             "generate",
-            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[step]},
+            {"prompts": prompts, "sampling": SAMPLING, "group_size": 2, "seed": SEEDS[0][step]},
         )
         batch = TrainBatch(
             token_ids=tuple((*prompt.token_ids, 7, 2) for prompt in prompts for _ in range(2)),
@@ -250,6 +252,16 @@ def test_a_steps_record_says_what_happened_in_it() -> None:
     assert isinstance(gap, Mismatch)
     assert (gap.k1, gap.mean, gap.largest, gap.outside_fraction) == (0.125, 0.125, 0.25, 0.5)
     assert gap.k3 == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 2)
+
+
+def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
+    engines = {arm: NotingEngine() for arm in Arm}
+    for arm, engine in engines.items():
+        run(engine, NotingLearner(), arm=arm)
+    calls = [[call for name, call in engine.calls if name == "generate"] for engine in engines.values()]
+    assert [[call["seed"] for call in arm] for arm in calls] == SEEDS
+    assert len({*SEEDS[0], *SEEDS[1]}) == 6
+    assert [call["prompts"] for call in calls[0]] == [call["prompts"] for call in calls[1]]
 
 
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:

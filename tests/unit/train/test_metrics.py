@@ -30,6 +30,7 @@ STEP = StepRecord(
     draft_version=None,
     refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
     num_engine_restarts=12,
+    engine_idle_fraction=0.25,
 )
 ACCEPTANCE = AcceptanceStats(
     num_drafts=10,
@@ -51,6 +52,7 @@ METRICS = {
     "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
     "rollout/truncated": 3,
     "rollout/engine_restarts": 12,
+    "rollout/engine_idle_fraction": 0.25,
     "train/reward": 0.125,
     "train/reward_timeouts": 5,
     "train/reward_crashes": 6,
@@ -123,7 +125,9 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         6,
         STEP.times,
         STEP.refit,
-        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12),
+        result=GenerationResult(
+            groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
+        ),
         rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
         train=STEP.train,
         mismatch=STEP.mismatch,

@@ -1,0 +1,75 @@
+"""The groups that one vLLM engine works on: requests go in, whole groups come out as they finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.rollout.requests import GroupRequest
+
+
+@dataclass
+class _Group:
+    request: GroupRequest
+    outputs: dict[int, Any] = field(default_factory=dict)  # vLLM's, by sample
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.outputs) == len(self.request.seeds)
+
+
+class GroupsUnderWay:
+    """Requests of an engine whose core runs in this process.
+
+    Args:
+        engine: vLLM's `LLMEngine`.
+        max_num_seqs: rollouts that it runs at once.
+    """
+
+    def __init__(self, engine: Any, *, max_num_seqs: int) -> None:
+        self._engine = engine
+        self._max_num_seqs = max_num_seqs
+        self._num_started = 0
+        self._places: dict[str, tuple[_Group, int]] = {}  # unfinished rollouts by vLLM's name for them
+
+    def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
+        """Add a group's rollouts.
+
+        Args:
+            params: sampling parameters for a seed.
+        """
+        group = _Group(request)
+        prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
+        for sample, seed in enumerate(request.seeds):
+            name = f"rollout-{self._num_started}"
+            self._num_started += 1
+            self._places[name] = (group, sample)
+            self._engine.add_request(name, prompt, params(seed))
+
+    def step(self) -> list[tuple[GroupRequest, Sequence[Any]]]:
+        """One step of the engine: the groups that it completed, each with vLLM's outputs in the order of its seeds."""
+        done = []
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            group, sample = self._places.pop(output.request_id)
+            group.outputs[sample] = output
+            if group.is_done:
+                done.append((group.request, [group.outputs[i] for i in range(len(group.request.seeds))]))
+        return done
+
+    def is_empty(self) -> bool:
+        """Whether all groups are done."""
+        return not self._places
+
+    def has_room(self, num_rollouts: int) -> bool:
+        """Whether so many more would run at once, and no rollout waits inside vLLM, for its KV cache is full."""
+        running, waiting = self._engine.engine_core.engine_core.scheduler.get_request_counts()
+        return waiting == 0 and running + num_rollouts <= self._max_num_seqs
+
+    def drop(self) -> None:
+        """Forget what is unfinished: what a call that failed left behind would come out of the next one."""
+        if self._places:
+            self._engine.abort_request(list(self._places))
+            self._places.clear()

@@ -1,0 +1,105 @@
+"""The learner on one GPU: what the CPU's tests cannot show. Each runs on any single GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.policy.config import LearnerConfig, Recompute, ScratchConfig
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.ragged import Ragged
+from slipstream.rollout.config import SamplingConfig
+from slipstream.types import Dtype, TrainBatch
+from slipstream.workers.learner_process import LearnerProcess
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB = 8192
+SCRATCH = ScratchConfig(hidden_size=256, num_layers=4, num_attention_heads=4, head_dim=64, ffn_hidden_size=512)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=2048, dtype=Dtype.BFLOAT16)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
+SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 200 + 10 * i).tolist() for i in range(16)]
+PROMPTS = [20] * 16
+
+
+def _policy(learner: LearnerConfig = LEARNER) -> MegatronPolicy:
+    return MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=OPTIMIZER)
+
+
+def _update() -> Update:
+    batch = TrainBatch(
+        token_ids=SEQUENCES,
+        prompt_lengths=PROMPTS,
+        rollout_logprobs=[[-9.0] * (len(tokens) - 20) for tokens in SEQUENCES],
+        advantages=np.linspace(-1.0, 1.0, 16).tolist(),
+        policy_version=0,
+    )
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+
+
+def test_logprobs_equal_those_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    policy = _policy(dataclasses.replace(LEARNER, dtype=Dtype.FLOAT32))
+    policy.save_hf(tmp_path / "model", tmp_path / "tokenizer")
+    theirs: Any = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs.cuda()
+    for tokens, found in zip(SEQUENCES, policy.logprobs(SEQUENCES, PROMPTS, 1.0), strict=True):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(theirs(torch.tensor([tokens]).cuda()).logits[0], -1)
+        expected = logprobs[range(19, len(tokens) - 1), tokens[20:]].cpu().numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)  # TF32 may be on
+
+
+@pytest.mark.parametrize(
+    "changed", [{"logprob_chunk_tokens": 256}, {"recompute": Recompute.SELECTIVE}, {"recompute": Recompute.FULL}]
+)
+def test_an_update_that_takes_less_memory_is_the_same_update(changed: dict[str, Any]) -> None:
+    found = []
+    for learner in (LEARNER, dataclasses.replace(LEARNER, **changed)):
+        policy = _policy(learner)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        stats = policy.train_step(_update()).stats
+        found.append((stats, torch.cuda.max_memory_allocated() - before))
+    (whole, whole_bytes), (lean, lean_bytes) = found
+    assert dataclasses.asdict(lean) == pytest.approx(dataclasses.asdict(whole), rel=2e-2, abs=1e-4)
+    assert lean_bytes < whole_bytes
+
+
+def test_a_learner_that_gave_its_memory_back_holds_next_to_none_and_goes_on_as_before() -> None:
+    stays, moves = _policy(), _policy()
+    for policy in (stays, moves):
+        policy.train_step(_update())
+    before = torch.cuda.memory_allocated()
+    num_bytes = moves.offload()
+    assert before - torch.cuda.memory_allocated() >= 0.95 * num_bytes > 0
+    moves.onload()
+    assert moves.train_step(_update()).stats == stays.train_step(_update()).stats
+
+
+def test_the_certificates_conditionals_are_drawn_where_the_logits_are() -> None:
+    learner = LearnerProcess(LEARNER)
+    learner.create(SCRATCH, VOCAB, 1, OPTIMIZER)
+    sampling = SamplingConfig(max_response_tokens=8)
+    rows = learner.conditionals((Ragged.of(SEQUENCES, np.int32), PROMPTS), sampling, seed=0)
+    assert [len(row) for row in rows] == [len(tokens) - 20 for tokens in SEQUENCES]
+    again = learner.conditionals((Ragged.of(SEQUENCES, np.int32), PROMPTS), sampling, seed=0)
+    np.testing.assert_array_equal(np.concatenate(rows), np.concatenate(again))
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs transformer_engine")
+def test_the_layers_are_transformer_engines_where_it_is_installed() -> None:
+    kinds = {type(module).__module__.partition(".")[0] for module in _policy()._gpt.decoder.modules()}
+    assert "transformer_engine" in kinds

@@ -1,0 +1,112 @@
+"""An engine of two ranks on CPUs (gloo, a process a rank, the core in ours): rollouts, refit and its gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.refit.config import RefitConfig, RefitError
+from slipstream.refit.fingerprint import WeightPart
+from slipstream.refit.gate import RefitGate
+from slipstream.refit.snapshot import Snapshot, bytes_digest
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.types import Dtype, Prompt
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(
+    max_model_len=128,
+    max_num_seqs=16,
+    dtype=Dtype.FLOAT32,
+    enforce_eager=True,
+    num_threads=1,
+    kv_cache_gib=0.1,
+    tensor_parallel_size=2,
+)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=16)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    policies = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+    return policies | {"draft": make_draft(root / "draft", policies["old"], 5)}
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path], ray_session: None) -> Iterator[Any]:
+    from slipstream.workers.engines import start_engine
+
+    draft = speculative_config(DraftMethod.EAGLE3, models["draft"], 3)
+    with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
+        yield engine
+
+
+class Publisher:
+    """A learner that holds the new policy, and sends it or another."""
+
+    def __init__(self, models: dict[str, Path], sends: str) -> None:
+        from slipstream.policy.config import LearnerConfig
+        from slipstream.workers.learner_process import LearnerProcess
+
+        self.path = models[sends] / "model.safetensors"
+        self.process = LearnerProcess(LearnerConfig())
+        self.process.load(models["new"], None)
+
+    def publish(self, directory: Path, version: int) -> Snapshot:
+        import torch
+
+        content = self.path.read_bytes()
+        digest = bytes_digest([torch.tensor(list(content)).byte()])
+        return Snapshot(path=str(self.path), version=version, num_bytes=len(content), digest=digest)
+
+    def weight_fingerprints(self, parts: Sequence[WeightPart]) -> dict[str, str]:
+        return self.process.weight_fingerprints(parts)
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return self.process.token_logprobs(sequences)
+
+
+def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:
+    return RefitGate(engine, publisher, transfer=Path("unused"), draft=draft, config=RefitConfig(), probes=())
+
+
+def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
+    engine: Any, models: dict[str, Path]
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Qwen3ForCausalLM
+
+    results = {"old": engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)}
+    again = engine.generate(PROMPTS[::-1], sampling=SAMPLING, group_size=4, seed=1)
+    assert [group.rollouts for group in again.groups[::-1]] == [group.rollouts for group in results["old"].groups]
+    check = gate(engine, Publisher(models, "new"), models["draft"]).refit(1)
+    assert check.num_tensors > len(load_file(models["new"] / "model.safetensors"))  # the draft's too, and shards apart
+    results["new"] = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    for name, result in results.items():
+        assert result.acceptance is not None and result.acceptance.num_drafts > 0
+        model = Qwen3ForCausalLM.from_pretrained(models[name])
+        for group in result.groups:
+            for rollout in group.rollouts:
+                tokens = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
+                with torch.no_grad():
+                    logprobs = (model(tokens).logits[0, :-1] / SAMPLING.temperature).log_softmax(-1)
+                start = len(group.prompt.token_ids) - 1
+                own = logprobs[start:].gather(1, tokens[0, start + 1 :, None])[:, 0]
+                assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+
+
+def test_the_gate_names_a_shard_of_another_policy(engine: Any, models: dict[str, Path]) -> None:
+    with pytest.raises(RefitError, match=r"must hold policy version 2 to the last bit: \d+ of \d+ tensors differ"):
+        gate(engine, Publisher(models, "old"), models["draft"]).refit(2)

@@ -1,0 +1,49 @@
+"""Dealing a batch to data-parallel ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError
+from slipstream.policy.config import ParallelConfig
+from slipstream.policy.packing import plan_shards
+from slipstream.workers.shards import Shards
+
+
+def test_the_longest_go_first_to_whoever_has_the_fewest_tokens() -> None:
+    """9 to the first, 7 and 6 in turn to the second, then 5 to the first (9 < 13), 4 to the second (13 < 14)."""
+    assert plan_shards([4, 9, 6, 5, 7], 2) == [(1, 3), (0, 2, 4)]
+    assert plan_shards([3, 1, 2], 1) == [(0, 1, 2)]
+    assert plan_shards([3], 2) == [(0,), ()]
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
+def test_every_sequence_is_dealt_once_and_no_rank_waits_for_more_than_one_sequence(
+    lengths: list[int], num_ranks: int
+) -> None:
+    shards = plan_shards(lengths, num_ranks)
+    assert sorted(index for shard in shards for index in shard) == list(range(len(lengths)))
+    tokens = [sum(lengths[index] for index in shard) for shard in shards]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    if len(lengths) >= num_ranks:
+        assert all(shards)
+
+
+def test_answers_come_back_in_the_batchs_order() -> None:
+    sequences = ["aaaa", "bbbbbbbbb", "cccccc", "ddddd", "eeeeeee"]
+    shards = Shards.of(sequences, 2)
+    answers = [[sequences[index].upper() for index in indices] for indices in shards.indices]
+    assert shards.in_order(answers) == [sequence.upper() for sequence in sequences]
+
+
+def test_an_update_with_fewer_sequences_than_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"an update must have a sequence for each of 3 data-parallel ranks, got 2"):
+        Shards.of_update([[1, 2], [3, 4]], 3)
+
+
+def test_ranks_of_one_tensor_and_pipeline_group_share_a_data_rank() -> None:
+    """Megatron's order: tensor fastest, then data, then pipeline."""
+    layout = ParallelConfig(tensor=2, data=2, pipeline=2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
