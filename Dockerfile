@@ -4,9 +4,10 @@
 # scripts/setup.sh is what CI runs; on arm64 the lock file was resolved but never installed.
 FROM python:3.11.14-slim-bookworm
 
-# g++ compiles what torch.compile writes; numa and gomp are loaded by vLLM's CPU build.
+# g++ compiles what torch.compile writes; numa and gomp are loaded by vLLM's CPU build; tests/cluster makes its hosts
+# with iproute2, if it runs as root.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates g++ libgomp1 libnuma1 \
+    && apt-get install --yes --no-install-recommends ca-certificates g++ iproute2 libgomp1 libnuma1 \
     && rm -rf /var/lib/apt/lists/*
 
 ENV DO_NOT_TRACK=1 \

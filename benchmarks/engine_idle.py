@@ -26,10 +26,12 @@ from slipstream.rollout.gathering import gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
+from slipstream.workers.calls import Crew, Deadline, Worker, started
 from slipstream.workers.engines import RunningEngines
-from slipstream.workers.session import actor_environment, connect, wait_until_ready
+from slipstream.workers.session import actor_environment, connect
 
 _NUM_ENGINES = 2
+_STARTING = Deadline(900.0, "fixed")
 
 
 class PinnedEngine(VllmEngine):
@@ -65,9 +67,9 @@ def compare_dealing(run: FinishedRun, num_rounds: int) -> list[Comparison]:
     connect()
     for num_slots in (num_rollouts, max(grpo.group_size, num_rollouts // (3 * _NUM_ENGINES))):
         config = replace(run.recipe.engine, num_threads=1, max_num_seqs=num_slots)
-        with _pinned(run, config, cores[:_NUM_ENGINES]) as actors:
+        with _pinned(run, config, cores[:_NUM_ENGINES]) as crew:
             in_turn, by_length = _rounds(
-                actors, [prompts.batch(i) for i in range(num_rounds + 1)], sampling, grpo.group_size, num_slots
+                crew, [prompts.batch(i) for i in range(num_rounds + 1)], sampling, grpo.group_size, num_slots
             )
         found.append(
             Comparison(
@@ -89,37 +91,37 @@ def show_dealing(found: Sequence[Comparison], k: int) -> None:
 
 
 @contextmanager
-def _pinned(run: FinishedRun, config: EngineConfig, cores: Sequence[int]) -> Iterator[list[Any]]:
+def _pinned(run: FinishedRun, config: EngineConfig, cores: Sequence[int]) -> Iterator[Crew]:
     k = run.chosen_k
     draft = speculative_config(run.recipe.draft.method, run.draft, k) if k else None
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(process_environment(config))}}
     actor: Any = ray.remote(PinnedEngine).options(**options)
     actors = [actor.remote(core, run.policy, config=config, speculative_config=draft) for core in cores]
+    workers = [Worker(one, f"engine {index}") for index, one in enumerate(actors)]
     try:
-        wait_until_ready(actors)
-        yield actors
+        yield Crew(started(workers, _STARTING), _STARTING)
     finally:
         for one in actors:
             ray.kill(one)
 
 
 def _rounds(
-    actors: Sequence[Any],
+    crew: Crew,
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,
     num_slots: int,
 ) -> tuple[list[GenerationResult], list[GenerationResult]]:
     """Both ways by round; the first round warms up, and is the first that lengths are known of."""
-    lengths = SeenLengths()
+    lengths, num_engines = SeenLengths(), len(crew.workers)
     results: dict[str, list[GenerationResult]] = {"in turn": [], "by length": []}
     for number, prompts in enumerate(batches):
         requests = group_requests(prompts, group_size=group_size, seed=number)
         dealt = {
-            "in turn": Deal(shares=tuple(requests[i :: len(actors)] for i in range(len(actors))), queue=()),
-            "by length": deal(requests, lengths, num_engines=len(actors), num_slots=num_slots),
+            "in turn": Deal(shares=tuple(requests[i::num_engines] for i in range(num_engines)), queue=()),
+            "by length": deal(requests, lengths, num_engines=num_engines, num_slots=num_slots),
         }
         for way in sorted(dealt, reverse=number % 2 == 1):
-            results[way].append(joined(requests, gather(RunningEngines(actors, sampling), dealt[way])))
+            results[way].append(joined(requests, gather(RunningEngines(crew, sampling, way), dealt[way])))
         lengths.note(results["by length"][-1].groups)
     return results["in turn"][1:], results["by length"][1:]

@@ -36,6 +36,8 @@ from slipstream.types import Workload
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
+OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
+"""Fields of engine and learner that say how they are run, and change nothing that they compute."""
 _NO_INFLUENCE = ("name", "placement", "tracking", "tuning", "evaluation", "losslessness", "refit", "simulator")
 
 
@@ -171,8 +173,9 @@ class Recipe:
             values.pop(section)
         for key in ("num_steps", "checkpoint_every_steps"):
             values["grpo"].pop(key)
-        values["engine"].pop("num_kept_idle")
-        values["learner"].pop("num_kept_idle")
+        for section in ("engine", "learner"):
+            for key in OPERATION:
+                values[section].pop(key)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -91,6 +91,7 @@ class StepRecord:
     policy_version: int  # that generated the rollouts
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
+    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
     engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
     has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
 

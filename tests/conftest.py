@@ -39,7 +39,7 @@ def make_draft() -> Callable[[Path, Path, int], Path]:
     return _make_draft
 
 
-def _make_policy(path: Path, seed: int) -> Path:
+def _make_policy(path: Path, seed: int, *, num_key_value_heads: int = 1) -> Path:
     """A random Qwen3 with the character tokenizer, in HF format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -54,7 +54,7 @@ def _make_policy(path: Path, seed: int) -> Path:
         intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=False,

@@ -136,10 +136,17 @@ class LearnerConfig:
     dtype: Dtype = Dtype.FLOAT32
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_kept_idle: int = 0  # learners kept warm between the stages of one process: a start takes 8 s on a laptop
+    start_timeout_s: float = 600.0  # for all ranks to run and to have found one another
+    answer_timeout_s: float = 1800.0  # for anything that all ranks do together: a step, a checkpoint
+    max_restarts: int = 1  # of all ranks in one run after one was lost; each goes on from the last checkpoint
 
     def __post_init__(self) -> None:
         bound = self.max_tokens_per_microbatch
         require(bound > 0, "learner.max_tokens_per_microbatch", "must be > 0", bound)
+        for name in ("start_timeout_s", "answer_timeout_s"):
+            seconds: float = getattr(self, name)
+            require(seconds > 0, f"learner.{name}", "must be > 0", seconds)
+        require(self.max_restarts >= 0, "learner.max_restarts", "must be >= 0", self.max_restarts)
         chunk = self.logprob_chunk_tokens
         require(chunk is None or chunk > 0, "learner.logprob_chunk_tokens", "must be > 0 or null", chunk)
         kept = self.num_kept_idle

@@ -48,7 +48,9 @@ def initialize(
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(parallel)
         return
-    if not dist.is_initialized():
+    if not host.is_cpu_only():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+    if not dist.is_initialized():  # ranks on several hosts have met before: `rendezvous`
         _init_process_group(rank, world_size, master_address, master_port)
     with host.cuda_as_cpu():
         parallel_state.initialize_model_parallel(
@@ -59,8 +61,6 @@ def initialize(
 
 def _init_process_group(rank: int, world_size: int, master_address: str, master_port: int) -> None:
     backend = "gloo" if host.is_cpu_only() else "nccl"
-    if not host.is_cpu_only():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
     if world_size == 1:
         # Nobody to meet: no port, so that any number of single-rank learners run on one machine.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -95,6 +95,12 @@ class RefitGate:
         self._draft_expected = None if draft is None else self._draft_fingerprints(draft)
         self._num_refits = 0
 
+    def engines_changed(self) -> None:
+        """Some engines are new: what they hold is known from the next refit on, which is checked in full."""
+        self._channel.engines_changed()
+        self._states = self._engine.states()
+        self._num_refits = 0
+
     def refit(self, version: int) -> RefitCheck:
         """Bring the engines to the learner's present weights, as `version`.
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import xxhash
 
@@ -119,11 +119,26 @@ class SnapshotWriter:
                 require_space(self._directory, len(self._header) + num_bytes)
             size = len(self._header) + num_bytes
             with path.open("wb") as file:
+                _reserve(file, size)
                 file.write(self._header)
-                file.flush()
-                os.posix_fallocate(file.fileno(), 0, size)  # full now is an error here; full later would be a signal
             self._buffers[index] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         return self._buffers[index]
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Have the file system set the space aside: a write to a mapped page that it cannot give kills the process.
+
+    Raises:
+        OSError: there is too little.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        directory = Path(file.name).parent
+        free = shutil.disk_usage(directory).free
+        raise OSError(
+            error.errno, f"the weights need {size:,} bytes in {directory}, which has {free:,} free"
+        ) from error
 
 
 def bytes_digest(parts: Iterable[Tensor]) -> str:

@@ -41,12 +41,19 @@ class EngineConfig:
     num_engines: int = 1
     num_threads: int = 2  # CPU only
     num_kept_idle: int = 0  # engines kept warm between the stages of one process: each holds its memory
+    start_timeout_s: float = 900.0  # for an engine to load, compile and capture its graphs
+    answer_timeout_s: float = 3600.0  # for anything it is asked: a step's generation, a refit
+    max_restarts: int = 3  # of single engines in one run after they were lost; the learner goes on
 
     def __post_init__(self) -> None:
         require(self.max_model_len > 0, "engine.max_model_len", "must be > 0", self.max_model_len)
         require(self.max_num_seqs > 0, "engine.max_num_seqs", "must be > 0", self.max_num_seqs)
         require(self.tensor_parallel_size > 0, "engine.tensor_parallel_size", "must be > 0", self.tensor_parallel_size)
         require(self.num_engines > 0, "engine.num_engines", "must be > 0", self.num_engines)
+        for name in ("start_timeout_s", "answer_timeout_s"):
+            seconds: float = getattr(self, name)
+            require(seconds > 0, f"engine.{name}", "must be > 0", seconds)
+        require(self.max_restarts >= 0, "engine.max_restarts", "must be >= 0", self.max_restarts)
         require(self.num_kept_idle >= 0, "engine.num_kept_idle", "must be >= 0", self.num_kept_idle)
         require(
             0 < self.gpu_memory_utilization < 1,

@@ -20,12 +20,14 @@ class GenerationResult:
 
     `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
     and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
-    `generation_s` that engines spent without work, over all engines: 0 for a single one.
+    `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
+    engines that were lost and replaced since the call before.
     """
 
     groups: tuple[RolloutGroup, ...]
     acceptance: AcceptanceStats | None
     generation_s: float
+    num_engine_restarts: int = 0
     engine_idle_fraction: float = 0.0
 
 

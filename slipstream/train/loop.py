@@ -15,8 +15,7 @@ import numpy as np
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.records import StepRecord
-from slipstream.refit.gate import RefitGate
+from slipstream.records import RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
@@ -45,6 +44,14 @@ class Learner(Protocol):
         ...
 
 
+class Gate(Protocol):
+    """The way of new weights into the engine."""
+
+    def refit(self, version: int) -> RefitCheck:
+        """Bring the engine to the learner's present weights, or raise."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncLoop:
     """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
@@ -52,7 +59,7 @@ class SyncLoop:
     arm: Arm
     engine: Engine
     learner: Learner
-    gate: RefitGate
+    gate: Gate
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     config: GrpoConfig

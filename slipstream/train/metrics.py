@@ -70,6 +70,7 @@ def step_record(
         policy_version=rollouts[0].policy_version,
         draft_version=rollouts[0].draft_version,
         refit=refit,
+        num_engine_restarts=result.num_engine_restarts,
         engine_idle_fraction=result.engine_idle_fraction,
         has_logprob_pass=has_logprob_pass,
     )
@@ -84,6 +85,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "rollout/response_tokens": record.num_response_tokens,
         "rollout/tokens_per_s": record.num_response_tokens / record.times.generation_s,
         "rollout/truncated": record.num_truncated,
+        "rollout/engine_restarts": record.num_engine_restarts,
         "rollout/engine_idle_fraction": record.engine_idle_fraction,
         "train/reward": record.reward_mean,
         "train/reward_timeouts": record.num_reward_timeouts,

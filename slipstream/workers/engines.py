@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,112 +22,194 @@ from slipstream.rollout.gathering import Call, gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
+from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.engine_control import RayEngineControl
+from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.placement import Reservation, Start, reserved
-from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
+from slipstream.workers.session import actor_environment, own_node
 
 logger = logging.getLogger(__name__)
 
 
+class EngineProcess(VllmEngine):
+    """A rollout engine in an actor, on whichever host: it takes the driver's paths."""
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+        origin: str = "",
+    ) -> None:
+        """See `VllmEngine`; `origin` is the node whose files the paths name."""
+        if speculative_config is not None:
+            draft = here(Path(speculative_config["model"]), origin)
+            speculative_config = {**speculative_config, "model": str(draft)}
+        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
+        self._origin = origin
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
+        """See `VllmEngine.refit`."""
+        if draft is not None:
+            draft = here(draft, self._origin)
+        policy = here(policy, self._origin)
+        return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+
+
 class RemoteEngine:
-    """Rollout engines in processes of their own that share the prompts of each call: see `slipstream.rollout.dealing`.
+    """Rollout engines in processes of their own; `slipstream.rollout.dealing` says how they share a call's prompts."""
 
-    Args:
-        max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
-    """
+    def __init__(
+        self,
+        engines: Sequence[Worker],
+        deadline: Deadline,
+        *,
+        start: Callable[[int], Worker] | None = None,
+        max_num_seqs: int | None = None,
+    ) -> None:
+        """Speak to engines that run.
 
-    def __init__(self, actors: Sequence[Any], *, max_num_seqs: int | None = None) -> None:
-        self._actors = list(actors)
+        Args:
+            start: makes another engine in the place of a lost one; None leaves it lost.
+            max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
+        """
+        self._crew = Crew(engines, deadline)
+        self._deadline = deadline
+        self._start = start
+        self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
+
+    @property
+    def engines(self) -> tuple[Worker, ...]:
+        """The actors and where they run."""
+        return self._crew.workers
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
         """See `Engine.generate`."""
         requests = group_requests(prompts, group_size=group_size, seed=seed)
-        num_engines = len(self._actors)
+        num_engines = len(self.engines)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
-        result = joined(requests, gather(RunningEngines(self._actors, sampling), dealt))
+        result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
         self._lengths.note(result.groups)
         return result
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
-        return ray.get(self._actors[0].trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed))
+        return self._of_first(
+            "trace",
+            lambda engine: engine.trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed),
+        )
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
         """Refit every engine; returns what each holds when all have the new weights."""
-        return ray.get(
-            [
-                actor.refit.remote(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
-                for actor in self._actors
-            ]
+        self._policy_version = policy_version
+        return self._crew.ask(
+            self._of("refit"),
+            lambda engine: engine.refit.remote(
+                policy, policy_version=policy_version, draft=draft, draft_version=draft_version
+            ),
         )
 
     def locations(self) -> list[Location]:
         """Where each worker of each engine computes, engine by engine."""
-        return [place for places in ray.get([actor.locations.remote() for actor in self._actors]) for place in places]
+        return [place for places in self._locations() for place in places]
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
         """What a sender in another process steers all engines with."""
-        workers = [len(places) for places in ray.get([actor.locations.remote() for actor in self._actors])]
-        return RayEngineControl(self._actors, channel=channel, num_workers_each=workers[0], timeout_s=timeout_s)
+        actors = [engine.actor for engine in self.engines]
+        num_workers = len(self._locations()[0])
+        return RayEngineControl(actors, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
         """See `VllmEngine.adopt`; one state an engine."""
-        return ray.get(
-            [actor.adopt.remote(policy_version=policy_version, draft_version=draft_version) for actor in self._actors]
+        self._policy_version = policy_version
+        return self._crew.ask(
+            self._of("adopt"),
+            lambda engine: engine.adopt.remote(policy_version=policy_version, draft_version=draft_version),
         )
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
-        return ray.get(self._actors[0].weight_dtypes.remote(is_draft=is_draft))
+        return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
     def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
-        return ray.get([actor.weight_fingerprints.remote(is_draft=is_draft) for actor in self._actors])
+        return self._crew.ask(
+            self._of("weight_fingerprints"), lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft)
+        )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `VllmEngine.token_logprobs`; one answer an engine."""
-        return ray.get([actor.token_logprobs.remote(sequences) for actor in self._actors])
+        return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
         """See `VllmEngine.state`; one an engine."""
-        return ray.get([actor.state.remote() for actor in self._actors])
+        return self._crew.ask("state", lambda engine: engine.state.remote())
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        """Start another engine in the place of each of `lost`, with the weights that the first ones started with."""
+        assert self._start is not None, "only engines that `start_engine` made can be replaced"
+        engines = list(self.engines)
+        for index, engine in enumerate(engines):
+            if engine in lost:
+                ray.kill(engine.actor)
+                engines[index] = self._start(index)
+        self._crew = Crew(engines, self._deadline)
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
-        return is_alive(self._actors)
+        return is_alive(self.engines)
 
     def close(self) -> None:
         """End the engines' processes: vLLM frees its memory in no other way."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors.clear()
+        for engine in self.engines:
+            ray.kill(engine.actor)
+
+    def _locations(self) -> list[list[Location]]:
+        return self._crew.ask("locations", lambda engine: engine.locations.remote())
+
+    def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
+        first = self.engines[0]
+        return self._crew.gather(self._of(what), [(first, call(first.actor))])[0]
+
+    def _of(self, what: str) -> str:
+        return f"{what} with policy version {self._policy_version}"
 
 
 class RunningEngines:
     """The engines' actors during one generation, as `gather` sees them."""
 
-    def __init__(self, actors: Sequence[Any], sampling: SamplingConfig) -> None:
-        self._actors = actors
+    def __init__(self, crew: Crew, sampling: SamplingConfig, what: str) -> None:
+        self._crew = crew
         self._sampling = sampling
+        self._what = what
+        self._running: dict[Any, Worker] = {}
 
     def start(self, engine: int, call: Call) -> Any:
         """See `slipstream.rollout.gathering.Engines`."""
-        return self._actors[engine].generate.remote(
+        worker = self._crew.workers[engine]
+        started = worker.actor.generate.remote(
             call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
         )
+        self._running[started] = worker
+        return started
 
     def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
-        """See `slipstream.rollout.gathering.Engines`."""
-        done, _ = ray.wait(list(calls), num_returns=1)
-        return done[0], ray.get(done[0])
+        """See `slipstream.rollout.gathering.Engines`, and `answers` for errors."""
+        done = self._crew.first_of(self._what, [(self._running[call], call) for call in calls])
+        (portion,) = self._crew.gather(self._what, [(self._running.pop(done), done)])
+        return done, portion
 
 
 _ANYWHERE = Layout()
@@ -167,24 +249,38 @@ def _new_engine(
     policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
-    logger.info("starting an engine with k=%d", k)
-    reservation, actors = reserved(layout), []
-    for index in range(config.num_engines):
-        start = _start(reservation, index, config)
+    starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
+
+    def begin(index: int) -> Worker:
+        start = _start(reserved(layout), index, config)
         environment = actor_environment({**process_environment(config), **start.environment})
         # Learner and engine share the cores, in turn.
         options = {"num_cpus": 0, **start.place, "runtime_env": {"env_vars": environment}}
-        actor = ray.remote(VllmEngine).options(**options)
-        actors.append(
-            actor.remote(policy, config=config, speculative_config=speculative_config, executor=start.executor)
+        actor = (
+            ray.remote(EngineProcess)
+            .options(**options)
+            .remote(
+                policy,
+                config=config,
+                speculative_config=speculative_config,
+                executor=start.executor,
+                origin=own_node(),
+            )
         )
-    engine = RemoteEngine(actors, max_num_seqs=config.max_num_seqs)
-    try:
-        wait_until_ready(actors)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        return Worker(actor, f"engine {index}")
+
+    def replacement(index: int) -> Worker:
+        return started([begin(index)], starting)[0]
+
+    logger.info("starting an engine with k=%d", k)
+    open_stores()
+    engines = started([begin(index) for index in range(config.num_engines)], starting)
+    return RemoteEngine(
+        engines,
+        Deadline(config.answer_timeout_s, "engine.answer_timeout_s"),
+        start=replacement,
+        max_num_seqs=config.max_num_seqs,
+    )
 
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:

@@ -17,11 +17,13 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel import choice
+from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.files import here
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.policy.rendezvous import Rendezvous
     from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
     from slipstream.refit.channel.source import WeightSource
 
@@ -54,11 +57,17 @@ class LearnerProcess:
     they say of it, a row a sequence; the others have the same arguments on all ranks.
     """
 
-    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, master_port: int = 0) -> None:
+    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, origin: str = "") -> None:
+        """Not yet a member of the group of `world_size` ranks, see `join`.
+
+        Args:
+            origin: node whose files the paths name that are to be read; empty for this one.
+        """
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._master_port = master_port
+        self._origin = origin
+        self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
@@ -67,8 +76,30 @@ class LearnerProcess:
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
 
+    def listen(self, address: str) -> int:
+        """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
+        with uncollected():
+            from slipstream.policy.rendezvous import Rendezvous
+
+        self._rendezvous = Rendezvous.listen(address, world_size=self._world_size)
+        return self._rendezvous.port
+
+    def join(self, address: str, port: int, *, own_address: str) -> None:
+        """Form one process group with the others; returns when all are in it.
+
+        Args:
+            own_address: of this host: its network interface carries the collectives.
+        """
+        with uncollected():
+            from slipstream.policy.rendezvous import Rendezvous
+
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(address=address, port=port, world_size=self._world_size)
+        self._rendezvous.join(self._rank, own_address=own_address)
+
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
+        path = here(path, self._origin)
         self._policy = self._load(path, optimizer)
         self._sources.pop(_POLICY, None)
         self._reference = self._load(path, None) if with_reference else None
@@ -87,7 +118,6 @@ class LearnerProcess:
             optimizer=optimizer,
             rank=self._rank,
             world_size=self._world_size,
-            master_port=self._master_port,
         )
         self._sources.pop(_POLICY, None)
         return self._policy.architecture.num_parameters()
@@ -98,6 +128,10 @@ class LearnerProcess:
         self.close_stream()
         self._sources, self._snapshots = {}, {}
         gc.collect()
+
+    def sees(self, path: Path) -> bool:
+        """Whether `path` is there, on this host."""
+        return path.exists()
 
     def offload(self) -> int:
         """Give the policy's device memory back until `onload`; returns its bytes on this rank."""
@@ -189,8 +223,8 @@ class LearnerProcess:
         import torch
 
         if not torch.cuda.is_available():
-            return here()
-        return here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+            return choice.here()
+        return choice.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
     def weight_bytes(self) -> int:
         """Size of the policy as it is sent to engines; collective."""
@@ -231,7 +265,7 @@ class LearnerProcess:
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
-        self._loaded.save_hf(path, tokenizer_dir)
+        self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs, in the background."""
@@ -249,7 +283,7 @@ class LearnerProcess:
         """A fresh draft for the loaded policy; returns its number of trained parameters."""
         from slipstream.drafts.trainer import DraftTrainer
 
-        self._draft = DraftTrainer(policy, config, num_threads=self._config.num_threads)
+        self._draft = DraftTrainer(here(policy, self._origin), config, num_threads=self._config.num_threads)
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
@@ -339,7 +373,6 @@ class LearnerProcess:
             optimizer=optimizer,
             rank=self._rank,
             world_size=self._world_size,
-            master_port=self._master_port,
         )
 
 

@@ -6,7 +6,7 @@ what is asked of the whole learner is rank 0's answer.
 
 from __future__ import annotations
 
-import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
@@ -28,11 +29,13 @@ from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.engine_control import answers_of
+from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement import reserved
-from slipstream.workers.session import actor_environment, is_alive, wait_until_ready
+from slipstream.workers.session import actor_environment, own_node
 from slipstream.workers.shards import Shards
 
 if TYPE_CHECKING:
@@ -49,34 +52,35 @@ _GRACE_S = 30.0  # a sender has its own deadline, and names the engine that miss
 class RemoteLearner:
     """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
 
-    def __init__(self, ranks: Sequence[Any], layout: ParallelConfig) -> None:
-        self._ranks = list(ranks)
+    def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
+        self._crew = Crew(ranks, deadline)
         self._layout = layout
 
     @property
-    def ranks(self) -> tuple[Any, ...]:
-        """The actors, rank 0 first."""
-        return tuple(self._ranks)
+    def ranks(self) -> tuple[Worker, ...]:
+        """The actors and where they run, rank 0 first."""
+        return self._crew.workers
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy; returns the number of its parameters."""
-        return self._on_all(lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
+        return self._on_all("load", lambda rank: rank.load.remote(path, optimizer, with_reference=with_reference))
 
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of its parameters."""
-        return self._on_all(lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
+        return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
     def offload(self) -> int:
         """Give device memory back until `onload`: nothing else may be asked meanwhile; returns rank 0's bytes."""
-        return self._on_all(lambda rank: rank.offload.remote())
+        return self._on_all("offload", lambda rank: rank.offload.remote())
 
     def onload(self) -> None:
         """Take it again."""
-        self._on_all(lambda rank: rank.onload.remote())
+        self._on_all("onload", lambda rank: rank.onload.remote())
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
         answers = self._on_shards(
+            "lm_step",
             Shards.of_update(sequences, self._layout.data),
             lambda indices: (_rows(sequences, indices), [loss_starts[index] for index in indices]),
             lambda rank, data: rank.lm_step.remote(data, learning_rate=learning_rate),
@@ -86,21 +90,27 @@ class RemoteLearner:
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
         return self._by_sequence(
-            batch.token_ids, partial(part_of_batch, batch), lambda rank, data: rank.logprobs.remote(data, temperature)
+            _of("logprobs", batch),
+            batch.token_ids,
+            partial(part_of_batch, batch),
+            lambda rank, data: rank.logprobs.remote(data, temperature),
         )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
         """The same under the reference policy, None without one."""
         shards = Shards.of(batch.token_ids, self._layout.data)
         answers = self._on_shards(
-            shards, partial(part_of_batch, batch), lambda rank, data: rank.ref_logprobs.remote(data, temperature)
+            _of("ref_logprobs", batch),
+            shards,
+            partial(part_of_batch, batch),
+            lambda rank, data: rank.ref_logprobs.remote(data, temperature),
         )
         return None if answers[0] is None else shards.in_order(answers)
 
     def token_logprobs(self, sequences: Sequences) -> list[NDArray[np.float32]]:
         """Logprob of each token but the first, at temperature 1."""
         return self._by_sequence(
-            sequences, partial(_rows, sequences), lambda rank, data: rank.token_logprobs.remote(data)
+            "token_logprobs", sequences, partial(_rows, sequences), lambda rank, data: rank.token_logprobs.remote(data)
         )
 
     def conditionals(
@@ -108,6 +118,7 @@ class RemoteLearner:
     ) -> NDArray[np.float64]:
         """What the policy says about each response token."""
         by_sequence = self._by_sequence(
+            "conditionals",
             sequences,
             lambda indices: (_rows(sequences, indices), [prompt_lengths[index] for index in indices]),
             lambda rank, data: rank.conditionals.remote(data, sampling, seed=seed),
@@ -117,6 +128,7 @@ class RemoteLearner:
     def next_token_probabilities(self, prefixes: Sequences, sampling: SamplingConfig) -> NDArray[np.float64]:
         """The distribution that is sampled after each prefix."""
         by_prefix = self._by_sequence(
+            "next_token_probabilities",
             prefixes,
             partial(_rows, prefixes),
             lambda rank, data: rank.next_token_probabilities.remote(data, sampling),
@@ -127,133 +139,168 @@ class RemoteLearner:
         """One update of the policy."""
         shards = Shards.of_update(update.batch.token_ids, self._layout.data)
         answers: list[Trained] = self._on_shards(
-            shards, partial(part_of, update), lambda rank, data: rank.train_step.remote(data)
+            _of("train_step", update.batch),
+            shards,
+            partial(part_of, update),
+            lambda rank, data: rank.train_step.remote(data),
         )
         own = [answer.own_logprobs for answer in answers if answer.own_logprobs is not None]
         return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
 
     def locations(self) -> list[Location]:
         """Where each rank computes."""
-        return ray.get([rank.location.remote() for rank in self._ranks])
+        return self._crew.ask("location", lambda rank: rank.location.remote())
 
     def weight_bytes(self) -> int:
         """Size of the policy as it is sent to engines."""
-        return self._on_all(lambda rank: rank.weight_bytes.remote())
+        return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
 
     def publish(self, directory: Path, version: int) -> Snapshot:
         """Write the present weights for the engines."""
-        return self._on_all(lambda rank: rank.publish.remote(directory, version))
+        return self._on_all(
+            f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
+        )
 
     def publish_draft(self, directory: Path, version: int) -> Snapshot:
         """Write the draft's present weights for the engines."""
-        return self._on_all(lambda rank: rank.publish_draft.remote(directory, version))
+        return self._on_all("publish_draft", lambda rank: rank.publish_draft.remote(directory, version))
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
         """Join a channel with the engines. See `answers_of` for errors."""
-        calls = [rank.open_stream.remote(settings, engines) for rank in self._ranks]
+        calls = [rank.actor.open_stream.remote(settings, engines) for rank in self.ranks]
         answers_of(calls, names=self._names, action="open the weight channel", timeout_s=settings.timeout_s + _GRACE_S)
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
         """Send the policy, or the draft, to the engines that joined. See `answers_of` for errors."""
-        calls = [rank.stream.remote(is_draft=is_draft) for rank in self._ranks]
+        calls = [rank.actor.stream.remote(is_draft=is_draft) for rank in self.ranks]
         return answers_of(calls, names=self._names, action="send the weights", timeout_s=timeout_s + _GRACE_S)[0]
 
     def close_stream(self) -> None:
         """Leave the channel."""
-        self._on_all(lambda rank: rank.close_stream.remote())
+        self._on_all("close_stream", lambda rank: rank.close_stream.remote())
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         """Fingerprints that an engine with these types must have of every tensor of the policy."""
-        return weight_totals(ray.get([rank.weight_fingerprints.remote(dtypes) for rank in self._ranks]))
+        return weight_totals(
+            self._crew.ask("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes))
+        )
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
-        self._on_all(lambda rank: rank.save_hf.remote(path, tokenizer_dir))
+        self._require_shared(path)
+        self._on_all("save_hf", lambda rank: rank.save_hf.remote(path, tokenizer_dir))
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs, in the background; an error of that is raised by what comes next."""
-        self._on_all(lambda rank: rank.save_checkpoint.remote(path, extra))
+        self._require_shared(path)
+        self._on_all("save_checkpoint", lambda rank: rank.save_checkpoint.remote(path, extra))
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Wait for the checkpoint that is being written."""
-        ray.get([rank.finish_checkpoint.remote() for rank in self._ranks], timeout=timeout_s)
+        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), timeout_s=timeout_s)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
-        return self._on_all(lambda rank: rank.load_checkpoint.remote(path))
+        return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
     def start_draft(self, policy: Path, config: DraftConfig) -> int:
         """Make a fresh draft; returns its number of trained parameters."""
-        return self._on_all(lambda rank: rank.start_draft.remote(policy, config))
+        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
         """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
+        return self._on_all("hold_draft_chats", lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
         """One update of the draft; returns its loss."""
-        return self._on_all(lambda rank: rank.draft_step.remote(indices, config))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config))
 
     def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
         """Held-out acceptance of the draft."""
         data = self._shared(sequences)
-        return self._on_all(lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
+        return self._on_all("evaluate_draft", lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
-        self._on_all(lambda rank: rank.save_draft.remote(path))
+        self._require_shared(path)
+        self._on_all("save_draft", lambda rank: rank.save_draft.remote(path))
 
     def save_draft_checkpoint(self, path: Path) -> None:
         """Write what resumed draft training needs."""
-        self._on_all(lambda rank: rank.save_draft_checkpoint.remote(path))
+        self._require_shared(path)
+        self._on_all("save_draft_checkpoint", lambda rank: rank.save_draft_checkpoint.remote(path))
 
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
-        self._on_all(lambda rank: rank.load_draft_checkpoint.remote(path))
+        self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
     def release(self) -> None:
         """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
-        self._on_all(lambda rank: rank.release.remote())
+        self._on_all("release", lambda rank: rank.release.remote())
 
     def is_alive(self) -> bool:
         """Whether every rank's process still answers."""
-        return is_alive(self._ranks)
+        return is_alive(self.ranks)
 
     def close(self) -> None:
         """End the ranks' processes."""
-        for rank in self._ranks:
-            ray.kill(rank)
-        self._ranks.clear()
+        for rank in self.ranks:
+            ray.kill(rank.actor)
 
     @property
     def _names(self) -> list[str]:
-        return [f"learner rank {index}" for index in range(len(self._ranks))]
+        return [str(rank) for rank in self.ranks]
 
-    def _on_all(self, call: Callable[[Any], Any]) -> Any:
-        return ray.get([call(rank) for rank in self._ranks])[0]
+    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
+        return self._crew.ask(what, call)[0]
+
+    def _require_shared(self, path: Path) -> None:
+        """Ranks write what the driver reads, and one rank what another one does.
+
+        Raises:
+            ConfigError: a rank's host does not see the driver's directory.
+        """
+        if all(rank.node_id == own_node() for rank in self.ranks):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".seen-") as mark:
+            seen = self._crew.ask("sees", lambda rank: rank.sees.remote(Path(mark.name)))
+        blind = [str(rank) for rank, sees in zip(self.ranks, seen, strict=True) if not sees]
+        require(
+            not blind,
+            str(path.parent),
+            "must be on storage that all hosts of the learner share",
+            f"no such directory for {', '.join(blind)}",
+            "give the run another --root",
+        )
 
     def _on_shards(
-        self, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+        self, what: str, shards: Shards, part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
         """Hand each rank what `part` makes of its data-parallel rank's indices; one answer a data-parallel rank."""
         data = [part(indices) for indices in shards.indices]
         if self._layout.world_size > self._layout.data:  # several ranks read each share
             data = [ray.put(each) for each in data]
-        answers = ray.get([call(rank, data[self._layout.data_rank(i)]) for i, rank in enumerate(self._ranks)])
+        calls = [(rank, call(rank.actor, data[self._layout.data_rank(i)])) for i, rank in enumerate(self.ranks)]
+        answers = self._crew.gather(what, calls)
         first_stage = self._layout.tensor * self._layout.data
         return answers[: first_stage : self._layout.tensor]
 
     def _by_sequence(
-        self, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
+        self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
         """What the data-parallel ranks answer for each sequence, in order."""
         shards = Shards.of(sequences, self._layout.data)
-        return shards.in_order(self._on_shards(shards, part, call))
+        return shards.in_order(self._on_shards(what, shards, part, call))
 
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
-        return ray.put(value) if len(self._ranks) > 1 else value
+        return ray.put(value) if len(self.ranks) > 1 else value
+
+
+def _of(what: str, batch: TrainBatch) -> str:
+    return f"{what} of policy version {batch.policy_version}"
 
 
 _ANYWHERE = Layout()
@@ -280,29 +327,48 @@ def start_learner(config: LearnerConfig, *, layout: Layout = _ANYWHERE) -> Itera
 
 
 def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
-    world_size = config.parallel.world_size
+    world_size, reservation = config.parallel.world_size, reserved(layout)
+    if reservation is None:
+        return start_ranks(config, [{"num_gpus": 0}] * world_size)
+    return start_ranks(config, [reservation.learner_place(rank) for rank in range(world_size)])
+
+
+def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> RemoteLearner:
+    """Start the learner's ranks and bring them together, wherever they are.
+
+    Args:
+        places: Ray's options of each rank that decide where it runs.
+    """
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
-    reservation, port = reserved(layout), _free_port()
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
-    ranks = []
-    for rank in range(world_size):
-        place = {"num_gpus": 0} if reservation is None else reservation.learner_place(rank)
-        actor = ray.remote(LearnerProcess).options(**options, **place)
-        ranks.append(actor.remote(config, rank=rank, world_size=world_size, master_port=port))
-    learner = RemoteLearner(ranks, config.parallel)
+    actor = ray.remote(LearnerProcess)
+    starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
+    open_stores()
+    begun = [
+        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), origin=own_node())
+        for rank, place in enumerate(places)
+    ]
+    ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)
+    answering = Deadline(config.answer_timeout_s, "learner.answer_timeout_s")
+    learner = RemoteLearner(ranks, config.parallel, answering)
     try:
-        wait_until_ready(learner.ranks)
+        _join(ranks, starting)
     except BaseException:
         learner.close()
         raise
     return learner
 
 
+def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
+    """Have the ranks form one process group: rank 0 listens on its own host, the others connect there."""
+    if len(ranks) == 1:
+        return
+    first = Crew(ranks[:1], deadline)
+    (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
+    crew = Crew(ranks, deadline)
+    calls = [(rank, rank.actor.join.remote(ranks[0].host, port, own_address=rank.host)) for rank in ranks]
+    crew.gather("join", calls)
+
+
 def _rows(sequences: Sequences, indices: Sequence[int]) -> Ragged:
     return Ragged.of([sequences[index] for index in indices], np.int32)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +36,17 @@ def connect() -> None:
     ray.init(include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **quiet)
 
 
-def wait_until_ready(actors: Sequence[Any]) -> None:
-    """An actor that is still starting would put its start on the clock of whoever calls it first."""
-    ray.get([actor.__ray_ready__.remote() for actor in actors])
-
-
-def is_alive(actors: Sequence[Any]) -> bool:
-    """Whether every actor's process still answers."""
-    try:
-        wait_until_ready(actors)
-    except RayActorError:
-        return False
-    return True
-
-
 def actor_environment(own: dict[str, str]) -> dict[str, str]:
     """Environment variables of an actor: what this process hands on, and the actor's `own`."""
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {**passed_on, **own}
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """On that node and on no other."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def own_node() -> str:
+    """Ray's id of the node that this process runs on."""
+    return ray.get_runtime_context().get_node_id()

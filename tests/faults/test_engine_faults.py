@@ -66,6 +66,7 @@ def bench(
 
     from slipstream.policy.config import LearnerConfig
     from slipstream.rollout.vllm_engine import process_environment
+    from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine, start_engine
     from slipstream.workers.learner_process import LearnerProcess
     from tests.faults.faulty_engine import FaultyEngine
@@ -89,7 +90,7 @@ def bench(
     speculative = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
     remote: Any = ray.remote(FaultyEngine)
     actor = remote.options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
-    engine = RemoteEngine([actor])
+    engine = RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s"))
     ray.get(actor.__ray_ready__.remote())
     yield Bench(engine=engine, actor=actor, models=models, exact=exact, baseline=baseline)
     engine.close()
@@ -235,6 +236,9 @@ class Publisher:
             num_bytes=path.stat().st_size,
             origin=str(path),
         )
+
+    def engines_changed(self) -> None:
+        """All engines read where they are told to."""
 
     def refit(self, path: Path, *, policy_version: int) -> list[EngineState]:
         """The engine's own."""

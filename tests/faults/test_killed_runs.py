@@ -54,7 +54,7 @@ class MortalEngine:
 
         self._calls_left -= 1
         if self._calls_left == 0:
-            threading.Timer(0.02, ray.kill, [self._engine._actors[0]]).start()
+            threading.Timer(0.02, ray.kill, [self._engine.engines[0].actor]).start()
         return self._engine.generate(*args, **kwargs)
 
 
@@ -121,13 +121,29 @@ def assert_equal(resumed: ArmRecord, whole: ArmRecord) -> None:
     assert any(step.train.grad_norm > 0 for step in whole.steps), "some step must have learned something"
 
 
-def test_a_run_whose_engine_is_killed_while_it_generates_stops_and_resumes(
+def without_restarts(recipe: Recipe) -> Recipe:
+    return replace(
+        recipe, engine=replace(recipe.engine, max_restarts=0), learner=replace(recipe.learner, max_restarts=0)
+    )
+
+
+def test_a_run_whose_engine_is_killed_while_it_generates_goes_on_with_another_and_ends_equal(
+    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    record = train_arm(recipe, policy, tmp_path, engine_dies_at_call=4)
+
+    assert_equal(record, whole[0])
+    assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 1]
+    assert "engine 0 on 127.0.0.1 died during generate with policy version 3" in caplog.text
+
+
+def test_a_run_that_may_replace_no_engine_stops_when_one_is_killed_and_resumes(
     tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path]
 ) -> None:
-    from ray.exceptions import RayActorError
+    from slipstream.workers.calls import LostWorkerError
 
-    with pytest.raises(RayActorError):
-        train_arm(recipe, policy, tmp_path, engine_dies_at_call=4)
+    with pytest.raises(LostWorkerError, match=r"engine 0 on 127\.0\.0\.1 died during generate with policy version 3"):
+        train_arm(without_restarts(recipe), policy, tmp_path, engine_dies_at_call=4)
 
     assert_equal(train_arm(recipe, policy, tmp_path), whole[0])
 
@@ -149,13 +165,20 @@ def test_a_run_that_dies_between_optimizer_step_and_checkpoint_repeats_that_step
     assert_equal(resumed, whole[0])
 
 
+@pytest.mark.parametrize("restarts", [True, False], ids=["restarted", "resumed"])
 def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_repeats_that_step_alike(
-    tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    recipe: Recipe,
+    policy: Path,
+    whole: tuple[ArmRecord, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: bool,
 ) -> None:
     import ray
     from ray.exceptions import RayActorError
 
     from slipstream.train import arm
+    from slipstream.workers.calls import LostWorkerError
     from slipstream.workers.learners import RemoteLearner
 
     learners: list[RemoteLearner] = []
@@ -168,16 +191,20 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
             yield learner
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        if step == 3:  # updated; the checkpoint would come next
-            rank = learners[0].ranks[0]
+        if step == 3 and len(learners) == 1:  # updated; the checkpoint would come next
+            rank = learners[0].ranks[0].actor
             ray.kill(rank)  # asks only: the loop goes on when it is dead
             with pytest.raises(RayActorError):
                 while True:
                     ray.get(rank.__ray_ready__.remote())
 
     monkeypatch.setattr(arm, "start_learner", noted)
-    with pytest.raises(RayActorError):
-        train_arm(recipe, policy, tmp_path, log=log)
+    if restarts:
+        assert_equal(train_arm(recipe, policy, tmp_path, log=log), whole[0])
+        assert len(learners) == 2
+        return
+    with pytest.raises(LostWorkerError, match=r"learner rank 0 on 127\.0\.0\.1 died during save_checkpoint"):
+        train_arm(without_restarts(recipe), policy, tmp_path, log=log)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
     assert_equal(train_arm(recipe, policy, tmp_path), whole[0])

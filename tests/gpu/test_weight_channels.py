@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.policy.config import LearnerConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.gate import RefitGate
@@ -36,20 +36,23 @@ def _ends(models: Mapping[str, Path], *, share: bool) -> Iterator[tuple[Any, Any
     import ray
 
     from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+    from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine
     from slipstream.workers.learner_process import LearnerProcess
     from slipstream.workers.learners import RemoteLearner
     from slipstream.workers.session import actor_environment
 
-    part = 0.5 if share else 1.0
+    part, deadline = 0.5 if share else 1.0, Deadline(300.0, "fixed")
     environment = {"env_vars": actor_environment(process_environment(ENGINE))}
     engine: Any = ray.remote(VllmEngine).options(num_gpus=part, runtime_env=environment)
-    engines = RemoteEngine([engine.remote(models["old"], config=ENGINE, speculative_config=None)])
+    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None)
+    engines = RemoteEngine([Worker(actor, "engine 0")], deadline)
     learner: Any = None
     try:
         engines.states()  # it measures the free memory first
         process: Any = ray.remote(LearnerProcess).options(num_gpus=part)
-        learner = RemoteLearner([process.remote(LearnerConfig(dtype=Dtype.BFLOAT16))])
+        rank = Worker(process.remote(LearnerConfig(dtype=Dtype.BFLOAT16)), "learner rank 0")
+        learner = RemoteLearner([rank], ParallelConfig(), deadline)
         learner.load(models["new"], None)
         yield learner, engines
     finally:

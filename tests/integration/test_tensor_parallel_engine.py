@@ -78,6 +78,9 @@ class Publisher:
             origin=str(self.path),
         )
 
+    def engines_changed(self) -> None:
+        """All engines read where they are told to."""
+
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
         return weight_totals([self.process.weight_fingerprints(dtypes)])
 

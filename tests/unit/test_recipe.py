@@ -195,6 +195,8 @@ def test_a_recipe_without_workloads_is_whole(tmp_path: Path) -> None:
         ({"grpo": {"num_steps": 99}}, True),
         ({"grpo": {"checkpoint_every_steps": 9}}, True),
         ({"engine": {"num_kept_idle": 9}}, True),
+        ({"engine": {"answer_timeout_s": 9, "start_timeout_s": 9, "max_restarts": 9}}, True),
+        ({"learner": {"answer_timeout_s": 9, "start_timeout_s": 9, "max_restarts": 9}}, True),
         ({"grpo": {"seed": 9}}, False),
         ({"engine": {"max_num_seqs": 9}}, False),
         ({"reward": {"timeout_s": 9}}, False),

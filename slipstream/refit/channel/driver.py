@@ -46,6 +46,10 @@ class WeightChannel(Protocol):
         """
         ...
 
+    def engines_changed(self) -> None:
+        """Some engines are new, and have not joined."""
+        ...
+
 
 class SendingLearner(Protocol):
     """The learner's ranks, as far as channels need them; each call is made on all ranks."""
@@ -133,6 +137,9 @@ class SharedMemoryChannel:
             origin=policy.path,
         )
 
+    def engines_changed(self) -> None:
+        """See `WeightChannel.engines_changed`: whoever is told where the file is reads it."""
+
 
 class StreamChannel:
     """gloo, NCCL and IPC: the learner's ranks send, and steer the engines while they do."""
@@ -147,8 +154,13 @@ class StreamChannel:
         self._engines = engines
         self._channel = channel
         self._timeout_s = config.timeout_s
-        settings = StreamSettings(channel=channel, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s)
-        learner.open_stream(settings, engines.control(channel, timeout_s=config.timeout_s))
+        self._settings = StreamSettings(channel=channel, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s)
+        self.engines_changed()
+
+    def engines_changed(self) -> None:
+        """See `WeightChannel.engines_changed`: all of them join anew."""
+        engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
+        self._learner.open_stream(self._settings, engines)
 
     def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
         """See `WeightChannel.send`."""

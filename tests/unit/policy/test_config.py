@@ -98,6 +98,9 @@ def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:
     ("values", "message"),
     [
         ({"max_tokens_per_microbatch": 0}, "learner.max_tokens_per_microbatch must be > 0, got 0"),
+        ({"start_timeout_s": 0.0}, "learner.start_timeout_s must be > 0, got 0.0"),
+        ({"answer_timeout_s": 0.0}, "learner.answer_timeout_s must be > 0, got 0.0"),
+        ({"max_restarts": -1}, "learner.max_restarts must be >= 0, got -1"),
         ({"num_threads": 0}, "learner.num_threads must be > 0 or null, got 0"),
         ({"num_kept_idle": -1}, "learner.num_kept_idle must be >= 0, got -1"),
     ],
@@ -109,5 +112,5 @@ def test_a_learner_outside_its_bounds_is_refused(
 
 
 def test_a_learner_on_its_bounds_is_taken() -> None:
-    assert LearnerConfig(max_tokens_per_microbatch=1, num_threads=1).num_threads == 1
+    assert LearnerConfig(max_tokens_per_microbatch=1, num_threads=1, max_restarts=0).num_threads == 1
     assert LearnerConfig(num_threads=None).num_threads is None

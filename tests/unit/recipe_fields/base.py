@@ -136,6 +136,7 @@ class NotedEngine:
 
     def __init__(self, *, hidden: bool = False) -> None:
         self.calls: list[Any] = []
+        self.engines: tuple[Any, ...] = ()
         self.hidden, self.version, self.num_resets = hidden, 0, 0
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from slipstream.grpo.loss import policy_loss
@@ -20,8 +21,10 @@ from slipstream.refit.channel.sender import Sent
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
+from slipstream.rollout.engine import GenerationResult
 from slipstream.train import arm
-from slipstream.types import Arm
+from slipstream.types import Arm, Prompt
+from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
 from tests.unit.recipe_fields.policy import megatron_optimizer
 
@@ -86,9 +89,37 @@ class NotedLearner:
         """The end."""
 
 
-def trained(recipe: Recipe, tools: Tools, *, hidden: bool = False) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
+class LostEngine(NotedEngine):
+    """Is lost whenever it generates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines = (Worker(None, "engine 0"),)
+
+    def generate(self, prompts: Sequence[Prompt], **_: Any) -> GenerationResult:
+        raise LostWorkerError("engine 0 died", self.engines)
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        self.calls.append("replaced")
+
+
+class LostLearner(NotedLearner):
+    """Is lost whenever it learns."""
+
+    def train_step(self, update: Any) -> Trained:
+        raise LostWorkerError("learner rank 0 died", [Worker(None, "learner rank 0")])
+
+
+def trained(
+    recipe: Recipe,
+    tools: Tools,
+    *,
+    hidden: bool = False,
+    engine: NotedEngine | None = None,
+    learner: NotedLearner | None = None,
+) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
     """One arm of training between an engine and a learner that note what they are asked, and a pool that does."""
-    engine, learner, pools = NotedEngine(hidden=hidden), NotedLearner(), []
+    engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
 
     class Pool:
         def __init__(self, **settings: Any) -> None:
@@ -172,6 +203,22 @@ def training_channel(recipe: Recipe, tools: Tools) -> object:
     return trained(recipe, tools)[1].channels
 
 
+def engine_restarts(recipe: Recipe, tools: Tools) -> object:
+    """How often a lost engine is replaced."""
+    engine = LostEngine()
+    with pytest.raises(LostWorkerError):
+        trained(recipe, tools, engine=engine)
+    return engine.calls.count("replaced")
+
+
+def learner_restarts(recipe: Recipe, tools: Tools) -> object:
+    """How often a lost learner starts anew."""
+    learner, engine = LostLearner(), NotedEngine()
+    with pytest.raises(LostWorkerError):
+        trained(recipe, tools, learner=learner, engine=engine)
+    return len(learner.loads)
+
+
 def reward_workers(recipe: Recipe, tools: Tools) -> object:
     return trained(recipe, tools)[3]
 
@@ -203,6 +250,8 @@ CHECKS = {
     "refit.channel": Check("gloo", training_channel),
     "refit.bucket_mib": Check(1.0, training_channel, OVER_GLOO),
     "refit.timeout_s": Check(5.0, training_channel, OVER_GLOO),
+    "engine.max_restarts": Check(1, engine_restarts),
+    "learner.max_restarts": Check(2, learner_restarts),
     "refit.check_every_steps": Check(2, training_calls),
     "refit.max_probe_difference": Check(0.01, training_checks),
     "reward.timeout_s": Check(1.0, reward_workers),

@@ -52,25 +52,27 @@ class FakeRay:
 
         def made(*args: Any, **kwargs: Any) -> Any:
             self.made.append((kind.__name__, args, kwargs))
-            return SimpleNamespace(release=SimpleNamespace(remote=lambda: None))
+            method = SimpleNamespace(remote=lambda *args, **kwargs: None)
+            return SimpleNamespace(listen=method, join=method)
 
         return SimpleNamespace(options=options)
-
-    def get(self, answers: list[Any]) -> list[Any]:
-        return answers
 
     def kill(self, actor: Any) -> None:
         """Nothing lives."""
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    """How many engines start, how long they may wait for their GPUs, and how many are kept afterwards."""
+    """How many engines start and are kept, and how long their GPUs, their start and their answers may take."""
     ray, kept, seen = FakeRay(), [], []
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
-    tools.patch.setattr(engines, "wait_until_ready", lambda actors: None)
+    tools.patch.setattr(engines, "own_node", lambda: "node")
+    tools.patch.setattr(engines, "open_stores", lambda: None)
+    tools.patch.setattr(engines, "started", started(seen))
     tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
-    idle = SimpleNamespace(take=lambda key: None, put=lambda key, engine, capacity: kept.append(capacity))
+    idle = SimpleNamespace(
+        take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
+    )
     tools.patch.setattr(engines, "_idle_engines", idle)
     with support.recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
@@ -78,15 +80,41 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:
-    """The learner's ranks, their environment, and how many learners are kept afterwards."""
-    ray, kept = FakeRay(), []
+    """The learner's ranks, their environment and patience, and how many learners are kept afterwards."""
+    ray, kept, patience = FakeRay(), [], []
     tools.patch.setattr(learners, "ray", ray)
-    tools.patch.setattr(learners, "wait_until_ready", lambda actors: None)
+    tools.patch.setattr(learners, "own_node", lambda: "node")
+    tools.patch.setattr(learners, "open_stores", lambda: None)
+    tools.patch.setattr(learners, "started", started(patience))
+    tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))
     tools.patch.setattr(learners, "_idle_learners", idle)
     with learners.start_learner(recipe.learner, layout=recipe.layout):
         ranks = [(made["rank"], made["world_size"]) for _, _, made in ray.made]
-    return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS"), kept
+    return ranks, ray.options[0]["runtime_env"]["env_vars"].get("OMP_NUM_THREADS"), kept, patience
+
+
+def started(patience: list[Any]) -> Any:
+    """Workers that have started, as soon as they were asked to."""
+
+    def answer(workers: list[Any], deadline: Any) -> list[Any]:
+        patience.append(deadline)
+        return workers
+
+    return answer
+
+
+class NotedCrew:
+    """Answers whatever it is asked with nothing much, and notes how long it would have waited."""
+
+    def __init__(self, patience: list[Any], deadline: Any) -> None:
+        patience.append(deadline)
+
+    def ask(self, what: str, call: Any) -> list[Any]:
+        return [0]
+
+    def gather(self, what: str, calls: Any) -> list[Any]:
+        return []
 
 
 def plan(recipe: Recipe, _: Tools) -> object:
@@ -133,8 +161,12 @@ CHECKS = {
     "engine.num_threads": Check(1, engine_arguments),
     "engine.num_engines": Check(2, started_engines),
     "engine.num_kept_idle": Check(0, started_engines),
+    "engine.start_timeout_s": Check(30.0, started_engines),
+    "engine.answer_timeout_s": Check(30.0, started_engines),
     "sampling.max_response_tokens": Check(100, engine_arguments),
     "learner.num_threads": Check(1, started_learner),
     "learner.num_kept_idle": Check(0, started_learner),
+    "learner.start_timeout_s": Check(30.0, started_learner),
+    "learner.answer_timeout_s": Check(30.0, started_learner),
     "learner.parallel.data": Check(2, started_learner),
 }

@@ -103,6 +103,9 @@ class Channel:
             origin=f"weights {policy_version}",
         )
 
+    def engines_changed(self) -> None:
+        self.engine.asked.append(("engines changed",))
+
 
 def gate(
     engine: Engines,

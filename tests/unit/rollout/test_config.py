@@ -44,6 +44,9 @@ def test_sampling_on_its_bounds_is_taken() -> None:
         ({"tensor_parallel_size": 0}, "engine.tensor_parallel_size must be > 0, got 0"),
         ({"num_engines": 0}, "engine.num_engines must be > 0, got 0"),
         ({"num_kept_idle": -1}, "engine.num_kept_idle must be >= 0, got -1"),
+        ({"start_timeout_s": 0.0}, "engine.start_timeout_s must be > 0, got 0.0"),
+        ({"answer_timeout_s": 0.0}, "engine.answer_timeout_s must be > 0, got 0.0"),
+        ({"max_restarts": -1}, "engine.max_restarts must be >= 0, got -1"),
         ({"gpu_memory_utilization": 0.0}, "engine.gpu_memory_utilization must lie in (0, 1), got 0.0"),
         ({"gpu_memory_utilization": 1.0}, "engine.gpu_memory_utilization must lie in (0, 1), got 1.0"),
     ],
@@ -55,5 +58,5 @@ def test_an_engine_outside_its_bounds_is_refused(
 
 
 def test_an_engine_on_its_bounds_is_taken() -> None:
-    config = Engine(tensor_parallel_size=1, num_engines=1, num_kept_idle=0, gpu_memory_utilization=0.5)
+    config = Engine(tensor_parallel_size=1, num_engines=1, num_kept_idle=0, gpu_memory_utilization=0.5, max_restarts=0)
     assert (config.max_model_len, config.max_num_seqs) == (1, 1)

@@ -147,6 +147,9 @@ class NotingChannel:
             states=self.engine.take(policy_version), digest=digest, num_bytes=4, origin=f"weights {policy_version}"
         )
 
+    def engines_changed(self) -> None:
+        raise AssertionError("no engine is replaced here")
+
 
 def _rollout(prompt: Prompt, version: int, draft_version: int | None) -> Rollout:
     return Rollout(

@@ -29,6 +29,7 @@ STEP = StepRecord(
     policy_version=10,
     draft_version=None,
     refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
+    num_engine_restarts=12,
     engine_idle_fraction=0.25,
 )
 ACCEPTANCE = AcceptanceStats(
@@ -50,6 +51,7 @@ METRICS = {
     "rollout/response_tokens": 100,
     "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
     "rollout/truncated": 3,
+    "rollout/engine_restarts": 12,
     "rollout/engine_idle_fraction": 0.25,
     "train/reward": 0.125,
     "train/reward_timeouts": 5,
@@ -123,7 +125,9 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         6,
         STEP.times,
         STEP.refit,
-        result=GenerationResult(groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, engine_idle_fraction=0.25),
+        result=GenerationResult(
+            groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
+        ),
         rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
         train=STEP.train,
         mismatch=STEP.mismatch,

@@ -1,0 +1,78 @@
+"""Where the ranks of a learner meet: rank 0 opens a port on its own host, the others connect to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from slipstream.config import require
+
+
+class Rendezvous:
+    """A place to meet. Rank 0 makes it with `listen`, the others from its address and port."""
+
+    def __init__(self, *, address: str, port: int, world_size: int, store: TCPStore | None = None) -> None:
+        self.address = address
+        self.port = port
+        self._world_size = world_size
+        self._store = store
+
+    @classmethod
+    def listen(cls, address: str, *, world_size: int) -> Rendezvous:
+        """Open a port of `address` that the system chooses: it is ours from its choice on, so nothing can clash."""
+        listening = socket.create_server((address, 0))
+        port = int(listening.getsockname()[1])
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        return cls(address=address, port=port, world_size=world_size, store=store)
+
+    def join(self, rank: int, *, own_address: str) -> None:
+        """Form the process group; returns when all ranks are in it.
+
+        Args:
+            own_address: of this host, whose network interface gloo then uses; it would else ask for the host's name,
+                which many containers resolve to 127.0.0.1. `GLOO_SOCKET_IFNAME` goes before.
+        """
+        store = self._store or TCPStore(self.address, self.port, self._world_size, is_master=False)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=self._world_size)
+
+
+class Address(NamedTuple):
+    """What is needed of psutil's."""
+
+    address: str
+
+
+def interface_of(address: str, interfaces: Mapping[str, Iterable[Address]] | None = None) -> str:
+    """Name of the network interface that has `address`.
+
+    Args:
+        interfaces: this host's addresses by interface, as psutil gives them.
+    Raises:
+        ConfigError: none has it.
+    """
+    known = psutil.net_if_addrs() if interfaces is None else interfaces
+    found = [name for name, each in known.items() if address in (entry.address for entry in each)]
+    require(
+        bool(found),
+        "the node's address",
+        f"must be one of this host's interfaces {', '.join(known)}",
+        address,
+        "start its Ray node with --node-ip-address of an interface that the other hosts reach",
+    )
+    return found[0]

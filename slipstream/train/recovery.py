@@ -1,0 +1,101 @@
+"""Engines that outlive the loss of one: it is replaced and refitted, and what the loop asked for is asked again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from slipstream.records import RefitCheck
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Engine, GenerationResult
+from slipstream.types import Prompt
+from slipstream.workers.calls import LostWorkerError, Worker
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ReplaceableEngines(Engine, Protocol):
+    """Engines of which single ones can be replaced."""
+
+    @property
+    def engines(self) -> Sequence[Worker]:
+        """Where they run."""
+        ...
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        """Start another one in the place of each of `lost`."""
+        ...
+
+
+class Gate(Protocol):
+    """What `RefitGate` does."""
+
+    def refit(self, version: int) -> RefitCheck:
+        """Bring all engines to the learner's present weights."""
+        ...
+
+    def engines_changed(self) -> None:
+        """Take note of new engines."""
+        ...
+
+
+class LastingEngines:
+    """What the loop sees of the engines and of the gate: to it none is ever lost, until too many were.
+
+    A step's rollouts are drawn again by all engines, from the same seed and weights: the step is the one that it would
+    have been. A lost rank of the learner is not mended here, for its weights are gone.
+    """
+
+    def __init__(self, engines: ReplaceableEngines, gate: Gate, *, max_restarts: int) -> None:
+        self._engines = engines
+        self._gate = gate
+        self._max_restarts = max_restarts
+        self._num_restarts = 0
+        self._num_reported = 0
+        self._version = 0
+
+    def refit(self, version: int) -> RefitCheck:
+        """See `RefitGate.refit`.
+
+        Raises:
+            LostWorkerError: more engines were lost than may be, or a rank of the learner.
+        """
+        self._version = version
+        return self._lasting(lambda: self._gate.refit(version), refit_anew=False)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        """See `Engine.generate`; errors as of `refit`."""
+        result = self._lasting(
+            lambda: self._engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed),
+            refit_anew=True,
+        )
+        num_restarts = self._num_restarts - self._num_reported
+        self._num_reported = self._num_restarts
+        return replace(result, num_engine_restarts=num_restarts)
+
+    def _lasting(self, call: Callable[[], T], *, refit_anew: bool) -> T:
+        replaced = False
+        while True:
+            try:
+                if replaced and refit_anew:
+                    self._gate.refit(self._version)
+                return call()
+            except LostWorkerError as error:
+                self._replace(error)
+                replaced = True
+
+    def _replace(self, error: LostWorkerError) -> None:
+        running = [engine.name for engine in self._engines.engines]
+        lost = [worker for worker in error.workers if worker.name in running]
+        if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self._max_restarts:
+            raise error
+        self._num_restarts += len(lost)
+        logger.error("%s; restart %d of at most %d in this run", error, self._num_restarts, self._max_restarts)
+        self._engines.replace(lost)
+        self._gate.engines_changed()

@@ -1,0 +1,252 @@
+"""Waiting for other processes: every wait has a deadline, and its end says who failed on which host, doing what.
+
+The first failure that is seen is seldom the cause: when one rank of a learner dies, the others fail in the collective
+that they share with it. So an error that may be such a consequence is held back until the cause had time to show.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from slipstream.workers.session import actor_environment, on_node, own_node
+
+UNKNOWN_HOST = "a host not known yet"
+_CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
+_PROBE_S = 15.0  # for a host to say how a process of it does
+_RUNNING = frozenset({"running", "sleeping", "disk-sleep", "idle"})
+
+
+class LostWorkerError(RuntimeError):
+    """A process of the run died, or does not answer: what it held is lost, and what shared a collective with it stuck.
+
+    Attributes:
+        workers: those that are lost.
+    """
+
+    def __init__(self, message: str, workers: Sequence[Worker]) -> None:
+        super().__init__(message)
+        self.workers = tuple(workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """An actor, and how people call it: `engine 0`, `learner rank 3`."""
+
+    actor: Any = field(compare=False)
+    name: str
+    host: str = UNKNOWN_HOST  # address of its node
+    node_id: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long an answer may take, and the field that says so."""
+
+    seconds: float
+    field: str
+
+
+_ALIVE = Deadline(10.0, "fixed")  # an idle process has nothing else to do
+
+
+class Backend(Protocol):
+    """What is needed of Ray."""
+
+    def wait(self, refs: list[Any], /, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        """The refs that are there within `timeout` seconds, at most `num_returns`, and the others."""
+        ...
+
+    def get(self, ref: Any, /) -> Any:
+        """The answer, or the error of who should have given it."""
+        ...
+
+
+StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
+
+
+class Crew:
+    """Workers that are asked together, and what they did last."""
+
+    def __init__(self, workers: Sequence[Worker], deadline: Deadline) -> None:
+        self.workers = tuple(workers)
+        self.last_done = "nothing yet"
+        self._deadline = deadline
+
+    def ask(self, what: str, call: Callable[[Any], Any], *, timeout_s: float | None = None) -> list[Any]:
+        """Call all of them at once; the answers in their order. See `answers` for errors.
+
+        Args:
+            timeout_s: a deadline of this call's own.
+        """
+        calls = [(worker, call(worker.actor)) for worker in self.workers]
+        if timeout_s is None:
+            return self.gather(what, calls)
+        return answers(calls, what=what, deadline=Deadline(timeout_s, "fixed"), last_done=self.last_done)
+
+    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
+        """Of calls that were made to some of them the one that is answered first.
+
+        Raises:
+            LostWorkerError: none is before the deadline.
+        """
+        done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self._deadline.seconds)
+        if done:
+            return done[0]
+        raise _silent([worker for worker, _ in calls], what, self.last_done, self._deadline, process_states)
+
+    def gather(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> list[Any]:
+        """The answers to calls that were made to some of them."""
+        found = answers(calls, what=what, deadline=self._deadline, last_done=self.last_done)
+        self.last_done = what
+        return found
+
+
+def answers(
+    calls: Sequence[tuple[Worker, Any]],
+    *,
+    what: str,
+    deadline: Deadline,
+    last_done: str = "nothing yet",
+    cause_s: float = _CAUSE_S,
+    backend: Backend = ray,
+    states_of: StatesOf | None = None,
+) -> list[Any]:
+    """Wait for the answers to `calls`, which belong together: workers and what Ray gave for calling them.
+
+    Args:
+        what: what they are doing, for the error.
+        last_done: what they did before that.
+        cause_s: how long a RuntimeError of one of several is held back: another's death may be its cause.
+        states_of: what the processes of workers that do not answer are doing.
+    Raises:
+        LostWorkerError: one died, or did not answer before the deadline.
+        Exception: what a worker raised, with a note of who it was.
+    """
+    waiting = {ref: worker for worker, ref in calls}
+    found: dict[Any, Any] = {}
+    first: Exception | None = None
+    end_s = time.monotonic() + deadline.seconds
+    while waiting:
+        done, _ = backend.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+        if not done:
+            break
+        worker = waiting.pop(done[0])
+        try:
+            found[done[0]] = backend.get(done[0])
+        except RayTaskError as error:
+            error.add_note(f"{worker} failed during {what} (done before: {last_done})")
+            if first is None:
+                first, end_s = error, min(end_s, time.monotonic() + cause_s)
+            if not isinstance(error, RuntimeError):
+                raise
+            if not waiting:
+                raise first from None
+        except RayError as error:
+            raise _died(worker, error, what, last_done) from (first or error)
+    if first is not None:
+        raise first
+    if waiting:
+        raise _silent(list(waiting.values()), what, last_done, deadline, states_of or process_states)
+    return [found[ref] for _, ref in calls]
+
+
+def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
+    """Wait until the workers have started; the same with their hosts and process ids. If one does not, all end.
+
+    An actor that is still starting would put its start on the clock of whoever calls it first.
+    """
+    try:
+        places = Crew(workers, deadline).ask("its start", lambda actor: actor.__ray_call__.remote(_place))
+    except BaseException:
+        for worker in workers:
+            ray.kill(worker.actor)
+        raise
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return [
+        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid)
+        for worker, (node_id, pid) in zip(workers, places, strict=True)
+    ]
+
+
+def is_alive(workers: Sequence[Worker]) -> bool:
+    """Whether every worker's process still answers."""
+    try:
+        Crew(workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
+    except LostWorkerError:
+        return False
+    return True
+
+
+def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
+    """What the processes of these workers are doing, by their hosts' word; silent hosts say so."""
+    environment = {"env_vars": actor_environment({})}
+    probe = ray.remote(_process_state)
+    asked = {
+        worker: probe.options(num_cpus=0, runtime_env=environment, scheduling_strategy=on_node(worker.node_id)).remote(
+            worker.pid
+        )
+        for worker in workers
+        if worker.node_id
+    }
+    done, _ = ray.wait(list(asked.values()), num_returns=max(1, len(asked)), timeout=_PROBE_S) if asked else ([], [])
+    states = {worker: "its host does not answer" if worker.node_id else "not yet running" for worker in workers}
+    for worker, ref in asked.items():
+        if ref in done:
+            try:
+                states[worker] = ray.get(ref)
+            except RayError:
+                continue
+    return states
+
+
+def _place(actor: Any) -> tuple[str, int]:
+    """Runs in the actor: its node's id, and its process id."""
+    del actor
+    return own_node(), os.getpid()
+
+
+def _process_state(pid: int) -> str:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "dead"
+
+
+def _died(worker: Worker, error: RayError, what: str, last_done: str) -> Exception:
+    if isinstance(error, ActorDiedError) and error.actor_init_failed:
+        error.add_note(f"{worker} failed during its start")
+        return error
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    reason = next((line for line in lines[1:] if "died" in line or "dead" in line or "exit" in line), lines[0])
+    return LostWorkerError(
+        f"{worker} died during {what} (done before: {last_done}): {reason.removeprefix('The actor is dead because ')}",
+        [worker],
+    )
+
+
+def _silent(
+    workers: Sequence[Worker], what: str, last_done: str, deadline: Deadline, states_of: StatesOf
+) -> LostWorkerError:
+    states = states_of(workers)
+    stuck = [worker for worker in workers if states[worker] not in _RUNNING]
+    names = ", ".join(f"{worker} ({states[worker]})" for worker in stuck or workers)
+    waiting = [str(worker) for worker in workers if worker not in stuck] if stuck else []
+    others = f"; {', '.join(waiting)} waited as well" if waiting else ""
+    return LostWorkerError(
+        f"{names} did not answer within {deadline.seconds:g} s ({deadline.field}) during {what} (done before: "
+        f"{last_done}){others}",
+        stuck or workers,
+    )

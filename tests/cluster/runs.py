@@ -1,0 +1,154 @@
+"""Drivers of runs on several hosts: functions that `Cluster.start` calls on the first host. They answer in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from slipstream.config import ConfigError
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.types import Dtype, TrainBatch
+from slipstream.workers.calls import LostWorkerError
+from slipstream.workers.learners import RemoteLearner, start_ranks
+from slipstream.workers.session import connect, on_node
+from tests.conftest import _make_policy
+
+NUM_STEPS = 20
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+_LENGTHS = (7, 12, 9, 15)
+
+
+def train_two_steps(layouts: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
+    """Two updates of a small policy, once in each layout: the learner's, and the host of each rank."""
+    connect()
+    policy, found = _policy(), []
+    for parallel, addresses in layouts:
+        with _ranks(parallel, addresses) as learner:
+            learner.load(policy, OPTIMIZER)
+            stats = [learner.train_step(_update(version)).stats for version in range(2)]
+            found.append(
+                {
+                    "hosts": [rank.host for rank in learner.ranks],
+                    "losses": [each.loss for each in stats],
+                    "grad_norms": [each.grad_norm for each in stats],
+                }
+            )
+    return found
+
+
+def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answer_timeout_s: float) -> Any:
+    """Train on two tensor-parallel ranks, each attempt but the last until a rank is lost, each on from where it was.
+
+    Says `training` when an attempt has done a step, and `lost` with the error that ends it.
+
+    Args:
+        directory: where checkpoints lie; all hosts see it.
+        attempts: the hosts of both ranks.
+    Returns:
+        The losses of all steps, and those of a run that nothing disturbed.
+    """
+    connect()
+    policy, losses = _policy(), list[float]()
+    for addresses in attempts:
+        try:
+            losses = _train(Path(directory) / "disturbed", policy, addresses, answer_timeout_s)
+        except LostWorkerError as error:
+            _say("lost", str(error))
+    return losses, _train(Path(directory) / "undisturbed", policy, attempts[-1], answer_timeout_s)
+
+
+def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_timeout_s: float) -> list[float]:
+    losses: list[float] = []
+    with _ranks({"tensor": 2}, addresses, answer_timeout_s) as learner:
+        learner.load(policy, OPTIMIZER)
+        if checkpoint.exists():
+            losses = learner.load_checkpoint(checkpoint)["losses"]
+        start = len(losses)
+        for version in range(start, NUM_STEPS):
+            losses.append(learner.train_step(_update(version, num_copies=30)).stats.loss)
+            learner.save_checkpoint(checkpoint, {"losses": losses})
+            if version == start:
+                _say("training", version)
+    return losses
+
+
+def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
+    """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has.
+
+    Says `loaded` and waits for the file `go_on` before it writes.
+    """
+    connect()
+    policy = _policy()
+    said = []
+    with _ranks({}, [address]) as learner:
+        learner.load(policy, None)
+        _say("loaded", address)
+        while not Path(go_on).exists():
+            time.sleep(0.1)
+        for write in (
+            lambda: learner.publish(Path("/dev/shm"), 3),
+            lambda: learner.save_checkpoint(policy.parent / "checkpoint", {}),
+        ):
+            try:
+                write()
+            except (OSError, ConfigError) as error:
+                said.append("".join(traceback.format_exception_only(error)))
+    return said[0], said[1]
+
+
+def _policy() -> Path:
+    """A small policy in a directory that the driver's host alone has."""
+    return _make_policy(Path(tempfile.mkdtemp()) / "policy", 0, num_key_value_heads=2)
+
+
+@contextmanager
+def _ranks(
+    parallel: dict[str, Any], addresses: Sequence[str], answer_timeout_s: float = 60.0
+) -> Iterator[RemoteLearner]:
+    """A learner whose ranks are on these hosts."""
+    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    config = LearnerConfig(
+        dtype=Dtype.FLOAT32,
+        num_threads=1,
+        max_tokens_per_microbatch=64,
+        parallel=ParallelConfig(**parallel),
+        start_timeout_s=90,
+        answer_timeout_s=answer_timeout_s,
+    )
+    learner = start_ranks(config, [{"scheduling_strategy": on_node(nodes[address])} for address in addresses])
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def _say(word: str, value: Any) -> None:
+    sys.stdout.write(f"\n{word}: {json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+def _update(version: int, *, num_copies: int = 1) -> Update:
+    rng = np.random.default_rng(version)
+    lengths = _LENGTHS * num_copies
+    sequences = tuple(tuple(rng.integers(4, 64, length).tolist()) for length in lengths)
+    logprobs = [-rng.random(length - 3, dtype=np.float32) for length in lengths]
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=(3,) * len(sequences),
+        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
+        advantages=tuple(rng.normal(size=len(sequences)).tolist()),
+        policy_version=version,
+    )
+    return Update(batch=batch, trainer_logprobs=logprobs, ref_logprobs=None, loss=LossConfig(), temperature=1.0)

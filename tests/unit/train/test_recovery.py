@@ -1,0 +1,115 @@
+"""A lost engine: replaced, refitted, and asked again, so that the step is the one it would have been."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.records import RefitCheck
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.recovery import LastingEngines
+from slipstream.types import Prompt
+from slipstream.workers.calls import LostWorkerError, Worker
+
+ENGINES = (Worker(None, "engine 0", "10.77.0.11"), Worker(None, "engine 1", "10.77.0.12"))
+RANK = Worker(None, "learner rank 1", "10.77.0.12")
+SAMPLING = SamplingConfig(max_response_tokens=8)
+PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
+
+
+class Run:
+    """Engines and their gate; `losses` says who is lost at which call, counted over both."""
+
+    def __init__(self, losses: dict[int, Sequence[Worker]]) -> None:
+        self.engines = ENGINES
+        self.calls: list[Any] = []
+        self._losses = losses
+        self._num_asked = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self._asked(("generate", seed))
+        return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
+
+    def refit(self, version: int) -> RefitCheck:
+        self._asked(("refit", version))
+        return RefitCheck(num_tensors=1, elapsed_s=0.0)
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        self.calls.append(("replace", [engine.name for engine in lost]))
+
+    def engines_changed(self) -> None:
+        self.calls.append("changed")
+
+    def _asked(self, call: Any) -> None:
+        self.calls.append(call)
+        self._num_asked += 1
+        if self._num_asked in self._losses:
+            raise LostWorkerError("engine died", self._losses[self._num_asked])
+
+
+def steps(run: Run, *, num: int = 1, max_restarts: int = 3) -> list[int]:
+    """Restarts in the results of so many steps."""
+    lasting = LastingEngines(run, run, max_restarts=max_restarts)
+    found = []
+    for step in range(num):
+        lasting.refit(step)
+        result = lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70 + step)
+        found.append(result.num_engine_restarts)
+    return found
+
+
+def test_an_engine_lost_while_it_generates_is_refitted_and_the_generation_repeated_from_its_seed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run({2: [ENGINES[1]]})
+
+    assert steps(run, num=2) == [1, 0]
+    assert run.calls == [
+        ("refit", 0),
+        ("generate", 70),
+        ("replace", ["engine 1"]),
+        "changed",
+        ("refit", 0),
+        ("generate", 70),
+        ("refit", 1),
+        ("generate", 71),
+    ]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "restart 1 of at most 3" in caplog.text
+
+
+def test_an_engine_lost_in_a_refit_is_replaced_and_the_refit_repeated() -> None:
+    run = Run({1: [ENGINES[0]]})
+
+    assert steps(run) == [1]
+    assert run.calls == [("refit", 0), ("replace", ["engine 0"]), "changed", ("refit", 0), ("generate", 70)]
+
+
+def test_an_engine_lost_right_after_another_was_replaced_is_replaced_too() -> None:
+    run = Run({2: [ENGINES[1]], 3: [ENGINES[0]]})
+
+    assert steps(run) == [2]
+    assert run.calls[-2:] == [("refit", 0), ("generate", 70)]
+
+
+def test_more_losses_than_allowed_end_the_run() -> None:
+    run = Run({2: [ENGINES[1]], 4: [ENGINES[1]]})
+
+    with pytest.raises(LostWorkerError, match="engine died"):
+        steps(run, max_restarts=1)
+    assert run.calls.count(("replace", ["engine 1"])) == 1
+
+
+@pytest.mark.parametrize("lost", [[RANK], [ENGINES[0], RANK]])
+def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker]) -> None:
+    run = Run({1: lost})
+
+    with pytest.raises(LostWorkerError):
+        steps(run)
+    assert run.calls == [("refit", 0)]

@@ -1,0 +1,132 @@
+"""Waiting for other processes: who is named when one fails, and how long a wait may last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from slipstream.workers.calls import Deadline, LostWorkerError, Worker, answers
+
+DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
+RANKS = [Worker(None, f"learner rank {rank}", f"10.77.0.1{rank}", f"node{rank}", 40 + rank) for rank in range(3)]
+
+
+class Answers:
+    """Ray, as far as waiting goes: answers arrive in the order given; one that is not there never comes."""
+
+    def __init__(self, outcomes: Mapping[str, Any]) -> None:
+        self._outcomes = outcomes
+        self.timeouts: list[float] = []
+
+    def wait(self, refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        self.timeouts.append(timeout)
+        ready = [ref for ref in self._outcomes if ref in refs][:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, ref: Any) -> Any:
+        outcome = self._outcomes[ref]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def raised(cause: Exception) -> Exception:
+    """How Ray raises here what an actor's method raised there."""
+    return RayTaskError("LearnerProcess.train_step", f"traceback of the rank: {cause}", cause).as_instanceof_cause()
+
+
+def ask(outcomes: Mapping[str, Any], states: Mapping[str, str] | None = None) -> list[Any]:
+    def states_of(workers: Sequence[Worker]) -> dict[Worker, str]:
+        return {worker: (states or {})[worker.name] for worker in workers}
+
+    return answers(
+        [(worker, ref) for worker, ref in zip(RANKS, "abc", strict=True)],
+        what="train_step of policy version 3",
+        deadline=DEADLINE,
+        last_done="logprobs of policy version 3",
+        backend=Answers(outcomes),
+        states_of=states_of,
+    )
+
+
+def test_answers_come_in_the_order_of_the_calls_whoever_is_first() -> None:
+    assert ask({"c": 3, "a": 1, "b": 2}) == [1, 2, 3]
+
+
+def test_a_dead_rank_is_named_with_its_host_what_it_did_and_what_it_did_before() -> None:
+    with pytest.raises(
+        LostWorkerError,
+        match=r"^learner rank 1 on 10\.77\.0\.11 died during train_step of policy version 3 "
+        r"\(done before: logprobs of policy version 3\): The actor died unexpectedly",
+    ) as caught:
+        ask({"a": 1, "b": ActorDiedError()})
+    assert caught.value.workers == (RANKS[1],)
+
+
+def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
+    broken = raised(RuntimeError("Connection closed by peer [10.77.0.11]:4242"))
+
+    with pytest.raises(LostWorkerError, match=r"learner rank 1 on 10\.77\.0\.11 died"):
+        ask({"a": broken, "c": broken, "b": ActorDiedError()})
+
+
+def test_a_broken_collective_without_a_dead_rank_is_the_error_of_who_saw_it_first() -> None:
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as caught:
+        ask({"a": raised(RuntimeError("Connection closed by peer")), "c": raised(RuntimeError("timed out"))})
+    assert caught.value.__notes__ == [
+        "learner rank 0 on 10.77.0.10 failed during train_step of policy version 3 "
+        "(done before: logprobs of policy version 3)"
+    ]
+
+
+def test_an_error_of_a_ranks_own_does_not_wait_for_the_others() -> None:
+    backend = Answers({"b": raised(ValueError("weight w must be finite, got NaN or Inf"))})
+
+    with pytest.raises(ValueError, match="must be finite") as caught:
+        answers([(RANKS[0], "a"), (RANKS[1], "b")], what="publish", deadline=DEADLINE, backend=backend)
+    assert len(backend.timeouts) == 1
+    assert "learner rank 1 on 10.77.0.11 failed during publish" in caught.value.__notes__[0]
+
+
+def test_what_broke_a_collective_goes_before_the_broken_collective() -> None:
+    with pytest.raises(ValueError, match="must be finite"):
+        ask({"a": raised(RuntimeError("Connection closed")), "b": raised(ValueError("w must be finite"))})
+
+
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it() -> None:
+    with pytest.raises(
+        LostWorkerError,
+        match=r"^learner rank 1 on 10\.77\.0\.11 \(stopped\) did not answer within 5 s \(learner\.answer_timeout_s\) "
+        r"during train_step of policy version 3 \(done before: logprobs of policy version 3\); "
+        r"learner rank 0 on 10\.77\.0\.10 waited as well$",
+    ) as caught:
+        ask({"c": 3}, {"learner rank 0": "sleeping", "learner rank 1": "stopped"})
+    assert caught.value.workers == (RANKS[1],)
+
+
+def test_where_all_processes_run_all_that_are_silent_are_named() -> None:
+    states = {rank.name: "sleeping" for rank in RANKS}
+
+    with pytest.raises(LostWorkerError, match=r"rank 0 .*\(sleeping\), .*rank 1 .*\(sleeping\), .*rank 2") as caught:
+        ask({}, states)
+    assert caught.value.workers == tuple(RANKS)
+
+
+def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
+    broken = raised(RuntimeError("Connection closed"))
+    for seconds, cause_s in ((5.0, 2.0), (5.0, 9.0)):
+        backend = Answers({"a": broken})
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            answers(
+                [(RANKS[0], "a"), (RANKS[1], "b")],
+                what="publish",
+                deadline=Deadline(seconds, "x"),
+                cause_s=cause_s,
+                backend=backend,
+            )
+        first, second = backend.timeouts
+        assert 4.0 < first <= 5.0
+        assert second <= min(seconds, cause_s)
