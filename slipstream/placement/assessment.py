@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from slipstream.config import require
@@ -21,18 +20,11 @@ from slipstream.placement.memory import (
 from slipstream.placement.run import Run
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.shape import Shape, require_divisible
+from slipstream.refit.config import Channel
 from slipstream.simulator.cost.hardware import Hardware, load_hardware
 from slipstream.simulator.cost.models import ModelShape, load_model
 
 _TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
-
-
-class Channel(StrEnum):
-    """How weights travel from the learner to the engines."""
-
-    SHARED_MEMORY = "shared_memory"  # one host
-    IPC = "ipc"  # within a GPU
-    NCCL = "nccl"  # between GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,16 +129,34 @@ def assess(run: Run) -> Assessment | None:
         max_microbatch_tokens=_largest_microbatch(run, learner, usable - (engine.total if is_colocated else 0.0)),
         num_longest_sequences=engine.kv_tokens // run.engine.max_model_len,
         refit_bytes=num_parameters(shape) * WEIGHT_BYTES[run.learner.dtype],
-        channel=Channel.IPC if is_colocated else Channel.NCCL,
+        channel=_channel(run.refit.channel, is_colocated),
     )
     _require_cache(run, found, usable)
     _require_fit(run, found, usable)
     return found
 
 
+def _channel(wanted: Channel, is_colocated: bool) -> Channel:
+    """What `auto` becomes on GPUs; a channel that the placement rules out is refused now, not when it is opened.
+
+    Raises:
+        ConfigError: the recipe names it.
+    """
+    fits = Channel.IPC if is_colocated else Channel.NCCL
+    if wanted is Channel.AUTO:
+        return fits
+    other = Channel.NCCL if is_colocated else Channel.IPC
+    rule = "must join two processes on one GPU" if is_colocated else "must join processes on different GPUs"
+    require(wanted is not other, "refit.channel", rule, wanted.value, f"set auto, or {fits.value}")
+    return wanted
+
+
 def _largest_microbatch(run: Run, learner: LearnerMemory, room: float) -> int:
-    """Tokens of a micro-batch whose activations and logits fill `room` beside what does not grow with them."""
-    growing = learner.activations + learner.logits
+    """Tokens of a micro-batch whose activations and logits fill `room` beside what does not grow with them.
+
+    Logits that are taken in chunks do not grow.
+    """
+    growing = learner.activations + (learner.logits if run.learner.logprob_chunk_tokens is None else 0.0)
     return max(0, int((room - learner.total + growing) * run.learner.max_tokens_per_microbatch / growing))
 
 

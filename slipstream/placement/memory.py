@@ -9,9 +9,8 @@ heads x head dim, `K` key-value heads x head dim, `V` vocabulary, `b` bytes of a
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import StrEnum
 
-from slipstream.policy.config import LearnerConfig
+from slipstream.policy.config import LearnerConfig, Recompute
 from slipstream.policy.shape import Shape
 from slipstream.rollout.config import EngineConfig
 from slipstream.types import Dtype
@@ -23,30 +22,6 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 """Of one weight; `auto` may turn out as either, and is counted as the larger."""
 
 _FLOAT32 = 4
-
-
-class Recompute(StrEnum):
-    """What of a layer is computed anew for the gradient instead of being kept."""
-
-    NONE = "none"
-    SELECTIVE = "selective"  # the attention of queries to keys, and the feed-forward
-    FULL = "full"  # the whole layer: its input alone is kept
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Savings:
-    """What a learner does to hold less.
-
-    `logit_chunk_tokens`: the logits of so many tokens are held at once; None: those of a micro-batch.
-    `optimizer_shards`: ranks over which the optimizer's state is split.
-    """
-
-    recompute: Recompute = Recompute.NONE
-    logit_chunk_tokens: int | None = None
-    optimizer_shards: int = 1
-
-
-NO_SAVINGS = Savings()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +62,7 @@ class EngineMemory:
         return max(0, int(self.kv_cache / self.kv_bytes_per_token))
 
 
-def learner_memory(
-    shape: Shape, learner: LearnerConfig, *, with_reference: bool, savings: Savings = NO_SAVINGS
-) -> LearnerMemory:
+def learner_memory(shape: Shape, learner: LearnerConfig, *, with_reference: bool) -> LearnerMemory:
     """The learner's peak, in the backward pass of its largest micro-batch, on the first or the last stage.
 
     Source: `policy/optimizer.py`: gradients accumulate in float32 (`grad_reduce_in_fp32`), AdamW keeps two float32
@@ -97,30 +70,29 @@ def learner_memory(
     optimizer splits moments and masters. Muon keeps one moment of a matrix; two are counted.
     """
     ends = {0, learner.parallel.pipeline - 1}
-    stages = [_stage_memory(shape, learner, stage, with_reference, savings) for stage in ends]
+    stages = [_stage_memory(shape, learner, stage, with_reference) for stage in ends]
     return max(stages, key=lambda memory: memory.total)
 
 
-def _stage_memory(
-    shape: Shape, learner: LearnerConfig, stage: int, with_reference: bool, savings: Savings
-) -> LearnerMemory:
+def _stage_memory(shape: Shape, learner: LearnerConfig, stage: int, with_reference: bool) -> LearnerMemory:
     parameters, width = stage_parameters(shape, learner, stage), WEIGHT_BYTES[learner.dtype]
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
     where, tokens = learner.parallel, learner.max_tokens_per_microbatch
     in_flight = where.pipeline - stage  # micro-batches whose backward pass is still to come
     layers = shape.num_layers // where.pipeline
     is_last = stage == where.pipeline - 1
+    shards = where.data if learner.distributed_optimizer else 1
     return LearnerMemory(
         weights=parameters * width,
         gradients=parameters * _FLOAT32,
-        optimizer=parameters * (2 * _FLOAT32 + masters) / savings.optimizer_shards,
+        optimizer=parameters * (2 * _FLOAT32 + masters) / shards,
         reference=parameters * width if with_reference else 0.0,
         activations=tokens
         * (
-            in_flight * layers * activation_bytes(shape, learner, savings.recompute)
-            + recomputed_bytes(shape, learner, savings.recompute)
+            in_flight * layers * activation_bytes(shape, learner, learner.recompute)
+            + recomputed_bytes(shape, learner, learner.recompute)
         ),
-        logits=min(tokens, savings.logit_chunk_tokens or tokens) * logit_bytes(shape, learner) if is_last else 0.0,
+        logits=min(tokens, learner.logprob_chunk_tokens or tokens) * logit_bytes(shape, learner) if is_last else 0.0,
     )
 
 

@@ -10,6 +10,7 @@ from slipstream.drafts.length import TuningConfig
 from slipstream.grpo.config import GrpoConfig
 from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.refit.config import RefitConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
 
@@ -31,6 +32,8 @@ class Run(Protocol):
     def tuning(self) -> TuningConfig: ...
     @property
     def grpo(self) -> GrpoConfig: ...
+    @property
+    def refit(self) -> RefitConfig: ...
     @property
     def simulator(self) -> SimulatorConfig | None: ...
     @property

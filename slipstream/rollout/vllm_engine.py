@@ -1,6 +1,6 @@
 """The rollout engine on vLLM: exact speculative sampling of the policy, refit in place, counters read as deltas.
 
-One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.workers` runs each in a process of its own.
+One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.workers` gives each one of its own.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.placement.assessment import Channel, assess
+from slipstream.placement.assessment import assess
 from slipstream.recipe import load_recipe
+from slipstream.refit.config import Channel
 
 SPLIT = {
     "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
@@ -115,6 +116,27 @@ def test_split_gpus_hold_one_role_each_and_refit_over_nccl() -> None:
     # Alone, a micro-batch has the engine's share too: 83.7 GB at (67,072 x 36 + 14 x 37,984) bytes a token.
     more = found.max_microbatch_tokens - together.max_microbatch_tokens
     assert more == pytest.approx(0.45 * 186e9 / (67_072 * 36 + 14 * 37_984), abs=1)
+
+
+def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> None:
+    assert _refusal({"refit": {"channel": "nccl"}}) == (
+        "refit.channel must join two processes on one GPU, got 'nccl'; set auto, or ipc"
+    )
+    assert _refusal({**SPLIT, "refit": {"channel": "ipc"}}) == (
+        "refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl"
+    )
+    over_gloo = assess(load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}))
+    assert over_gloo is not None
+    assert over_gloo.channel is Channel.GLOO
+
+
+def test_chunked_logits_leave_room_for_a_larger_micro_batch() -> None:
+    whole = assess(load_recipe("qwen3_8b"))
+    chunked = assess(load_recipe("qwen3_8b", overrides={"learner": {"logprob_chunk_tokens": 1024}}))
+    assert whole is not None
+    assert chunked is not None
+    assert chunked.learner.logits == pytest.approx(whole.learner.logits / 16)
+    assert chunked.max_microbatch_tokens > whole.max_microbatch_tokens + 3000
 
 
 def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:

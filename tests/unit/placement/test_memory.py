@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from slipstream.placement import memory
 from slipstream.placement.assessment import PublishedShape
-from slipstream.placement.memory import Recompute, Savings
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
 from slipstream.rollout.config import EngineConfig
 from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
@@ -95,17 +94,17 @@ def test_the_fuller_stage_counts() -> None:
 def test_recomputing_keeps_less_and_works_on_one_layer_at_a_time() -> None:
     # Full: b h = 8, and the layer in hand 124 in all; selective: b (4h + 3A + 3K) = 2 (16 + 12 + 6) = 68.
     for recompute, kept in ((Recompute.FULL, 8), (Recompute.SELECTIVE, 68), (Recompute.NONE, 124)):
-        savings = Savings(recompute=recompute)
-        found = memory.learner_memory(Tiny(), _learner(), with_reference=False, savings=savings)
+        learner = replace(_learner(), recompute=recompute)
+        found = memory.learner_memory(Tiny(), learner, with_reference=False)
         assert found.activations == 10 * (2 * kept + 124 - kept)
 
 
 def test_chunked_logits_and_a_split_optimizer() -> None:
-    savings = Savings(logit_chunk_tokens=3, optimizer_shards=4)
-    found = memory.learner_memory(Tiny(), _learner(data=4), with_reference=False, savings=savings)
+    learner = replace(_learner(data=4), logprob_chunk_tokens=3, distributed_optimizer=True)
+    found = memory.learner_memory(Tiny(), learner, with_reference=False)
     assert (found.logits, found.optimizer) == (3 * 112, 3 * 332)
-    wide = Savings(logit_chunk_tokens=30)
-    assert memory.learner_memory(Tiny(), _learner(), with_reference=False, savings=wide).logits == 10 * 112
+    wide = replace(_learner(), logprob_chunk_tokens=30)
+    assert memory.learner_memory(Tiny(), wide, with_reference=False).logits == 10 * 112
 
 
 def _engine(**values: float | int | None) -> EngineConfig:

@@ -147,6 +147,15 @@ def test_the_channel_is_asked_to_send_and_then_all_tensors_are_compared(draft: P
     assert 0 < check.elapsed_s < 60
 
 
+def test_after_an_engine_was_replaced_the_channel_takes_the_new_one_in_and_the_next_refit_is_checked_in_full() -> None:
+    engine = Engines()
+    checked = gate(engine, config=RefitConfig(check_every_steps=5))
+    assert [checked.refit(version).num_tensors for version in (0, 1)] == [7, 0]
+    checked.engines_changed()
+    assert engine.asked[-1] == ("engines changed",)
+    assert checked.refit(1).num_tensors == 7
+
+
 def test_a_policy_without_a_draft_is_checked_alone() -> None:
     engine = Engines()
     assert gate(engine).refit(0).num_tensors == 7
