@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
+from slipstream.ragged import Ragged
 from slipstream.records import CertificateRecord
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
@@ -44,6 +46,28 @@ CONFIG = LosslessnessConfig(
 )  # fmt: skip
 
 
+class OneRank:
+    """A learner of one rank in this process, asked as the ranks of a driver are."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> Any:
+        part = Ragged.of(sequences, np.int32), prompt_lengths
+        return np.concatenate(self._process.conditionals(part, sampling, seed=seed))
+
+    def next_token_probabilities(self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig) -> Any:
+        return self._process.next_token_probabilities(Ragged.of(prefixes, np.int32), sampling)
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return list(self._process.token_logprobs(Ragged.of(sequences, np.int32)))
+
+    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+        return weight_totals([self._process.weight_fingerprints(dtypes)])
+
+
 @dataclass(frozen=True, repr=False)  # pytest would print tens of thousands of tokens
 class Bench:
     """A speculative engine with faults to inject, the autoregressive engine's sample, and the exact policies."""
@@ -51,7 +75,7 @@ class Bench:
     engine: Any  # RemoteEngine
     actor: Any
     models: dict[str, Path]
-    exact: dict[str, Any]  # LearnerProcess by policy
+    exact: dict[str, OneRank]  # by policy
     baseline: Sample
 
 
@@ -81,8 +105,9 @@ def bench(
         _lengthen(path, 512)
     exact = {}
     for name in ("old", "new"):
-        exact[name] = LearnerProcess(LearnerConfig())
-        exact[name].load(models[name], None)
+        process = LearnerProcess(LearnerConfig())
+        process.load(models[name], None)
+        exact[name] = OneRank(process)
     with start_engine(models["old"], config=ENGINE) as autoregressive:
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
     environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -245,7 +270,7 @@ class Publisher:
         return self.bench.engine.refit(path, policy_version=policy_version)
 
     def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        return weight_totals([self.bench.exact[self.policy].weight_fingerprints(dtypes)])
+        return self.bench.exact[self.policy].weight_fingerprints(dtypes)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)

@@ -141,7 +141,7 @@ def test_channels_between_gpus_are_refused_on_cpus(ends: Ends, channel: Channel)
 
 def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
     """Last but one in this module: the channel breaks."""
-    pid = _pid(ends, 1)
+    pid = ends.engines.engines[1].pid
     config = RefitConfig(channel=Channel.GLOO, timeout_s=5.0)
     with open_channel(config, ends.learner, ends.engines) as channel:
         os.kill(pid, signal.SIGSTOP)
@@ -157,12 +157,6 @@ def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) ->
 def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
     """Last in this module: one engine is gone."""
     with open_channel(GLOO, ends.learner, ends.engines) as channel:
-        os.kill(_pid(ends, 1), signal.SIGKILL)
+        os.kill(ends.engines.engines[1].pid, signal.SIGKILL)
         with pytest.raises(RefitError, match=r"engine 1 died and could not start a weight update"):
             channel.send(4)
-
-
-def _pid(ends: Ends, index: int) -> int:
-    import ray
-
-    return ray.get(ends.engines._actors[index].__ray_call__.remote(lambda _: os.getpid()))
