@@ -64,7 +64,7 @@ def story(cluster: Cluster) -> Story:
             harm()
             error = driver.read("lost", timeout_s=120)
             faults[name] = Fault(victim, error, time.monotonic() - start_s)
-        losses, undisturbed = driver.read("answer", timeout_s=180)
+        losses, undisturbed = driver.read("answer", timeout_s=600)
     return Story(first, faults, losses, undisturbed)
 
 
@@ -89,7 +89,7 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
         host.run("bash", "-c", "head -c 64M /dev/zero > /dev/shm/full || true")
         try:
             go_on.touch()
-            full, unseen = driver.read("answer", timeout_s=60)
+            full, unseen = driver.read("answer", timeout_s=120)
         finally:
             host.run("rm", "/dev/shm/full")
 
