@@ -129,14 +129,14 @@ def assess(run: Run) -> Assessment | None:
         max_microbatch_tokens=_largest_microbatch(run, learner, usable - (engine.total if is_colocated else 0.0)),
         num_longest_sequences=engine.kv_tokens // run.engine.max_model_len,
         refit_bytes=num_parameters(shape) * WEIGHT_BYTES[run.learner.dtype],
-        channel=_channel(run.refit.channel, is_colocated),
+        channel=_channel(run.refit.channel, is_colocated=is_colocated, num_nodes=run.layout.placement.nodes),
     )
     _require_cache(run, found, usable)
     _require_fit(run, found, usable)
     return found
 
 
-def _channel(wanted: Channel, is_colocated: bool) -> Channel:
+def _channel(wanted: Channel, *, is_colocated: bool, num_nodes: int) -> Channel:
     """What `auto` becomes on GPUs; a channel that the placement rules out is refused now, not when it is opened.
 
     Raises:
@@ -145,6 +145,10 @@ def _channel(wanted: Channel, is_colocated: bool) -> Channel:
     fits = Channel.IPC if is_colocated else Channel.NCCL
     if wanted is Channel.AUTO:
         return fits
+    crosses_hosts = num_nodes > 1 and wanted is Channel.SHARED_MEMORY
+    require(
+        not crosses_hosts, "refit.channel", f"must cross {num_nodes} nodes", wanted.value, f"set auto, or {fits.value}"
+    )
     other = Channel.NCCL if is_colocated else Channel.IPC
     rule = "must join two processes on one GPU" if is_colocated else "must join processes on different GPUs"
     require(wanted is not other, "refit.channel", rule, wanted.value, f"set auto, or {fits.value}")

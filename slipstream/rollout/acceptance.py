@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from slipstream.records import AcceptanceStats
+
+_COUNTER = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +20,24 @@ class AcceptanceCounters:
     num_draft_tokens: int
     num_accepted_tokens: int  # bonus tokens excluded
     accepted_by_position: tuple[int, ...]
+
+
+def read_counters(metrics: Iterable[Any]) -> AcceptanceCounters:
+    """The counters among vLLM's metrics; a missing one is an error, never a zero.
+
+    Raises:
+        RuntimeError: there is no such counter.
+    """
+    by_name = {metric.name.removeprefix(_COUNTER): metric for metric in metrics}
+    try:
+        return AcceptanceCounters(
+            num_drafts=int(by_name["drafts"].value),
+            num_draft_tokens=int(by_name["draft_tokens"].value),
+            num_accepted_tokens=int(by_name["accepted_tokens"].value),
+            accepted_by_position=tuple(int(value) for value in by_name["accepted_tokens_per_pos"].values),
+        )
+    except KeyError as error:
+        raise RuntimeError(f"vLLM reports no counter {_COUNTER}{error.args[0]}: acceptance is unknown") from error
 
 
 def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) -> AcceptanceStats:

@@ -17,14 +17,13 @@ from slipstream.imports import uncollected
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import weight_totals
-from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
+from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, read_counters
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Portion, Trace
 from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.rollout.vllm_groups import GroupsUnderWay
 from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 
-_COUNTER = "vllm:spec_decode_num_"
 _PROBE = "slipstream.rollout.vllm_plugin.EngineProbe"
 
 
@@ -89,7 +88,7 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=_PROBE,
             seed=0,  # of what no rollout sees: each has a seed of its own
-            **_layout(config),
+            **_device_arguments(config),
         )
         self._check_sampler()
         self._max_model_len = config.max_model_len
@@ -343,19 +342,8 @@ class VllmEngine:
         )
 
     def _counters(self) -> AcceptanceCounters | None:
-        """The engine's counters, None without a draft; missing ones are an error, never a zero."""
-        if not self._speculates:
-            return None
-        metrics: dict[str, Any] = {m.name.removeprefix(_COUNTER): m for m in self._llm.get_metrics()}
-        try:
-            return AcceptanceCounters(
-                num_drafts=int(metrics["drafts"].value),
-                num_draft_tokens=int(metrics["draft_tokens"].value),
-                num_accepted_tokens=int(metrics["accepted_tokens"].value),
-                accepted_by_position=tuple(int(value) for value in metrics["accepted_tokens_per_pos"].values),
-            )
-        except KeyError as error:
-            raise RuntimeError(f"vLLM reports no counter {_COUNTER}{error.args[0]}: acceptance is unknown") from error
+        """The engine's counters, None without a draft."""
+        return read_counters(self._llm.get_metrics()) if self._speculates else None
 
     def _rollout(self, output: Any, prompt: Prompt) -> Rollout:
         completion = output.outputs[0]
@@ -371,7 +359,7 @@ class VllmEngine:
         )
 
 
-def _layout(config: EngineConfig) -> dict[str, Any]:
+def _device_arguments(config: EngineConfig) -> dict[str, Any]:
     """vLLM's arguments for the device."""
     if config.kv_cache_gib is None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}

@@ -106,7 +106,7 @@ class SyncLoop:
                 parts = minibatches(update, self.config.updates_per_step)
                 trained = combined([self.learner.train_step(part) for part in parts])
             times = clock.times()
-            trainer_logprobs = update.trainer_logprobs or trained.own_logprobs
+            trainer_logprobs = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
             assert trainer_logprobs is not None, "the learner returns what it was not given"
             gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
             self.on_step(

@@ -125,6 +125,9 @@ def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> 
     assert _refusal({**SPLIT, "refit": {"channel": "ipc"}}) == (
         "refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl"
     )
+    assert _refusal({"refit": {"channel": "shared_memory"}}) == (
+        "refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc"
+    )
     over_gloo = assess(load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}))
     assert over_gloo is not None
     assert over_gloo.channel is Channel.GLOO

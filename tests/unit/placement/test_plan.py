@@ -169,7 +169,9 @@ def test_tensor_parallel_groups_lie_in_one_node_or_one_domain(layout: Layout, cl
 def test_a_cluster_of_one_domain_always_takes_a_layout(layout: Layout) -> None:
     placement = layout.placement
     cluster = parse_cluster(f"{placement.nodes}x{placement.gpus_per_node}", domain_nodes=placement.nodes)
-    make_plan(layout, cluster)
+    plan = make_plan(layout, cluster)
+    assert len(plan.learner) == layout.parallel.world_size
+    assert len(plan.engines) == layout.num_engines
 
 
 def _plan_or_none(layout: Layout, cluster: Cluster) -> Plan | None:

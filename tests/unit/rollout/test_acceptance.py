@@ -1,9 +1,11 @@
 """Acceptance arithmetic, worked by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from slipstream.records import AcceptanceStats
-from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, combine
+from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, combine, read_counters
 
 
 def _counters(drafts: int, proposed: int, accepted: int, *positions: int) -> AcceptanceCounters:
@@ -91,3 +93,24 @@ def test_spans_combine_by_their_counts_not_by_their_rates() -> None:
 def test_nothing_to_combine_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^parts must hold at least one span, got none$"):
         combine([])
+
+
+METRICS = [
+    SimpleNamespace(name="vllm:num_requests_running", value=3),
+    SimpleNamespace(name="vllm:spec_decode_num_drafts", value=4.0),
+    SimpleNamespace(name="vllm:spec_decode_num_draft_tokens", value=8.0),
+    SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=5.0),
+    SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[3.0, 2.0]),
+]
+
+
+def test_each_counter_is_the_one_of_its_name() -> None:
+    assert read_counters(METRICS) == _counters(4, 8, 5, 3, 2)
+
+
+@pytest.mark.parametrize("missing", ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"])
+def test_a_counter_that_vllm_does_not_report_is_an_error_and_no_zero(missing: str) -> None:
+    name = f"vllm:spec_decode_num_{missing}"
+    with pytest.raises(RuntimeError) as caught:
+        read_counters([metric for metric in METRICS if metric.name != name])
+    assert str(caught.value) == f"vLLM reports no counter {name}: acceptance is unknown"

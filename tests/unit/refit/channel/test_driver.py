@@ -116,6 +116,21 @@ def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel)
     assert delivery.origin == f"the {channel.value} channel"
 
 
+def test_engines_that_changed_all_join_the_stream_anew() -> None:
+    ends = Ends()
+    stream = StreamChannel(ends, ends, Channel.GLOO, RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=5.0))
+    opened = list(ends.calls)
+    stream.engines_changed()
+    assert [call[0] for call in opened] == ["open"]
+    assert ends.calls == opened * 2
+
+
+def test_engines_that_changed_read_the_next_file_without_joining_anything(tmp_path: Path) -> None:
+    ends = Ends()
+    SharedMemoryChannel(ends, ends, tmp_path).engines_changed()
+    assert ends.calls == []
+
+
 def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
     ends = Ends()
     with open_channel(RefitConfig(), ends, ends) as channel:
