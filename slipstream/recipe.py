@@ -159,6 +159,13 @@ class Recipe:
             "it makes whole matrices orthogonal, not their shards: take adamw",
         )
         require(
+            OptimizerMethod.MUON not in methods or self.learner.parallel.expert == 1,
+            "learner.parallel.expert",
+            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
+            self.learner.parallel.expert,
+            "it clips by a norm that misses the experts of other ranks: take adamw",
+        )
+        require(
             OptimizerMethod.MUON not in methods or not self.learner.distributed_optimizer,
             "learner.distributed_optimizer",
             f"must be false with the optimizer {OptimizerMethod.MUON.value!r}",

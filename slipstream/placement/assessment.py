@@ -19,6 +19,7 @@ from slipstream.placement.memory import (
 )
 from slipstream.placement.run import Run
 from slipstream.policy.architecture import Architecture
+from slipstream.policy.experts import Experts, require_even_experts
 from slipstream.policy.shape import Shape, require_divisible
 from slipstream.refit.config import Channel
 from slipstream.simulator.cost.hardware import Hardware, load_hardware
@@ -45,7 +46,7 @@ class PublishedShape:
         """The shape of a dense model.
 
         Raises:
-            ConfigError: a mixture of experts, which the learner cannot train.
+            ConfigError: a mixture of experts, whose memory nobody has counted.
         """
         require(model.num_experts == 0, "simulator.model", "must be dense to be planned", model.name)
         return cls(
@@ -92,16 +93,25 @@ def known_shape(run: Run) -> Shape | None:
 def require_even(run: Run, shape: Shape) -> None:
     """Refuse layouts that do not divide the policy.
 
+    Raises:
+        ConfigError: heads, layers, vocabulary or experts do not divide.
+
     Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: query heads
     divide; key-value heads divide, or are copied evenly; every matrix of the feed-forward divides.
     """
     require_divisible(shape, tensor=run.learner.parallel.tensor, pipeline=run.learner.parallel.pipeline)
+    require_even_experts(_experts(shape), run.learner.parallel)
     tensor, field = run.engine.tensor_parallel_size, "engine.tensor_parallel_size"
     for name, size in (("query heads", shape.num_attention_heads), ("ffn hidden size", shape.ffn_hidden_size)):
         require(size % tensor == 0, field, f"must divide the policy's {size} {name}", tensor)
     groups = shape.num_query_groups
     rule = f"must divide the policy's {groups} key-value heads, or be a multiple of them"
     require(groups % tensor == 0 or tensor % groups == 0, field, rule, tensor)
+    require(tensor == 1 or _experts(shape) is None, field, "must be 1 for a mixture of experts", tensor)
+
+
+def _experts(shape: Shape) -> Experts | None:
+    return shape.experts if isinstance(shape, Architecture) else None
 
 
 def assess(run: Run) -> Assessment | None:
@@ -109,13 +119,15 @@ def assess(run: Run) -> Assessment | None:
 
     Raises:
         ConfigError: a layout does not divide the policy, or a GPU's memory does not hold its parts: the message has
-            the field to change.
+            the field to change; or the policy is a mixture of experts, whose memory nobody has counted.
     """
     shape = known_shape(run)
     if shape is not None:
         require_even(run, shape)
     if shape is None or run.simulator is None or not run.layout.has_gpus:
         return None
+    fix = "leave out the section `simulator`: only the layout is checked then"
+    require(_experts(shape) is None, "policy.model", "must be dense for the memory to be planned", run.policy.model, fix)
     hardware = load_hardware(run.simulator.hardware)
     is_colocated = run.layout.placement.mode is PlacementMode.COLOCATED
     engine = engine_memory(shape, run.engine, gpu_bytes=hardware.memory_bytes, longest_k=max(run.tuning.candidate_ks))

@@ -121,8 +121,8 @@ class Layout:
 
     @property
     def learner_unit(self) -> int:
-        """Nodes that whole tensor-parallel groups of the learner fill together; 1: each lies inside a node."""
-        return _unit(self.parallel.tensor, self.placement.gpus_per_node)
+        """Nodes that whole groups of the learner's neighbours fill together; 1: each lies inside a node."""
+        return _unit(self.parallel.num_neighbours, self.placement.gpus_per_node)
 
     @property
     def engine_unit(self) -> int:

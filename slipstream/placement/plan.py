@@ -1,7 +1,7 @@
 """Which rank of the learner and which worker of an engine lies on which GPU: a pure function of layout and cluster.
 
-Order is (node, GPU). Tensor-parallel ranks are neighbours, then data-parallel ones, then pipeline stages, as
-Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j of engine e is
+Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
+pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j of engine e is
 number e * tensor_parallel_size + j.
 """
 
@@ -15,7 +15,7 @@ from slipstream.config import require
 from slipstream.placement.cluster import Cluster, Node
 from slipstream.placement.config import Layout, PlacementMode
 
-_LEARNER_FIELD = "learner.parallel.tensor"
+_EXPERT_FIELD = "learner.parallel.expert"
 _ENGINE_FIELD = "engine.tensor_parallel_size"
 
 
@@ -62,7 +62,7 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
     """Place `layout` on `cluster`; with mode `split` the learner's nodes come first.
 
     Raises:
-        ConfigError: the cluster has too few nodes or GPUs, or a tensor-parallel group would leave its NVLink domain.
+        ConfigError: the cluster has too few nodes or GPUs, or a group would leave its NVLink domain.
     """
     assert layout.has_gpus, "without GPUs there is nothing to plan"
     placement, per_node = layout.placement, layout.placement.gpus_per_node
@@ -81,7 +81,7 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
 
 def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
     learner, engine = layout.learner_unit, layout.engine_unit
-    field = _LEARNER_FIELD if learner >= engine else _ENGINE_FIELD
+    field = _learner_field(layout) if learner >= engine else _ENGINE_FIELD
     return _take(cluster.nodes, layout.placement.nodes, layout, math.lcm(learner, engine), field)
 
 
@@ -89,7 +89,7 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
     """The learner's nodes, then the engines'; whose groups need more neighbours chooses first."""
     placement = layout.placement
     wanted = [
-        (layout.learner_unit, placement.training_nodes, _LEARNER_FIELD),
+        (layout.learner_unit, placement.training_nodes, _learner_field(layout)),
         (layout.engine_unit, placement.generation_nodes, _ENGINE_FIELD),
     ]
     _require_nodes(cluster.nodes, placement.nodes, placement.gpus_per_node)
@@ -98,7 +98,12 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
     for unit, count, field in sorted(wanted, reverse=True):
         taken[field] = _take(rest, count, layout, unit, field)
         rest = [node for node in rest if node not in taken[field]]
-    return [*taken[_LEARNER_FIELD], *taken[_ENGINE_FIELD]]
+    return [*taken[_learner_field(layout)], *taken[_ENGINE_FIELD]]
+
+
+def _learner_field(layout: Layout) -> str:
+    """What decides how many neighbours a group of the learner has."""
+    return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
 
 
 def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: str) -> list[Node]:
@@ -130,7 +135,7 @@ def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: s
 
 
 def _group(layout: Layout, field: str) -> int:
-    return layout.parallel.tensor if field == _LEARNER_FIELD else layout.engine_tensor
+    return layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours
 
 
 def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""Shape of a dense Qwen3 model, and its Hugging Face config.json."""
+"""Shape of a Qwen3 model, dense or a mixture of experts, and its Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 from slipstream.config import ConfigError, require
 from slipstream.policy.config import ScratchConfig
+from slipstream.policy.experts import Experts
 from slipstream.types import Dtype
 
 QWEN3 = "Qwen3ForCausalLM"
+QWEN3_MOE = "Qwen3MoeForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Architecture:
     norm_eps: float
     tie_word_embeddings: bool
     eos_token_id: int
+    experts: Experts | None = None  # None of a dense model
 
     @classmethod
     def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
@@ -55,11 +58,12 @@ class Architecture:
         """Read `config.json` of a model directory in Hugging Face format.
 
         Raises:
-            ConfigError: another architecture than dense Qwen3, or a feature of it that the learner lacks.
+            ConfigError: another architecture than Qwen3 or Qwen3-MoE, or a feature of it that the learner lacks.
         """
         config = json.loads((path / "config.json").read_text())
         architectures = config.get("architectures")
-        require(architectures == [QWEN3], "policy.model", f"must be a {QWEN3}", architectures, f"see {path}")
+        known = architectures in ([QWEN3], [QWEN3_MOE])
+        require(known, "policy.model", f"must be a {QWEN3} or a {QWEN3_MOE}", architectures, f"see {path}")
         require(not config.get("attention_bias"), "policy.model", "must have no attention bias", True, f"see {path}")
         require(not config.get("use_sliding_window"), "policy.model", "must use full attention", "sliding window")
         eos = config["eos_token_id"]
@@ -76,13 +80,23 @@ class Architecture:
             norm_eps=config["rms_norm_eps"],
             tie_word_embeddings=config["tie_word_embeddings"],
             eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            experts=Experts.from_hf(config) if architectures == [QWEN3_MOE] else None,
         )
+
+    @property
+    def name(self) -> str:
+        """As transformers and vLLM call it."""
+        return QWEN3 if self.experts is None else QWEN3_MOE
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer routes tokens to experts."""
+        return self.experts is not None and self.experts.are_in(layer)
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
         """The `config.json` that transformers and vLLM read as this architecture."""
         return {
-            "architectures": [QWEN3],
-            "model_type": "qwen3",
+            "architectures": [self.name],
+            "model_type": "qwen3" if self.experts is None else "qwen3_moe",
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
@@ -104,14 +118,18 @@ class Architecture:
             "eos_token_id": self.eos_token_id,
             "dtype": dtype.value,
             "torch_dtype": dtype.value,
+            **({} if self.experts is None else self.experts.to_hf()),
         }
 
     def num_parameters(self) -> int:
         """Parameters of the model, a tied embedding counted once."""
         heads = (2 * self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.ffn_hidden_size + 2) + 2 * self.head_dim
+        every_layer = self.hidden_size * (heads + 2) + 2 * self.head_dim
+        dense = 3 * self.hidden_size * self.ffn_hidden_size
+        sparse = 0 if self.experts is None else self.experts.num_parameters(self.hidden_size)
+        networks = sum(sparse if self.has_experts(layer) else dense for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return self.num_layers * every_layer + networks + embeddings + self.hidden_size
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

@@ -23,9 +23,9 @@ Values = Sequence[float] | NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Some of the caller's sequences, padded on the right to the longest."""
+    """Some of the caller's sequences, padded on the right to the longest; of an idle one nothing counts."""
 
-    indices: tuple[int, ...]  # B, into the caller's sequences
+    indices: tuple[int, ...]  # B, into the caller's sequences; none if it is idle
     token_ids_BT: Tensor
     labels_BT: Tensor
     mask_BT: Tensor  # True where the label counts
@@ -94,6 +94,13 @@ def microbatches(
             )
         )
     return batches
+
+
+def idle_microbatch(device: torch.device) -> MicroBatch:
+    """One token, with which a rank takes part in what others compute of theirs."""
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
+    is_none_11 = torch.zeros(1, 1, dtype=torch.bool, device=device)
+    return MicroBatch(indices=(), token_ids_BT=token_11, labels_BT=token_11, mask_BT=is_none_11, padding_BT=is_none_11)
 
 
 def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:

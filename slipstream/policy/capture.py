@@ -86,13 +86,14 @@ def hidden_states(
     """For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final norm.
 
     Args:
-        plan: which sequences share a micro-batch, the longest of each first.
+        plan: which sequences share a micro-batch, the longest of each first; none in one that only others need.
     """
     states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
     lengths = [len(tokens) for tokens in token_ids]
     for indices in plan:
-        tokens_BT = pad([token_ids[index] for index in indices], device, width=lengths[indices[0]])
-        padding_BT = padding([lengths[index] for index in indices], tokens_BT.shape[1], device)
+        mine = [token_ids[index] for index in indices] or [[0]]
+        tokens_BT = pad(mine, device, width=len(mine[0]))
+        padding_BT = padding([len(tokens) for tokens in mine], tokens_BT.shape[1], device)
         with host.cuda_as_cpu(), CapturedStates(gpt, layer_ids) as captured:
             gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
         for row, index in enumerate(indices):

@@ -23,6 +23,26 @@ def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
     return shards
 
 
+def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
+    """The tensor of one of the ranks that experts are dealt to, on all of them; all pass one of its shape."""
+    group = _expert_group()
+    if group.size() == 1:
+        return tensor
+    shared = tensor.contiguous() if group.rank() == holder else torch.empty_like(tensor)
+    dist.broadcast(shared, src=dist.get_process_group_ranks(group)[holder], group=group)
+    return shared
+
+
+def most_over_expert_ranks(count: int) -> int:
+    """The largest of the counts of the ranks that experts are dealt to."""
+    group = _expert_group()
+    if group.size() == 1:
+        return count
+    most = torch.tensor(count, device=parallel.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most.item())
+
+
 def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
     """Named tensors of one pipeline stage, on every stage; only that stage passes them."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -88,6 +108,10 @@ def tensor_group() -> dist.ProcessGroup:
 
 def _pipeline_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _expert_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
 
 
 def _data_group() -> dist.ProcessGroup:

@@ -87,17 +87,26 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the learner is spread over ranks; their number is tensor x pipeline x data."""
+    """How the learner is spread over ranks; their number is tensor x pipeline x data.
+
+    `expert` deals the experts of a mixture to so many neighbouring data-parallel ranks, which send each other's tokens
+    to them; it adds no ranks.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data"):
+        for name in ("tensor", "pipeline", "data", "expert"):
             value: int = getattr(self, name)
             require(value >= 1, f"learner.parallel.{name}", "must be >= 1", value)
+        rule = f"must divide the {self.data} data-parallel ranks, to which experts are dealt"
+        require(self.data % self.expert == 0, "learner.parallel.expert", rule, self.expert)
+        rule = "must be 1 with tensor parallelism, which is not there for experts"
+        require(self.tensor == 1 or self.expert == 1, "learner.parallel.expert", rule, self.expert)
         require(
             not self.sequence_parallel or self.tensor > 1,
             "learner.parallel.sequence_parallel",
@@ -110,6 +119,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of learner ranks."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_neighbours(self) -> int:
+        """Ranks that exchange tokens or parts of them in every layer: of a tensor-parallel group, or with experts."""
+        return self.tensor * self.expert
 
     def data_rank(self, rank: int) -> int:
         """Which share of a batch a rank works on: Megatron numbers tensor-parallel ranks first, then data-parallel."""

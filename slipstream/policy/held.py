@@ -17,8 +17,8 @@ from slipstream.refit.fingerprint import HeldWeights, WeightPart
 def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard) -> Iterator[HeldWeights]:
     """A rank's Megatron parameters, by their names there, as parts of Hugging Face tensors.
 
-    Over all tensor-parallel ranks and pipeline stages each element comes once: what is replicated on the first rank, a
-    tied output layer as the embedding that it is.
+    Over all ranks each element comes once: what is replicated on the first rank that has it, a tied output layer as the
+    embedding that it is.
     """
     for mapping in _answered_for(arch, shard):
         tensor = parameters[mapping.megatron]
@@ -32,23 +32,35 @@ def gathered_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """All Hugging Face tensors, whole, on every rank; collective."""
     given: set[str] = set()
+    for stage, holder, mapping in _places(arch, shard):
+        if given.issuperset(mapping.hf):
+            continue  # the last stage's copy of a tied embedding
+        given.update(mapping.hf)
+        tensors = None
+        if stage == shard.pipeline_rank:
+            own = parameters[mapping.megatron].detach()
+            if mapping.is_expert:
+                own = collectives.from_expert_rank(holder, own)
+            shards = collectives.tensor_parallel_shards(own)
+            tensors = weights.hf_from_shards(mapping, shards, arch)
+        yield from collectives.from_pipeline_stage(stage, tensors)
+
+
+def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, weights.Mapping]]:
+    """Every parameter of the model, with the stage and the rank among those of experts that hold it."""
     for stage in range(shard.pipeline_size):
-        for mapping in weights.mappings(arch, replace(shard, pipeline_rank=stage)):
-            if given.issuperset(mapping.hf):
-                continue  # the last stage's copy of a tied embedding
-            given.update(mapping.hf)
-            tensors = None
-            if stage == shard.pipeline_rank:
-                shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
-                tensors = weights.hf_from_shards(mapping, shards, arch)
-            yield from collectives.from_pipeline_stage(stage, tensors)
+        for holder in range(shard.expert_size):
+            for mapping in weights.mappings(arch, replace(shard, pipeline_rank=stage, expert_rank=holder)):
+                if holder == 0 or mapping.is_expert:
+                    yield stage, holder, mapping
 
 
 @cache
 def _answered_for(arch: Architecture, shard: Shard) -> tuple[weights.Mapping, ...]:
     def is_copy(mapping: weights.Mapping) -> bool:
         is_tied = mapping.megatron == "output_layer.weight" and arch.tie_word_embeddings
-        return is_tied or (mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0)
+        is_replicated = mapping.layout is Layout.REPLICATED and shard.tensor_rank > 0
+        return is_tied or is_replicated or shard.is_copy(mapping)
 
     return tuple(mapping for mapping in weights.mappings(arch, shard) if not is_copy(mapping))
 

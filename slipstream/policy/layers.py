@@ -25,6 +25,9 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,9 +35,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig, Recompute
+from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute
 from slipstream.policy.cpu import host
+from slipstream.policy.cpu.experts import use_cpu_dispatchers
 from slipstream.policy.cpu.layer import CpuTransformerLayer
+from slipstream.policy.experts import Experts
 from slipstream.policy.weights import Layout, Shard, mappings
 from slipstream.types import Dtype
 
@@ -47,7 +52,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
     model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
-        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, unpadded=skips_padding(learner))),
+        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, arch, shard, unpadded=skips_padding(arch, learner))),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=shard.is_first,
@@ -57,6 +62,8 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
     _mark_tensor_parallel(model, arch, shard)
+    if host.is_cpu_only():
+        use_cpu_dispatchers(model)
     return model
 
 
@@ -68,9 +75,9 @@ class _HeadlessGpt(GPTModel):
         return hidden_states
 
 
-def skips_padding(learner: LearnerConfig) -> bool:
-    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole layers."""
-    return host.is_cpu_only() and learner.parallel.tensor == 1
+def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
+    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
+    return host.is_cpu_only() and learner.parallel.tensor == 1 and arch.experts is None
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
@@ -135,7 +142,23 @@ def _kernels() -> _Kernels:
     return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), engine.core_attention())
 
 
-def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBlockSubmodules:
+class _Router(TopKRouter):
+    """Megatron's in the weights' type, as transformers and vLLM have it.
+
+    Its own product needs TransformerEngine, and a function for a bias, which there is not, compiles itself in the first
+    step.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        pass
+
+
+def _block_spec(
+    config: TransformerConfig, arch: Architecture, shard: Shard, *, unpadded: bool
+) -> TransformerBlockSubmodules:
     kernels = _kernels()
     attention = ModuleSpec(
         module=SelfAttention,
@@ -148,19 +171,28 @@ def _block_spec(config: TransformerConfig, *, unpadded: bool) -> TransformerBloc
             k_layernorm=kernels.norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row))
-    layer = ModuleSpec(
-        module=CpuTransformerLayer if unpadded else TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=kernels.norm,
-            self_attention=attention,
-            self_attn_bda=cast(Any, get_bias_dropout_add),
-            pre_mlp_layernorm=kernels.norm,
-            mlp=mlp,
-            mlp_bda=cast(Any, get_bias_dropout_add),
-        ),
-    )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=kernels.norm)
+    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
+    mixture = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=network), router=_Router)
+
+    def layer(mlp: ModuleSpec) -> ModuleSpec:
+        return ModuleSpec(
+            module=CpuTransformerLayer if unpadded else TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=kernels.norm,
+                self_attention=attention,
+                self_attn_bda=cast(Any, get_bias_dropout_add),
+                pre_mlp_layernorm=kernels.norm,
+                mlp=mlp,
+                mlp_bda=cast(Any, get_bias_dropout_add),
+            ),
+        )
+
+    dense = layer(ModuleSpec(module=MLP, submodules=network))
+    sparse = layer(ModuleSpec(module=MoELayer, submodules=mixture))
+    num_layers = get_num_layers_to_build(config)
+    first = shard.pipeline_rank * num_layers
+    layers = [sparse if arch.has_experts(first + index) else dense for index in range(num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=kernels.norm)
 
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
@@ -188,7 +220,7 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         pipeline_dtype=dtype,
         bf16=learner.dtype is Dtype.BFLOAT16,
         variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks this beside variable lengths
+        moe_token_dispatcher_type="alltoall",  # without experts, Megatron still checks this beside variable lengths
         use_cpu_initialization=True,
         perform_initialization=False,
         # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
@@ -201,16 +233,30 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         # data-parallel ranks, and divide by nothing.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_sums,
-        **_recomputed(learner.recompute),
+        **_recomputed(learner.recompute, has_experts=arch.experts is not None),
+        **({} if arch.experts is None else _mixture(arch.experts, parallel)),
     )
 
 
-def _recomputed(recompute: Recompute) -> dict[str, Any]:
+def _mixture(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
+    """A router as transformers and vLLM have it, in the type of the weights, and no loss that balances experts."""
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.num_experts_per_token,
+        "moe_router_pre_softmax": not experts.normalizes_chosen,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.expert,
+    }
+
+
+def _recomputed(recompute: Recompute, *, has_experts: bool) -> dict[str, Any]:
     match recompute:
         case Recompute.NONE:
             return {}
         case Recompute.SELECTIVE:
-            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+            modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
+            return {"recompute_granularity": "selective", "recompute_modules": modules}
         case Recompute.FULL:
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

@@ -1,4 +1,4 @@
-"""The learner: a dense Qwen3 in Megatron-Core that computes log-probabilities, losses and updates.
+"""The learner: a Qwen3 in Megatron-Core, dense or a mixture of experts: log-probabilities, losses and updates.
 
 Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
 vocabulary, `H` hidden size. The ranks of one model (tensor- and pipeline-parallel) are called with the same arguments;
@@ -16,7 +16,6 @@ from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
@@ -30,11 +29,12 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.policy import capture as captures
 from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import ByToken, MicroBatch, Sequences, microbatches, num_labels
+from slipstream.policy.batches import ByToken, MicroBatch, Sequences, idle_microbatch, microbatches, num_labels
 from slipstream.policy.capture import Capture
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
+from slipstream.policy.experts import require_even_experts
 from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.logprobs import OutputHead
@@ -72,7 +72,7 @@ class MegatronPolicy:
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
         self._offloaded: Offloaded | None = None
-        self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(learner) else MICROBATCH_COST
+        self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
@@ -97,7 +97,7 @@ class MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
 
         Raises:
-            ConfigError: not a dense Qwen3, or one that `learner.parallel` cannot split evenly.
+            ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
         """
         architecture = Architecture.from_hf(hf_path)
         parallel.initialize(
@@ -259,6 +259,7 @@ class MegatronPolicy:
             max_tokens=self._learner.max_tokens_per_microbatch,
             microbatch_cost=self._microbatch_cost,
         )
+        plan += [()] * self._num_idle(len(plan))
         return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self.device)
 
     def _require_whole_states(self) -> None:
@@ -279,9 +280,7 @@ class MegatronPolicy:
 
     def held_weights(self) -> Iterator[HeldWeights]:
         """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
-        is_copy = parallel_state.get_data_parallel_rank() > 0
-        parameters = dict(self._gpt.named_parameters())
-        return iter(()) if is_copy else held.held_weights(parameters, self.architecture, self._shard)
+        return held.held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
@@ -317,7 +316,8 @@ class MegatronPolicy:
         if self._optimizer is not None:
             assert isinstance(self._module, DistributedDataParallel)
             kept += tensors_of_optimizer(self._optimizer)
-            dropped += [buffer.grad_data for buffer in cast(Any, self._module).buffers]
+            module = cast(Any, self._module)
+            dropped += [buffer.grad_data for buffer in [*module.buffers, *module.expert_parallel_buffers]]
         self._offloaded = Offloaded(kept, dropped)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -331,7 +331,7 @@ class MegatronPolicy:
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
         where = self._learner.parallel
-        return microbatches(
+        batches = microbatches(
             sequences,
             loss_starts,
             max_tokens=self._learner.max_tokens_per_microbatch,
@@ -339,6 +339,11 @@ class MegatronPolicy:
             device=self.device,
             multiple=where.tensor if where.sequence_parallel else 1,
         )
+        return batches + [idle_microbatch(self.device)] * self._num_idle(len(batches))
+
+    def _num_idle(self, num_batches: int) -> int:
+        """Micro-batches more that another rank has: those that share experts compute each of their layers together."""
+        return collectives.most_over_expert_ranks(num_batches) - num_batches
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
@@ -384,6 +389,7 @@ def _built(architecture: Architecture, learner: LearnerConfig, read: Callable[[s
     """This rank's part of the model, of full tensors that `read` gives by their Hugging Face names."""
     shard = parallel.current_shard()
     require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+    require_even_experts(architecture.experts, learner.parallel)
     with host.cuda_as_cpu():
         model = build_model(architecture, learner, shard)
     load_exactly(model, dict(shard_from_hf(read, architecture, shard)))

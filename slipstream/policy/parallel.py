@@ -54,7 +54,9 @@ def initialize(
         _init_process_group(rank, world_size, master_address, master_port)
     with host.cuda_as_cpu():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
         )
         model_parallel_cuda_manual_seed(seed)
 
@@ -71,10 +73,10 @@ def _init_process_group(rank: int, world_size: int, master_address: str, master_
 
 def _require_same_layout(parallel: ParallelConfig) -> None:
     shard = current_shard()
-    joined = (shard.tensor_size, shard.pipeline_size)
-    wanted = (parallel.tensor, parallel.pipeline)
+    joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size)
+    wanted = (parallel.tensor, parallel.pipeline, parallel.expert)
     fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    require(joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline)", wanted, fix)
+    require(joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline, expert)", wanted, fix)
 
 
 def teardown() -> None:
@@ -91,6 +93,9 @@ def current_shard() -> Shard:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
     )
 
 

@@ -37,7 +37,7 @@ def run(
     Args:
         module: `gpt`, or what wraps it to accumulate gradients.
     Returns:
-        What `loss_of` named, by micro-batch; empty except on the last pipeline stage.
+        What `loss_of` named, by micro-batch that is not idle; empty except on the last pipeline stage.
     """
     if not batches:
         return []
@@ -49,13 +49,13 @@ def run(
 
         def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
             with host.model_arithmetic():
-                loss, result = loss_of(hidden_TBH, batch)
+                loss, result = loss_of(hidden_TBH, batch) if batch.indices else _idle(hidden_TBH)
             return loss, torch.zeros((), dtype=torch.int), result
 
         return output, loss_func
 
     with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[module],
@@ -64,3 +64,9 @@ def run(
             micro_batch_size=max(len(batch.indices) for batch in batches),
             forward_only=forward_only,
         )
+    return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
+
+
+def _idle(hidden_TBH: Tensor) -> tuple[Tensor, Result]:
+    """No loss, yet one that goes backward: gradients of other ranks' tokens pass through this rank's experts."""
+    return hidden_TBH.sum() * 0.0, {}

@@ -53,7 +53,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
 
     Raises:
-        ConfigError: no such model, not a dense Qwen3, no chat template, no end-of-sequence token, no weights, a
+        ConfigError: no such model, not a Qwen3 or Qwen3-MoE, no chat template, no end-of-sequence token, no weights, a
             context shorter than `engine.max_model_len`, or fewer layers than the draft reads.
     """
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
             link.symlink_to(path.resolve())
     return PolicyRecord(
         model=policy.model,
-        architecture="Qwen3ForCausalLM",
+        architecture=architecture.name,
         num_parameters=architecture.num_parameters(),
         vocab_size=architecture.vocab_size,
         max_position_embeddings=architecture.max_position_embeddings,

@@ -1,4 +1,4 @@
-"""Qwen3 parameter names and layouts: Hugging Face <-> Megatron-Core, for tensor- and pipeline-parallel shards.
+"""Qwen3 parameter names and layouts: Hugging Face <-> Megatron-Core, for the shards of every kind of parallelism.
 
 One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
 round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,
@@ -34,9 +34,10 @@ class Mapping:
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+    is_expert: bool = False  # an expert is on one rank of those that experts are dealt to; all else is on each
 
 
-_LAYER = (
+_ATTENTION = (
     ("input_layernorm.weight", ("input_layernorm.weight",), Layout.REPLICATED),
     (
         "self_attention.linear_qkv.weight",
@@ -47,9 +48,13 @@ _LAYER = (
     ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Layout.REPLICATED),
     ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Layout.ROW),
     ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Layout.REPLICATED),
+)
+_MLP = (
     ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
     ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Layout.ROW),
 )
+_ROUTER = (("mlp.router.weight", ("mlp.gate.weight",), Layout.REPLICATED),)
+_Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,16 @@ class Shard:
     tensor_size: int = 1
     pipeline_rank: int = 0
     pipeline_size: int = 1
+    expert_rank: int = 0  # its own among the ranks that experts are dealt to
+    expert_size: int = 1
+    data_rank: int = 0  # of ranks that hold the same, experts apart
+
+    def is_copy(self, mapping: Mapping) -> bool:
+        """Whether a rank with a lower data-parallel number holds the same parameter.
+
+        Source: Megatron's `parallel_state` numbers the ranks of experts before their copies (order "tp-cp-ep-dp-pp").
+        """
+        return self.data_rank >= (self.expert_size if mapping.is_expert else 1)
 
     @property
     def is_first(self) -> bool:
@@ -78,10 +93,7 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
         yield Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
     per_stage = arch.num_layers // shard.pipeline_size
     for layer in range(per_stage):
-        hf_layer = shard.pipeline_rank * per_stage + layer
-        for megatron, hf, layout in _LAYER:
-            names = tuple(f"model.layers.{hf_layer}.{name}" for name in hf)
-            yield Mapping(f"decoder.layers.{layer}.{megatron}", names, layout)
+        yield from _layer_mappings(arch, shard, layer, shard.pipeline_rank * per_stage + layer)
     if shard.is_last:
         yield Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
         if not arch.tie_word_embeddings:
@@ -89,6 +101,26 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
         elif not shard.is_first:
             # A tied output layer on another stage than the embedding is a copy that Megatron keeps in step.
             yield Mapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+
+
+def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[Mapping]:
+    megatron_layer, model_layer = f"decoder.layers.{layer}", f"model.layers.{hf_layer}"
+
+    def of(table: _Table) -> Iterator[Mapping]:
+        for megatron, hf, layout in table:
+            yield Mapping(f"{megatron_layer}.{megatron}", tuple(f"{model_layer}.{name}" for name in hf), layout)
+
+    yield from of(_ATTENTION)
+    if arch.experts is None or not arch.has_experts(hf_layer):
+        yield from of(_MLP)
+        return
+    yield from of(_ROUTER)
+    per_rank = arch.experts.num_experts // shard.expert_size
+    for local in range(per_rank):
+        here, there = f"mlp.experts.local_experts.{local}", f"mlp.experts.{shard.expert_rank * per_rank + local}"
+        for mapping in of(_MLP):
+            megatron = mapping.megatron.replace("mlp", here, 1)
+            yield Mapping(megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True)
 
 
 def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:

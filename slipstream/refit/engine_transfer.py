@@ -29,6 +29,7 @@ from slipstream.refit import engine_weights
 from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooUpdate, receive
 from slipstream.refit.channel.source import WeightMeta
 from slipstream.refit.config import Channel
+from slipstream.refit.engine_experts import are_on_cpu
 from slipstream.refit.snapshot import bytes_digest
 
 BACKEND = "slipstream"
@@ -151,10 +152,18 @@ class Loader(Protocol):
 
 
 def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> Loader:
-    """The faster loader that can load these tensors."""
+    """The faster loader that can load these tensors.
+
+    Raises:
+        LookupError: there is none: what holds experts on a CPU cannot be reloaded by vLLM (`engine_experts`).
+    """
     slots = _known_slots(model)
     shapes = {meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in metas}
-    return SlotLoader(slots) if engine_weights.can_write(slots, shapes) else ReloadLoader(model, model_config)
+    if engine_weights.can_write(slots, shapes):
+        return SlotLoader(slots)
+    if any(map(are_on_cpu, model.modules())):
+        raise LookupError("a model with experts on a CPU can only be refitted with all of its tensors, and no others")
+    return ReloadLoader(model, model_config)
 
 
 class SlotLoader:

@@ -2,7 +2,7 @@
 
 Fused layers are cut into the checkpoint's tensors, tensor-parallel shards are named by the slice they hold, and
 weights that a CPU backend has packed out of sight are recovered by multiplying with the identity, which is exact:
-every sum has one term.
+every sum has one term. Experts are read and written by `engine_experts`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from slipstream.refit.engine_experts import are_on_cpu, expert_parts, read_experts, write_experts
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -48,6 +50,8 @@ class Slot:
             RuntimeError: a layer multiplies with another weight than it holds.
         """
         held: Tensor = getattr(self.module, self.parameter)
+        if isinstance(self.module, RoutedExperts):
+            held = read_experts(self.module, self.parameter)
         if self.shape is not None and hasattr(self.module, "cpu_linear"):
             packed = self._recovered(self.shape[1])
             if held.numel() and not torch.equal(held, packed):
@@ -64,6 +68,9 @@ class Slot:
         """Replace the parameter by whole tensors of a checkpoint, and have a layer that packs it do so anew."""
         cuts = [tensors[part.name].narrow(part.dim, part.start, part.length) for part in self.parts]
         rows = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+        if isinstance(self.module, RoutedExperts):
+            write_experts(self.module, self.parameter, rows)
+            return
         held: nn.Parameter = getattr(self.module, self.parameter)
         if held.numel():
             held.data[: len(rows)].copy_(rows)
@@ -117,7 +124,7 @@ def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module) is RMSNorm:
+    if type(module) is RMSNorm or are_on_cpu(module):
         return True
     methods = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     skips = getattr(module, "_cpu_skip_gemm_dispatch", False)  # whose weight others have taken apart
@@ -125,6 +132,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Slot]:
+    if isinstance(module, RoutedExperts):
+        parts_of = expert_parts(path, module, own)
+        return [Slot(module=module, parameter=name, parts=parts) for name, parts in parts_of.items()]
     if isinstance(module, LinearBase):
         if set(own) != {"weight"}:
             raise LookupError(f"{path} holds {sorted(own)}, not one weight")

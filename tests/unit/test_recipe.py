@@ -89,6 +89,11 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             f"learner.parallel.tensor must be 1 with the optimizer 'muon', got 2; {SHARDS}",
         ),
         (
+            {"learner": {"parallel": {"data": 2, "expert": 2}}},
+            "learner.parallel.expert must be 1 with the optimizer 'muon', got 2; it clips by a norm that misses the "
+            "experts of other ranks: take adamw",
+        ),
+        (
             {"sampling": {"top_p": 0.9}},
             "sampling.top_p and sampling.top_k must leave the policy's distribution whole in training, got (0.9, 0); "
             "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",

@@ -53,6 +53,8 @@ class HeldParameter:
     bands: list[Band]
     stepped: Stepped | None  # None without an optimizer, or where other data-parallel ranks step all of it
     is_first_copy: bool  # of those that tensor-parallel ranks and pipeline stages hold
+    is_expert: bool = False
+    is_data_copy: bool = False  # a data-parallel rank before this one holds it too
 
     @property
     def has_main(self) -> bool:
@@ -85,6 +87,8 @@ def held_parameters(
             bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
             stepped=None if steppers is None else steppers.of(mapping.megatron, parameters[mapping.megatron]),
             is_first_copy=_is_first_copy(mapping, shard),
+            is_expert=mapping.is_expert,
+            is_data_copy=shard.is_copy(mapping),
         )
         for mapping in mappings(arch, shard)
     ]
@@ -120,8 +124,8 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
 def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
     """Those that this rank writes: every number once over all ranks, and equally many bytes on each.
 
-    The data-parallel ranks hold equal runs in equal order, except those that a distributed optimizer has dealt out:
-    the one with the fewest bytes takes the next.
+    The data-parallel ranks hold equal runs in equal order, except those that a distributed optimizer has dealt out, and
+    experts, which the first that has one writes: the one with the fewest bytes takes the next.
     """
     num_bytes = [0] * data_size
     for run in found:
@@ -129,6 +133,10 @@ def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
             continue
         if run.is_sharded:
             yield run
+            continue
+        if run.held.is_expert:
+            if not run.held.is_data_copy:
+                yield run
             continue
         owner = num_bytes.index(min(num_bytes))
         num_bytes[owner] += run.numbers.nbytes

@@ -157,6 +157,7 @@ def _layout() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
     }
 
 

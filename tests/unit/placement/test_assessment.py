@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.placement.assessment import assess
+from slipstream.policy.architecture import Architecture
+from slipstream.policy.config import ScratchConfig
+from slipstream.policy.experts import Experts
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
+from slipstream.types import Dtype
 
 SPLIT = {
     "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
@@ -62,6 +69,33 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
         "learner": {"parallel": {"tensor": 3}},
     }
     assert _refusal(overrides, "tiny") == "learner.parallel.tensor must divide the policy's 64 vocabulary, got 3"
+
+
+def test_a_mixture_of_experts_is_planned_without_its_memory(tmp_path: Path) -> None:
+    scratch = ScratchConfig(num_layers=2, num_attention_heads=32, num_query_groups=8)
+    experts = Experts(num_experts=8, num_experts_per_token=2, ffn_hidden_size=32, normalizes_chosen=True)
+    dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
+    config = replace(dense, experts=experts).to_hf(Dtype.BFLOAT16)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dealt = {"policy": {"model": str(tmp_path)}, "learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}}
+    assert _refusal(dealt) == (
+        f"policy.model must be dense for the memory to be planned, got {str(tmp_path)!r}; leave out the section "
+        "`simulator`: only the layout is checked then"
+    )
+    load_recipe("qwen3_8b", overrides={**dealt, "simulator": None})
+    for learner, message in (
+        ({"tensor": 1, "data": 32, "expert": 16}, "learner.parallel.expert must divide the policy's 8 experts, got 16"),
+        ({"tensor": 4, "data": 8}, "learner.parallel.tensor must be 1 for a mixture of experts, got 4; deal the"),
+    ):
+        assert _refusal({**dealt, "learner": {"parallel": learner}}).startswith(message)
+    engine = {"tensor_parallel_size": 4, "num_engines": 8}
+    message = "engine.tensor_parallel_size must be 1 for a mixture of experts, got 4"
+    assert _refusal({**dealt, "engine": engine}) == message
+
+
+def test_experts_are_not_dealt_where_there_are_none() -> None:
+    message = _refusal({"learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}})
+    assert message == "learner.parallel.expert must be 1 for a policy without experts, got 4"
 
 
 def test_split_without_generation_nodes_is_refused() -> None:

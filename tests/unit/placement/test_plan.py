@@ -87,6 +87,16 @@ def test_tensor_parallel_ranks_across_nvlink_domains_are_refused(
     make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
 
 
+def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Callable[..., str]) -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=4, gpus_per_node=4), parallel=ParallelConfig(data=16, expert=8), num_engines=16
+    )
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("4x4"))
+    assert message.startswith("learner.parallel.expert must divide the 4 GPUs that placement.gpus_per_node takes of a")
+    assert ", got 8; lower it to a divisor of 4" in message
+    make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
+
+
 def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[..., str]) -> None:
     layout = _split(training=1, generation=2, per_node=2, engine_tensor=4)
     assert refusal(make_plan, layout=layout, cluster=parse_cluster("3x2")).startswith("engine.tensor_parallel_size ")

@@ -70,6 +70,21 @@ def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
     assert names == [["a", "mine"], ["mine"]]
 
 
+def test_the_first_rank_that_has_an_expert_writes_it() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(9))
+
+    def expert(*, is_data_copy: bool) -> Run:
+        held = HeldParameter(
+            "expert", parameter, bands=[], stepped=None, is_first_copy=True, is_expert=True, is_data_copy=is_data_copy
+        )
+        return Run("weight", held, parameter.detach(), 0, 9, is_sharded=False)
+
+    # Experts count for nobody when the rest is dealt: ranks hold other ones, and have to agree on the rest.
+    for rank, is_copy, written in ((0, False, ["expert", "a"]), (1, False, ["expert", "b"]), (2, True, ["c"])):
+        found = [expert(is_data_copy=is_copy), _run("a", 5), _run("b", 3), _run("c", 1)]
+        assert [run.held.name for run in owned(found, data_rank=rank, data_size=3)] == written
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(

@@ -76,6 +76,15 @@ def test_sizes_are_given_exactly_for_a_policy_that_is_trained_from_scratch(refus
         ({"tensor": 0}, "learner.parallel.tensor must be >= 1, got 0"),
         ({"pipeline": 0}, "learner.parallel.pipeline must be >= 1, got 0"),
         ({"data": 0}, "learner.parallel.data must be >= 1, got 0"),
+        ({"expert": 0}, "learner.parallel.expert must be >= 1, got 0"),
+        (
+            {"data": 3, "expert": 2},
+            "learner.parallel.expert must divide the 3 data-parallel ranks, to which experts are dealt, got 2",
+        ),
+        (
+            {"tensor": 2, "data": 2, "expert": 2},
+            "learner.parallel.expert must be 1 with tensor parallelism, which is not there for experts, got 2",
+        ),
         (
             {"sequence_parallel": True},
             "learner.parallel.sequence_parallel must be false with tensor 1, got True; "
@@ -92,6 +101,7 @@ def test_a_split_of_the_learner_outside_its_bounds_is_refused(
 def test_the_learner_has_as_many_ranks_as_its_splits_multiply_to() -> None:
     assert ParallelConfig().world_size == 1
     assert ParallelConfig(tensor=2, pipeline=3, data=5, sequence_parallel=True).world_size == 30
+    assert ParallelConfig(pipeline=3, data=4, expert=2).world_size == 12  # experts are dealt to ranks that there are
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def model_config(recipe: Recipe, tools: Tools) -> object:
     return architecture.to_hf(recipe.learner.dtype), architecture.num_parameters(), split, config.params_dtype
 
 
+def dealt_experts(recipe: Recipe, _: Tools) -> object:
+    """What Megatron is told of a mixture's experts."""
+    config = _transformer_config(Architecture.from_hf(Path(recipe.policy.model)), recipe.learner)
+    return config.num_moe_experts, config.expert_model_parallel_size
+
+
 def own_policy(recipe: Recipe) -> MegatronPolicy:
     scratch = recipe.policy.scratch
     assert scratch is not None
@@ -126,6 +132,7 @@ def which_policy(recipe: Recipe, _: Tools) -> object:
     return resolve(recipe.policy, support.policy_needs(recipe), Path("nowhere"))
 
 
+MIXTURE = {"policy.model": str(Path(__file__).parent / "mixture"), "policy.scratch": None, "learner.parallel.data": 2}
 TWO_GROUPS = {"policy.scratch.num_query_groups": 2}  # one for each of two tensor-parallel ranks
 TWO_RANKS = {"learner.parallel.tensor": 2, **TWO_GROUPS}
 CHECKS = {
@@ -154,6 +161,7 @@ CHECKS = {
     "learner.dtype": Check("bfloat16", model_config),
     "learner.parallel.tensor": Check(2, model_config, TWO_GROUPS),
     "learner.parallel.pipeline": Check(3, model_config),
+    "learner.parallel.expert": Check(2, dealt_experts, MIXTURE),
     "learner.parallel.sequence_parallel": Check(True, model_config, TWO_RANKS),
     "grpo.optimizer.warmup_steps": Check(10, first_learning_rate),
 }

@@ -1,0 +1,75 @@
+"""A tiny Qwen3-MoE with random weights, written by transformers, which also says what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCAB = 64
+
+
+def write_model(path: Path, *, seed: int, normalizes: bool = True, expert_width: int = 32) -> None:
+    """Eight experts, two of them a token, in all layers but the second."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=expert_width,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=normalizes,
+        mlp_only_layers=[1],
+        max_position_embeddings=128,
+        eos_token_id=1,
+        initializer_range=0.15,  # the default gives nearly equal logits
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+
+
+def sequences() -> list[list[int]]:
+    """Of different lengths: two ranks need different numbers of micro-batches for them."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length).tolist() for length in (31, 6, 29, 5, 30)]
+
+
+def logprobs(path: Path, tokens: Sequence[int]) -> np.ndarray:
+    """By transformers, in float32: of each token but the first."""
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor(tokens)
+    rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return rows.gather(1, ids[1:, None])[:, 0].detach().numpy()
+
+
+def gradients(path: Path, batch: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean next-token loss and its gradients by transformers, under the names of a checkpoint."""
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
+    num_tokens = sum(len(tokens) - 1 for tokens in batch)
+    total = torch.zeros(())
+    for tokens in batch:
+        ids = torch.tensor(tokens)
+        total = total + torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+    loss = total / num_tokens
+    loss.backward()
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = parameter.grad
+            continue
+        layer = name.rpartition(".")[0]
+        for expert, grad in enumerate(parameter.grad):
+            if name.endswith("down_proj"):
+                found[f"{layer}.{expert}.down_proj.weight"] = grad
+            else:
+                gate, up = grad.chunk(2)
+                found |= {f"{layer}.{expert}.gate_proj.weight": gate, f"{layer}.{expert}.up_proj.weight": up}
+    return float(loss.detach()), found

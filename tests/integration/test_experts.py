@@ -1,0 +1,150 @@
+"""A mixture of experts on one rank, and dealt to two gloo ranks: what transformers computes, and one another's weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy import parallel
+from slipstream.policy.checkpoint.reader import open_checkpoint
+from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.policy.packing import plan_shards
+from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
+from tests.integration import qwen3_moe
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
+ONE = LearnerConfig(max_tokens_per_microbatch=40, num_threads=1)
+DEALT = replace(ONE, parallel=ParallelConfig(data=2, expert=2))
+LEARNERS = {
+    "dealt": DEALT,
+    "dealt, optimizer split, layers recomputed": replace(DEALT, distributed_optimizer=True, recompute=Recompute.FULL),
+    "dealt, parts recomputed": replace(DEALT, recompute=Recompute.SELECTIVE),
+    "a copy of all on each": replace(ONE, parallel=ParallelConfig(data=2)),
+    "stages": replace(ONE, parallel=ParallelConfig(pipeline=3)),
+}
+
+
+class OneRank:
+    """Reads a checkpoint alone."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0) -> dict[str, Any]:
+    """Logprobs and two updates of this rank's share."""
+    whole, layout = qwen3_moe.sequences(), learner.parallel
+    shares = plan_shards([len(tokens) for tokens in whole], layout.data)
+    mine = shares[layout.data_rank(rank)]
+    batch = [whole[index] for index in mine]
+    starts = [1] * len(batch)
+    rows = policy.logprobs(batch, starts, 1.0)
+    alone = policy.logprobs(batch[:1] if mine == shares[0] else [], starts[:1] if mine == shares[0] else [], 1.0)
+    loaded = {name: tensor.clone() for name, tensor in policy.weights()}
+    losses = [policy.lm_step(batch, starts)]
+    policy.save_checkpoint(directory / "checkpoint", {})
+    losses.append(policy.lm_step(batch, starts))
+    policy.finish_checkpoint()
+    policy.load_checkpoint(directory / "checkpoint")
+    assert policy.lm_step(batch, starts) == losses[-1], "resumed and uninterrupted differ"
+    return {
+        "rows": dict(zip(mine, rows, strict=True)),
+        "alone": alone,
+        "losses": losses,
+        "loaded": loaded,
+        "held": part_fingerprints(policy.held_weights()),
+        "gathered": part_fingerprints(held_whole(name, tensor) for name, tensor in policy.weights()),
+    }
+
+
+def run_rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: Path) -> dict[str, Any]:
+    size = learner.parallel.world_size
+    policy = MegatronPolicy.load(
+        model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=size, master_port=port
+    )
+    result = train(policy, learner, directory, rank)
+    (directory / "tokenizer").mkdir(exist_ok=True)
+    policy.save_hf(directory / "saved", directory / "tokenizer")
+    parallel.barrier()
+    parallel.teardown()
+    return result
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["chosen experts sum to 1", "shares of all experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    qwen3_moe.write_model(path, seed=0, normalizes=request.param)
+    return path
+
+
+def require_gradients(checkpoint: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The first moments after one update are half the gradients."""
+    reader, _ = open_checkpoint(OneRank(), checkpoint)
+    with reader:
+        assert {name for name in reader.index if name.startswith("exp_avg/")} == {f"exp_avg/{n}" for n in expected}
+        for name, gradient in expected.items():
+            got = 2 * reader.read_whole(f"exp_avg/{name}")
+            torch.testing.assert_close(got, gradient, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name} {text}")
+
+
+def test_one_rank_computes_what_transformers_does(model: Path, tmp_path: Path) -> None:
+    got = train(MegatronPolicy.load(model, learner=ONE, optimizer=OPTIMIZER), ONE, tmp_path)
+    for index, tokens in enumerate(qwen3_moe.sequences()):
+        np.testing.assert_allclose(got["rows"][index], qwen3_moe.logprobs(model, tokens), rtol=0, atol=1e-5)
+    loss, gradients = qwen3_moe.gradients(model, qwen3_moe.sequences())
+    assert got["losses"][0] == pytest.approx(loss, abs=1e-6)
+    assert all(gradients[f"model.layers.{layer}.mlp.gate.weight"].abs().max() > 1e-4 for layer in (0, 2))
+    require_gradients(tmp_path / "checkpoint", gradients)
+    original = load_file(model / "model.safetensors")
+    assert original.keys() == got["loaded"].keys()
+    assert all(torch.equal(original[name], tensor) for name, tensor in got["loaded"].items())
+    assert weight_totals([got["held"]]) == weight_totals([got["gathered"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
+def test_experts_on_several_ranks_compute_what_transformers_does(
+    learner: LearnerConfig, model: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = learner.parallel.world_size
+    with ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ranks = [pool.submit(run_rank, rank, learner, port, model, tmp_path) for rank in range(size)]
+        got = [rank.result(timeout=150) for rank in ranks]
+    batch = qwen3_moe.sequences()
+    expected = [qwen3_moe.logprobs(model, tokens) for tokens in batch]
+    seen = {index: row for rank in got for index, row in rank["rows"].items()}
+    for index, row in enumerate(expected):
+        np.testing.assert_allclose(seen[index], row, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got[0]["alone"][0], expected[min(got[0]["rows"])], rtol=0, atol=1e-5)
+    loss, gradients = qwen3_moe.gradients(model, batch)
+    assert all(rank["losses"] == got[0]["losses"] for rank in got)
+    assert got[0]["losses"][0] == pytest.approx(loss, abs=1e-6)
+    require_gradients(tmp_path / "checkpoint", gradients)
+
+    original = load_file(model / "model.safetensors")
+    for rank in got:
+        assert all(torch.equal(original[name], tensor) for name, tensor in rank["loaded"].items())
+        assert rank["gathered"] == got[0]["gathered"]
+    totals = weight_totals(rank["held"] for rank in got)
+    assert totals == weight_totals([got[0]["gathered"]])
+    assert totals == file_fingerprints(tmp_path / "saved", dict.fromkeys(original, "float32"))
+
+    resumed = MegatronPolicy.load(model, learner=ONE, optimizer=OPTIMIZER)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert resumed.lm_step(batch, [1] * len(batch)) == pytest.approx(got[0]["losses"][1], abs=1e-5)

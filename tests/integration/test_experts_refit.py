@@ -1,0 +1,104 @@
+"""A learner whose experts lie on two ranks, and an engine that fuses and packs them: what arrives is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.fingerprint import differences, file_fingerprints
+from slipstream.refit.gate import RefitGate
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.types import Dtype, Prompt
+from tests.integration import qwen3_moe
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(
+    max_model_len=128,
+    max_num_seqs=16,
+    dtype=Dtype.FLOAT32,
+    enforce_eager=True,
+    num_threads=1,
+    kv_cache_gib=0.1,
+)
+LEARNER = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(data=2, expert=2), num_threads=1)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=16)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """A learner that holds the policy `new`, an engine that started with `old`, and one that started with `new`."""
+
+    learner: Any
+    engine: Any
+    fresh: Any
+    models: dict[str, Path]
+
+
+@pytest.fixture(
+    scope="module", params=[(Dtype.FLOAT32, 32), (Dtype.BFLOAT16, 48)], ids=["float32", "bfloat16, padded experts"]
+)
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_session: None
+) -> Iterator[Ends]:
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+
+    dtype, width = request.param
+    root = tmp_path_factory.mktemp("models")
+    models = {name: root / name for name in ("old", "new")}
+    for seed, path in enumerate(models.values()):
+        qwen3_moe.write_model(path, seed=seed, expert_width=width)
+    config = replace(ENGINE, dtype=dtype)
+    with (
+        start_learner(LEARNER) as learner,
+        start_engine(models["old"], config=config, speculative_config=None) as engine,
+        start_engine(models["new"], config=config, speculative_config=None) as fresh,
+    ):
+        learner.load(models["new"], None)
+        yield Ends(learner=learner, engine=engine, fresh=fresh, models=models)
+
+
+@pytest.mark.parametrize("channel", [Channel.SHARED_MEMORY, Channel.GLOO])
+def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends: Ends, channel: Channel) -> None:
+    batch = qwen3_moe.sequences()
+    ends.engine.refit(ends.models["old"], policy_version=0)
+    dtypes = ends.engine.weight_dtypes(is_draft=False)
+    with safe_open(ends.models["old"] / "model.safetensors", framework="pt") as file:
+        assert dtypes.keys() == set(file.keys())  # every expert's three matrices, by their own names
+    old, new = (file_fingerprints(ends.models[name], dtypes) for name in ("old", "new"))
+    assert ends.engine.weight_fingerprints(is_draft=False) == [old]
+    assert ends.fresh.weight_fingerprints(is_draft=False) == [new]
+    before = ends.engine.token_logprobs(batch)
+
+    config = RefitConfig(channel=channel, bucket_mib=0.02)
+    with open_channel(config, ends.learner, ends.engine) as opened:
+        gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=None, config=config)
+        check = gate.refit(1)
+    assert check.num_tensors == len(dtypes)
+    assert ends.engine.weight_fingerprints(is_draft=False) == [new]
+    assert differences(old, new)
+    after = ends.engine.token_logprobs(batch)
+    assert after == ends.fresh.token_logprobs(batch)
+    assert after != before
+    sampled = [engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for engine in (ends.engine, ends.fresh)]
+    rollouts = [[(r.token_ids, r.rollout_logprobs) for group in s.groups for r in group.rollouts] for s in sampled]
+    assert rollouts[0] == rollouts[1]
+
+
+def test_engine_and_learner_agree_on_logprobs(ends: Ends) -> None:
+    batch = qwen3_moe.sequences()
+    if set(ends.fresh.weight_dtypes(is_draft=False).values()) != {"float32"}:
+        pytest.skip("the learner computes in float32")
+    for mine, theirs in zip(ends.learner.token_logprobs(batch), ends.fresh.token_logprobs(batch)[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)
