@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.drafts.config import DraftConfig
 
@@ -21,13 +21,25 @@ from slipstream.drafts.config import DraftConfig
 # and refitting it would then overwrite the policy.
 _NOT_SAVED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 _HEAD_NOISE = 0.02
+_LAYER_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "initializer_range",
+    "eos_token_id",
+    "dtype",
+)
 
 
 def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
     """A fresh draft: random layer, output head near the policy's (never equal to it), vocabulary of the policy."""
-    layer = AutoConfig.from_pretrained(policy)
-    layer.num_hidden_layers = 1
-    layer.layer_types = ["full_attention"]
+    layer = _layer_config(policy)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Eagle3DraftModel.from_training_args(
@@ -46,6 +58,20 @@ def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
     model.verifier_norm = torch.nn.Identity()
     return model
+
+
+def _layer_config(policy: Path) -> PretrainedConfig:
+    """One layer of the policy; of a mixture of experts a dense one, as wide as the experts of a token together.
+
+    Source: of the width, the drafts of EAGLE-3 (arXiv 2503.01840), which are dense layers.
+    """
+    layer = AutoConfig.from_pretrained(policy)
+    if layer.model_type == "qwen3_moe":
+        width = layer.num_experts_per_tok * layer.moe_intermediate_size
+        layer = Qwen3Config(intermediate_size=width, **{name: getattr(layer, name) for name in _LAYER_FIELDS})
+    layer.num_hidden_layers = 1
+    layer.layer_types = ["full_attention"]
+    return layer
 
 
 def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device, **_: Any) -> Tensor:

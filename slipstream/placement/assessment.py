@@ -127,7 +127,9 @@ def assess(run: Run) -> Assessment | None:
     if shape is None or run.simulator is None or not run.layout.has_gpus:
         return None
     fix = "leave out the section `simulator`: only the layout is checked then"
-    require(_experts(shape) is None, "policy.model", "must be dense for the memory to be planned", run.policy.model, fix)
+    require(
+        _experts(shape) is None, "policy.model", "must be dense for the memory to be planned", run.policy.model, fix
+    )
     hardware = load_hardware(run.simulator.hardware)
     is_colocated = run.layout.placement.mode is PlacementMode.COLOCATED
     engine = engine_memory(shape, run.engine, gpu_bytes=hardware.memory_bytes, longest_k=max(run.tuning.candidate_ks))

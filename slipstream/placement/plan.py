@@ -1,8 +1,8 @@
 """Which rank of the learner and which worker of an engine lies on which GPU: a pure function of layout and cluster.
 
 Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
-pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j of engine e is
-number e * tensor_parallel_size + j.
+pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j
+of engine e is number e * tensor_parallel_size + j.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
     model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
-        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, arch, shard, unpadded=skips_padding(arch, learner))),
+        transformer_layer_spec=cast(
+            ModuleSpec, _block_spec(config, arch, shard, unpadded=skips_padding(arch, learner))
+        ),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=shard.is_first,

@@ -76,7 +76,9 @@ def _require_same_layout(parallel: ParallelConfig) -> None:
     joined = (shard.tensor_size, shard.pipeline_size, shard.expert_size)
     wanted = (parallel.tensor, parallel.pipeline, parallel.expert)
     fix = f"this process has joined as {joined}; call parallel.teardown() first"
-    require(joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline, expert)", wanted, fix)
+    require(
+        joined == wanted, "learner.parallel", "must not change within a process (tensor, pipeline, expert)", wanted, fix
+    )
 
 
 def teardown() -> None:

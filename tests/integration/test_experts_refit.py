@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
@@ -32,12 +33,16 @@ ENGINE = EngineConfig(
 )
 LEARNER = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(data=2, expert=2), num_threads=1)
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=16)
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), seed=9)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """A learner that holds the policy `new`, an engine that started with `old`, and one that started with `new`."""
+    """A learner that holds the policy `new`, an engine that started with `old`, and one that started with `new`.
+
+    Both engines speculate with one draft.
+    """
 
     learner: Any
     engine: Any
@@ -48,9 +53,8 @@ class Ends:
 @pytest.fixture(
     scope="module", params=[(Dtype.FLOAT32, 32), (Dtype.BFLOAT16, 48)], ids=["float32", "bfloat16, padded experts"]
 )
-def ends(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_session: None
-) -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterator[Ends]:
+    from slipstream.drafts.eagle3 import build_draft, save_draft
     from slipstream.workers.engines import start_engine
     from slipstream.workers.learners import start_learner
 
@@ -59,11 +63,14 @@ def ends(
     models = {name: root / name for name in ("old", "new")}
     for seed, path in enumerate(models.values()):
         qwen3_moe.write_model(path, seed=seed, expert_width=width)
+    models["draft"] = root / "draft"
+    save_draft(build_draft(models["old"], DRAFT), models["draft"])
+    draft = speculative_config(DraftMethod.EAGLE3, models["draft"], 3)
     config = replace(ENGINE, dtype=dtype)
     with (
         start_learner(LEARNER) as learner,
-        start_engine(models["old"], config=config, speculative_config=None) as engine,
-        start_engine(models["new"], config=config, speculative_config=None) as fresh,
+        start_engine(models["old"], config=config, speculative_config=draft) as engine,
+        start_engine(models["new"], config=config, speculative_config=draft) as fresh,
     ):
         learner.load(models["new"], None)
         yield Ends(learner=learner, engine=engine, fresh=fresh, models=models)
@@ -83,17 +90,20 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
 
     config = RefitConfig(channel=channel, bucket_mib=0.02)
     with open_channel(config, ends.learner, ends.engine) as opened:
-        gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=None, config=config)
+        gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=ends.models["draft"], config=config)
         check = gate.refit(1)
-    assert check.num_tensors == len(dtypes)
+    assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=True))
     assert ends.engine.weight_fingerprints(is_draft=False) == [new]
     assert differences(old, new)
     after = ends.engine.token_logprobs(batch)
     assert after == ends.fresh.token_logprobs(batch)
     assert after != before
-    sampled = [engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for engine in (ends.engine, ends.fresh)]
+    sampled = [
+        engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for engine in (ends.engine, ends.fresh)
+    ]
     rollouts = [[(r.token_ids, r.rollout_logprobs) for group in s.groups for r in group.rollouts] for s in sampled]
     assert rollouts[0] == rollouts[1]
+    assert sampled[0].acceptance == sampled[1].acceptance
 
 
 def test_engine_and_learner_agree_on_logprobs(ends: Ends) -> None:

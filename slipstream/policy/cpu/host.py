@@ -43,7 +43,7 @@ def cuda_as_cpu() -> Iterator[None]:
     # Annotated as returning an index, but every caller in Megatron passes the answer on as `device=`.
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None  # pipeline sends wait for the stream; gloo has none
-    torch.cuda.Stream = lambda: None  # type: ignore[assignment,misc]  # a dispatcher of tokens makes one, to copy beside
+    torch.cuda.Stream = lambda: None  # a dispatcher of tokens makes one, to copy beside
     # What is recomputed for a gradient draws the same numbers again; the state of the CPU is kept beside this one.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None

@@ -112,7 +112,7 @@ def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
     assert state == {
         "version": 0,
         "num_updates": 1,
-        "layout": {"tensor": 1, "pipeline": 1, "data": 1},
+        "layout": {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1},
         "extra": {},
     }
     with reader:

@@ -119,7 +119,10 @@ def test_parameters_are_counted(tied: bool) -> None:
 def test_other_architectures_and_rope_are_refused(tmp_path: Path) -> None:
     config = ARCH.to_hf(Dtype.FLOAT32)
     for change, message in (
-        ({"architectures": ["LlamaForCausalLM"]}, "must be a Qwen3ForCausalLM or a Qwen3MoeForCausalLM, got .'LlamaForCausalLM'."),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "must be a Qwen3ForCausalLM or a Qwen3MoeForCausalLM, got .'LlamaForCausalLM'.",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "must use plain RoPE, got 'yarn'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
