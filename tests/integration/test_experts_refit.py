@@ -15,7 +15,7 @@ from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_confi
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
-from slipstream.refit.fingerprint import differences, file_fingerprints
+from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.types import Dtype, Prompt
@@ -84,8 +84,8 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
     with safe_open(ends.models["old"] / "model.safetensors", framework="pt") as file:
         assert dtypes.keys() == set(file.keys())  # every expert's three matrices, by their own names
     old, new = (file_fingerprints(ends.models[name], dtypes) for name in ("old", "new"))
-    assert ends.engine.weight_fingerprints(is_draft=False) == [old]
-    assert ends.fresh.weight_fingerprints(is_draft=False) == [new]
+    assert ends.engine.weight_fingerprints(is_draft=False, turn=ALL) == [old]
+    assert ends.fresh.weight_fingerprints(is_draft=False, turn=ALL) == [new]
     before = ends.engine.token_logprobs(batch)
 
     config = RefitConfig(channel=channel, bucket_mib=0.02)
@@ -93,7 +93,7 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
         gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=ends.models["draft"], config=config)
         check = gate.refit(1)
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=True))
-    assert ends.engine.weight_fingerprints(is_draft=False) == [new]
+    assert ends.engine.weight_fingerprints(is_draft=False, turn=ALL) == [new]
     assert differences(old, new)
     after = ends.engine.token_logprobs(batch)
     assert after == ends.fresh.token_logprobs(batch)
