@@ -69,14 +69,6 @@ class RemoteLearner:
         """Make a policy with random weights; returns the number of its parameters."""
         return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
 
-    def offload(self) -> int:
-        """Give device memory back until `onload`: nothing else may be asked meanwhile; returns rank 0's bytes."""
-        return self._on_all("offload", lambda rank: rank.offload.remote())
-
-    def onload(self) -> None:
-        """Take it again."""
-        self._on_all("onload", lambda rank: rank.onload.remote())
-
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
         answers = self._on_shards(
