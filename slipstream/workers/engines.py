@@ -127,9 +127,8 @@ class RemoteEngine:
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
         """What a sender in another process steers all engines with."""
-        actors = [engine.actor for engine in self.engines]
         num_workers = len(self._locations()[0])
-        return RayEngineControl(actors, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
+        return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
         """See `VllmEngine.adopt`; one state an engine."""
@@ -160,9 +159,9 @@ class RemoteEngine:
     def replace(self, lost: Sequence[Worker]) -> None:
         """Start another engine in the place of each of `lost`, with the weights that the first ones started with."""
         assert self._start is not None, "only engines that `start_engine` made can be replaced"
-        engines = list(self.engines)
+        engines, names = list(self.engines), {engine.name for engine in lost}
         for index, engine in enumerate(engines):
-            if engine in lost:
+            if engine.name in names:  # its host and process may be another one's already
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
         self._crew = Crew(engines, self._deadline)
