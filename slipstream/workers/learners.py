@@ -357,8 +357,8 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
 
 def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
     """Have the ranks form one process group: rank 0 listens on its own host, the others connect there."""
-    if len(ranks) == 1 and ranks[0].node_id == own_node():
-        return  # elsewhere gloo must be told its interface: it would ask for the host's name, which may have none
+    if len(ranks) == 1 and ranks[0].host == "127.0.0.1":
+        return  # on a cluster gloo must be told its interface: it would ask for the host's name, which may have none
     first = Crew(ranks[:1], deadline)
     (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
     crew = Crew(ranks, deadline)
