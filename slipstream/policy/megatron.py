@@ -12,7 +12,7 @@ import collections
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ from slipstream.policy.experts import require_even_experts
 from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
 from slipstream.policy.logprobs import OutputHead
-from slipstream.policy.offload import Offloaded
-from slipstream.policy.optimizer import tensors_of_optimizer, with_optimizer
+from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
 from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.shape import require_divisible
@@ -71,7 +70,6 @@ class MegatronPolicy:
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
-        self._offloaded: Offloaded | None = None
         self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
@@ -303,31 +301,6 @@ class MegatronPolicy:
         state = self._checkpoints.load(path)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
-
-    def offload(self) -> int:
-        """Give back the memory of weights, gradients and optimizer until `onload`; returns its bytes.
-
-        Gradients are dropped, the rest is copied to the host. Nothing but `onload` may be called meanwhile.
-        """
-        assert self._offloaded is None, "offloaded already"
-        self._checkpoints.wait()
-        kept: list[Tensor] = [parameter for _, parameter in self._gpt.named_parameters()]
-        dropped: list[Tensor] = []
-        if self._optimizer is not None:
-            assert isinstance(self._module, DistributedDataParallel)
-            kept += tensors_of_optimizer(self._optimizer)
-            module = cast(Any, self._module)
-            dropped += [buffer.grad_data for buffer in [*module.buffers, *module.expert_parallel_buffers]]
-        self._offloaded = Offloaded(kept, dropped)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self._offloaded.num_bytes
-
-    def onload(self) -> None:
-        """Take back what `offload` gave away."""
-        assert self._offloaded is not None, "offload comes first"
-        self._offloaded.restore()
-        self._offloaded = None
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
         where = self._learner.parallel

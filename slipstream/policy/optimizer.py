@@ -65,14 +65,6 @@ def with_optimizer(
     return module, optimizer
 
 
-def tensors_of_optimizer(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """What it steps (float32 masters, or the parameters themselves) and its state."""
-    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    stepped = [tensor for each in chained for group in each.optimizer.param_groups for tensor in group["params"]]
-    states = [state for each in chained for state in each.optimizer.state.values()]
-    return stepped + [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
-
 def _hidden_matrices(gpt: GPTModel) -> list[torch.nn.Parameter]:
     """What Muon is for: every matrix but the embedding and the output layer."""
     return [

@@ -75,8 +75,8 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
             self._vllm.init_transfer_engine(self._vllm.parse_init_info(init_info.settings))
 
     def start_weight_update(self) -> None:
-        """Nothing: how to load is known when the channel is."""
-        self._is_vllm_updating = False
+        """Nothing but to tidy up after an update that broke: how to load is known when the channel is."""
+        self._finish_vllm()
 
     def receive_weights(self, update_info: ChannelUpdate) -> None:
         """Load what comes, and rebuild what the layers derive from their weights.
@@ -95,19 +95,23 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
 
     def finish_weight_update(self) -> None:
         """Have vLLM's own engine finish; here one update brings all tensors."""
-        if self._is_vllm_updating:
-            assert self._vllm is not None
-            self._vllm.finish_weight_update()
-            self._vllm.reset_weight_update_target()
-        self._is_vllm_updating = False
+        self._finish_vllm()
 
     def shutdown(self) -> None:
         """Leave the channel."""
+        self._finish_vllm()
         if self._group is not None:
             self._group.close()
         if self._vllm is not None:
             self._vllm.shutdown()
         self._group = self._vllm = None
+
+    def _finish_vllm(self) -> None:
+        if self._is_vllm_updating:
+            assert self._vllm is not None
+            self._is_vllm_updating = False
+            self._vllm.finish_weight_update()
+            self._vllm.reset_weight_update_target()
 
     def _read(self, path: Path) -> None:
         files = _files(path)
@@ -122,12 +126,19 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
     def _receive(self, update: GlooUpdate) -> None:
         assert self._group is not None, "init_transfer_engine comes first"
         try:
-            loader = loader_of(self.model, self.model_config, update.metas)
-            self.received_digest = receive(self._group, update, loader.take)
-            loader.finish()
+            self._load(self._group, update)
         except BaseException:
             self.shutdown()  # or the sender would wait for this rank
             raise
+
+    def _load(self, group: GlooGroup, update: GlooUpdate) -> None:
+        loader = loader_of(self.model, self.model_config, update.metas)
+        try:
+            self.received_digest = receive(group, update, loader.take)
+        except BaseException:
+            loader.abandon()
+            raise
+        loader.finish()
 
     def _receive_with_vllm(self, settings: dict[str, Any]) -> None:
         assert self._vllm is not None, "init_transfer_engine comes first"
@@ -148,6 +159,10 @@ class Loader(Protocol):
 
     def finish(self) -> None:
         """All have come."""
+        ...
+
+    def abandon(self) -> None:
+        """The rest will not come: the model has wrong weights, and can take others."""
         ...
 
 
@@ -192,6 +207,9 @@ class SlotLoader:
         """See `Loader.finish`."""
         assert not self._num_unwritten, f"{self._num_unwritten} parameters were not written"
 
+    def abandon(self) -> None:
+        """See `Loader.abandon`: every parameter is as it was, or written."""
+
 
 class ReloadLoader:
     """vLLM's own layerwise reload: it keeps a layer's tensors until the layer is complete."""
@@ -210,6 +228,10 @@ class ReloadLoader:
 
     def finish(self) -> None:
         """See `Loader.finish`."""
+        finalize_layerwise_reload(self._model, self._model_config)
+
+    def abandon(self) -> None:
+        """See `Loader.abandon`: vLLM makes layers of what came."""
         finalize_layerwise_reload(self._model, self._model_config)
 
 

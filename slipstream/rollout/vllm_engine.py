@@ -221,6 +221,7 @@ class VllmEngine:
         """What comes next is for the policy, or for the draft."""
         require(self._speculates or not is_draft, "refit.draft", "needs an engine that speculates", is_draft)
         self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
+        self._llm.collective_rpc("abandon_update")  # that of a refit in which another engine was lost
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
         self._is_draft_updating = is_draft
 

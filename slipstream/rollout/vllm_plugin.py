@@ -41,6 +41,11 @@ class EngineProbe:
         """Digest of the bytes that the last weight update of this rank read."""
         return self.weight_transfer_engine.received_digest  # type: ignore[attr-defined]  # of the worker
 
+    def abandon_update(self) -> None:
+        """End a weight update that began and was never finished, or no other could begin; the next brings all."""
+        if self._weight_update_active:  # type: ignore[attr-defined]  # of the worker
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
     def weight_dtypes(self, is_draft: bool) -> dict[str, str]:
         """The tensors of the policy, or of the draft, that this rank holds parts of, and their types."""
         return {part.name: part.dtype for slot in self._slots(is_draft) for part in slot.parts}

@@ -80,22 +80,26 @@ class LastingEngines:
         return replace(result, num_engine_restarts=num_restarts)
 
     def _lasting(self, call: Callable[[], T], *, refit_anew: bool) -> T:
+        lost: Sequence[Worker] = ()
         replaced = False
         while True:
             try:
+                if lost:
+                    self._engines.replace(lost)
+                    self._gate.engines_changed()
+                    lost, replaced = (), True
                 if replaced and refit_anew:
                     self._gate.refit(self._version)
                 return call()
-            except LostWorkerError as error:
-                self._replace(error)
-                replaced = True
+            except LostWorkerError as error:  # of those that take the place of lost ones too
+                lost = self._replaceable(error)
 
-    def _replace(self, error: LostWorkerError) -> None:
+    def _replaceable(self, error: LostWorkerError) -> Sequence[Worker]:
+        """The lost engines, counted; raises the error if they may not be replaced."""
         running = [engine.name for engine in self._engines.engines]
         lost = [worker for worker in error.workers if worker.name in running]
         if len(lost) < len(error.workers) or self._num_restarts + len(lost) > self._max_restarts:
             raise error
         self._num_restarts += len(lost)
         logger.error("%s; restart %d of at most %d in this run", error, self._num_restarts, self._max_restarts)
-        self._engines.replace(lost)
-        self._gate.engines_changed()
+        return lost

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from slipstream.refit.config import ChannelBrokeError
 from slipstream.workers.session import actor_environment, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
@@ -26,6 +27,8 @@ _RUNNING = frozenset({"running", "sleeping", "disk-sleep", "idle"})
 class LostWorkerError(RuntimeError):
     """A process of the run died, or does not answer: what it held is lost, and what shared a collective with it stuck.
 
+    A worker that steers others raises it as well, and it stays this error on its way to the driver.
+
     Attributes:
         workers: those that are lost.
     """
@@ -33,6 +36,10 @@ class LostWorkerError(RuntimeError):
     def __init__(self, message: str, workers: Sequence[Worker]) -> None:
         super().__init__(message)
         self.workers = tuple(workers)
+
+    def __reduce__(self) -> tuple[type[LostWorkerError], tuple[str, list[Worker]]]:
+        """What is sent: who they are, for nobody can call them any more."""
+        return LostWorkerError, (str(self), [replace(worker, actor=None) for worker in self.workers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +90,13 @@ class Crew:
         self.last_done = "nothing yet"
         self._deadline = deadline
 
-    def ask(self, what: str, call: Callable[[Any], Any], *, timeout_s: float | None = None) -> list[Any]:
+    def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
         """Call all of them at once; the answers in their order. See `answers` for errors.
 
         Args:
-            timeout_s: a deadline of this call's own.
+            deadline: of this call alone.
         """
-        calls = [(worker, call(worker.actor)) for worker in self.workers]
-        if timeout_s is None:
-            return self.gather(what, calls)
-        return answers(calls, what=what, deadline=Deadline(timeout_s, "fixed"), last_done=self.last_done)
+        return self.gather(what, [(worker, call(worker.actor)) for worker in self.workers], deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
         """Of calls that were made to some of them the one that is answered first.
@@ -105,9 +109,9 @@ class Crew:
             return done[0]
         raise _silent([worker for worker, _ in calls], what, self.last_done, self._deadline, process_states)
 
-    def gather(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> list[Any]:
+    def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
         """The answers to calls that were made to some of them."""
-        found = answers(calls, what=what, deadline=self._deadline, last_done=self.last_done)
+        found = answers(calls, what=what, deadline=deadline or self._deadline, last_done=self.last_done)
         self.last_done = what
         return found
 
@@ -130,12 +134,12 @@ def answers(
         cause_s: how long a RuntimeError of one of several is held back: another's death may be its cause.
         states_of: what the processes of workers that do not answer are doing.
     Raises:
-        LostWorkerError: one died, or did not answer before the deadline.
-        Exception: what a worker raised, with a note of who it was.
+        LostWorkerError: one died, or did not answer before the deadline; or one that steers others says so of them.
+        Exception: what a worker raised, with a note of who it was; one that only saw a channel break comes last.
     """
     waiting = {ref: worker for worker, ref in calls}
     found: dict[Any, Any] = {}
-    first: Exception | None = None
+    failed: list[Exception] = []
     end_s = time.monotonic() + deadline.seconds
     while waiting:
         done, _ = backend.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
@@ -146,18 +150,19 @@ def answers(
             found[done[0]] = backend.get(done[0])
         except RayTaskError as error:
             error.add_note(f"{worker} failed during {what} (done before: {last_done})")
-            if first is None:
-                first, end_s = error, min(end_s, time.monotonic() + cause_s)
+            if isinstance(error, LostWorkerError):
+                raise error.cause from error  # as the worker raised it that steers the lost one
             if not isinstance(error, RuntimeError):
                 raise
-            if not waiting:
-                raise first from None
+            failed.append(error)
+            end_s = min(end_s, time.monotonic() + cause_s)
         except RayError as error:
-            raise _died(worker, error, what, last_done) from (first or error)
-    if first is not None:
-        raise first
-    if waiting:
+            raise _died(worker, error, what, last_done) from (failed[0] if failed else error)
+    own = [error for error in failed if not isinstance(error, ChannelBrokeError)]
+    if waiting and not own:
         raise _silent(list(waiting.values()), what, last_done, deadline, states_of or process_states)
+    for error in own or failed:
+        raise error
     return [found[ref] for _, ref in calls]
 
 

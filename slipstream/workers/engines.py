@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.engine_control import RayEngineControl
+from slipstream.workers.engine_control import RayEngineControl, node_address
 from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.placement import Reservation, Start, reserved
@@ -49,6 +50,7 @@ class EngineProcess(VllmEngine):
         if speculative_config is not None:
             draft = here(Path(speculative_config["model"]), origin)
             speculative_config = {**speculative_config, "model": str(draft)}
+        _name_interface()
         super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
         self._origin = origin
 
@@ -60,6 +62,18 @@ class EngineProcess(VllmEngine):
             draft = here(draft, self._origin)
         policy = here(policy, self._origin)
         return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+
+
+def _name_interface() -> None:
+    """Tell gloo, which vLLM uses too, of this host's interface: it would ask for the host's name, which may have none.
+
+    The ranks of a tensor-parallel engine inherit it.
+    """
+    address = node_address()
+    if address != "127.0.0.1":
+        from slipstream.policy.rendezvous import interface_of
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
 
 
 class RemoteEngine:
@@ -128,9 +142,8 @@ class RemoteEngine:
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
         """What a sender in another process steers all engines with."""
-        actors = [engine.actor for engine in self.engines]
         num_workers = len(self._locations()[0])
-        return RayEngineControl(actors, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
+        return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
         """See `VllmEngine.adopt`; one state an engine."""
@@ -162,9 +175,9 @@ class RemoteEngine:
     def replace(self, lost: Sequence[Worker]) -> None:
         """Start another engine in the place of each of `lost`, with the weights that the first ones started with."""
         assert self._start is not None, "only engines that `start_engine` made can be replaced"
-        engines = list(self.engines)
+        engines, names = list(self.engines), {engine.name for engine in lost}
         for index, engine in enumerate(engines):
-            if engine in lost:
+            if engine.name in names:  # its host and process may be another one's already
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
         self._crew = Crew(engines, self._deadline)

@@ -133,16 +133,6 @@ class LearnerProcess:
         """Whether `path` is there, on this host."""
         return path.exists()
 
-    def offload(self) -> int:
-        """Give the policy's device memory back until `onload`; returns its bytes on this rank."""
-        return self._loaded.offload() + (self._reference.offload() if self._reference else 0)
-
-    def onload(self) -> None:
-        """Take it again."""
-        self._loaded.onload()
-        if self._reference:
-            self._reference.onload()
-
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
         sequences, loss_starts = part

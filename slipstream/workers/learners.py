@@ -30,7 +30,6 @@ from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.engine_control import answers_of
 from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
@@ -68,14 +67,6 @@ class RemoteLearner:
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """Make a policy with random weights; returns the number of its parameters."""
         return self._on_all("create", lambda rank: rank.create.remote(scratch, vocab_size, eos_token_id, optimizer))
-
-    def offload(self) -> int:
-        """Give device memory back until `onload`: nothing else may be asked meanwhile; returns rank 0's bytes."""
-        return self._on_all("offload", lambda rank: rank.offload.remote())
-
-    def onload(self) -> None:
-        """Take it again."""
-        self._on_all("onload", lambda rank: rank.onload.remote())
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
@@ -166,14 +157,18 @@ class RemoteLearner:
         return self._on_all("publish_draft", lambda rank: rank.publish_draft.remote(directory, version))
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
-        """Join a channel with the engines. See `answers_of` for errors."""
-        calls = [rank.actor.open_stream.remote(settings, engines) for rank in self.ranks]
-        answers_of(calls, names=self._names, action="open the weight channel", timeout_s=settings.timeout_s + _GRACE_S)
+        """Join a channel with the engines. See `answers` for errors: engines may be lost as well as ranks."""
+        self._crew.ask(
+            f"opening the {settings.channel.value} channel",
+            lambda rank: rank.open_stream.remote(settings, engines),
+            deadline=_sending(settings.timeout_s),
+        )
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
-        """Send the policy, or the draft, to the engines that joined. See `answers_of` for errors."""
-        calls = [rank.actor.stream.remote(is_draft=is_draft) for rank in self.ranks]
-        return answers_of(calls, names=self._names, action="send the weights", timeout_s=timeout_s + _GRACE_S)[0]
+        """Send the policy, or the draft, to the engines that joined. Errors as of `open_stream`."""
+        what = f"sending the {'draft' if is_draft else 'policy'}"
+        deadline = _sending(timeout_s)
+        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
 
     def close_stream(self) -> None:
         """Leave the channel."""
@@ -197,7 +192,8 @@ class RemoteLearner:
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Wait for the checkpoint that is being written."""
-        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), timeout_s=timeout_s)
+        deadline = None if timeout_s is None else Deadline(timeout_s, "fixed")
+        self._crew.ask("finish_checkpoint", lambda rank: rank.finish_checkpoint.remote(), deadline=deadline)
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
@@ -248,10 +244,6 @@ class RemoteLearner:
         for rank in self.ranks:
             ray.kill(rank.actor)
 
-    @property
-    def _names(self) -> list[str]:
-        return [str(rank) for rank in self.ranks]
-
     def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
         return self._crew.ask(what, call)[0]
 
@@ -297,6 +289,10 @@ class RemoteLearner:
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
         return ray.put(value) if len(self.ranks) > 1 else value
+
+
+def _sending(timeout_s: float) -> Deadline:
+    return Deadline(timeout_s + _GRACE_S, f"refit.timeout_s + {_GRACE_S:g}")
 
 
 def _of(what: str, batch: TrainBatch) -> str:
@@ -361,8 +357,8 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
 
 def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
     """Have the ranks form one process group: rank 0 listens on its own host, the others connect there."""
-    if len(ranks) == 1 and ranks[0].node_id == own_node():
-        return  # elsewhere gloo must be told its interface: it would ask for the host's name, which may have none
+    if len(ranks) == 1 and ranks[0].host == "127.0.0.1":
+        return  # on a cluster gloo must be told its interface: it would ask for the host's name, which may have none
     first = Crew(ranks[:1], deadline)
     (port,) = first.ask("listen", lambda rank: rank.listen.remote(ranks[0].host))
     crew = Crew(ranks, deadline)

@@ -78,17 +78,6 @@ def test_an_update_that_takes_less_memory_is_the_same_update(changed: dict[str, 
     assert lean_bytes < whole_bytes
 
 
-def test_a_learner_that_gave_its_memory_back_holds_next_to_none_and_goes_on_as_before() -> None:
-    stays, moves = _policy(), _policy()
-    for policy in (stays, moves):
-        policy.train_step(_update())
-    before = torch.cuda.memory_allocated()
-    num_bytes = moves.offload()
-    assert before - torch.cuda.memory_allocated() >= 0.95 * num_bytes > 0
-    moves.onload()
-    assert moves.train_step(_update()).stats == stays.train_step(_update()).stats
-
-
 def test_the_certificates_conditionals_are_drawn_where_the_logits_are() -> None:
     learner = LearnerProcess(LEARNER)
     learner.create(SCRATCH, VOCAB, 1, OPTIMIZER)

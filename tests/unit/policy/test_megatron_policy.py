@@ -22,7 +22,6 @@ from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.hf import save_model
 from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.offload import Offloaded
 from slipstream.policy.pretrain import learning_rate_at, pretrain
 from slipstream.records import TrainStats
 from slipstream.types import Dtype, TrainBatch
@@ -367,41 +366,6 @@ def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
 
     least = 0.7 if recompute is Recompute.SELECTIVE else 0.2
     assert kept_bytes(dataclasses.replace(LEARNER, recompute=recompute)) < least * kept_bytes(LEARNER)
-
-
-@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-@pytest.mark.parametrize("method", list(OptimizerMethod))
-@pytest.mark.parametrize("is_split", [False, True])
-def test_a_policy_that_gave_its_memory_back_goes_on_bit_for_bit(
-    dtype: Dtype, method: OptimizerMethod, is_split: bool
-) -> None:
-    if is_split and method is OptimizerMethod.MUON:
-        return  # a recipe with both is refused
-    learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
-    optimizer = dataclasses.replace(OPTIMIZER, method=method)
-    stays, moves = (_policy(learner=learner, optimizer=optimizer) for _ in range(2))
-    for step in range(3):
-        num_bytes = moves.offload()
-        held = sum(tensor.untyped_storage().nbytes() for tensor in moves._gpt.parameters())
-        assert held == 0
-        # Weights, float32 gradients, masters and moments: 16 bytes a parameter or more, once there are moments.
-        assert num_bytes >= (12 if step else 6) * moves.architecture.num_parameters() * (
-            0.6 if method is OptimizerMethod.MUON else 1
-        )
-        moves.onload()
-        assert _train(moves, [step]) == _train(stays, [step])
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stays.weights(), moves.weights(), strict=True))
-
-
-def test_tensors_that_share_memory_still_do_after_it_was_given_back() -> None:
-    whole, dropped = torch.arange(6.0), torch.ones(3)
-    part = whole[2:4]
-    offloaded = Offloaded([part], [dropped, whole])
-    assert (offloaded.num_bytes, whole.untyped_storage().nbytes(), dropped.untyped_storage().nbytes()) == (36, 0, 0)
-    offloaded.restore()
-    assert (whole.tolist(), part.tolist(), dropped.tolist()) == ([0, 1, 2, 3, 4, 5], [2, 3], [0, 0, 0])
-    part.fill_(9.0)
-    assert whole.tolist() == [0, 1, 9, 9, 4, 5]
 
 
 def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:

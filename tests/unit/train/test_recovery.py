@@ -44,7 +44,7 @@ class Run:
         self.calls.append(("replace", [engine.name for engine in lost]))
 
     def engines_changed(self) -> None:
-        self.calls.append("changed")
+        self._asked("changed")
 
     def _asked(self, call: Any) -> None:
         self.calls.append(call)
@@ -92,14 +92,37 @@ def test_an_engine_lost_in_a_refit_is_replaced_and_the_refit_repeated() -> None:
 
 
 def test_an_engine_lost_right_after_another_was_replaced_is_replaced_too() -> None:
-    run = Run({2: [ENGINES[1]], 3: [ENGINES[0]]})
+    run = Run({2: [ENGINES[1]], 4: [ENGINES[0]]})
 
     assert steps(run) == [2]
     assert run.calls[-2:] == [("refit", 0), ("generate", 70)]
 
 
+def test_an_engine_lost_while_the_others_join_its_substitute_is_replaced_too() -> None:
+    run = Run({1: [ENGINES[0]], 2: [ENGINES[1]]})
+
+    assert steps(run) == [2]
+    assert run.calls == [
+        ("refit", 0),
+        ("replace", ["engine 0"]),
+        "changed",
+        ("replace", ["engine 1"]),
+        "changed",
+        ("refit", 0),
+        ("generate", 70),
+    ]
+
+
+def test_a_substitute_that_is_lost_counts_like_any_other() -> None:
+    run = Run({call: [ENGINES[0]] for call in range(1, 9)})
+
+    with pytest.raises(LostWorkerError, match="engine died"):
+        steps(run)
+    assert run.calls.count(("replace", ["engine 0"])) == 3
+
+
 def test_more_losses_than_allowed_end_the_run() -> None:
-    run = Run({2: [ENGINES[1]], 4: [ENGINES[1]]})
+    run = Run({2: [ENGINES[1]], 5: [ENGINES[1]]})
 
     with pytest.raises(LostWorkerError, match="engine died"):
         steps(run, max_restarts=1)

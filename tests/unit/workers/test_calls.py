@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.workers.calls import Deadline, LostWorkerError, Worker, answers
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
@@ -94,6 +96,40 @@ def test_an_error_of_a_ranks_own_does_not_wait_for_the_others() -> None:
 def test_what_broke_a_collective_goes_before_the_broken_collective() -> None:
     with pytest.raises(ValueError, match="must be finite"):
         ask({"a": raised(RuntimeError("Connection closed")), "b": raised(ValueError("w must be finite"))})
+
+
+def test_who_stands_still_is_named_and_not_those_that_saw_the_channel_break() -> None:
+    broken = raised(ChannelBrokeError("the gloo channel broke, or stood still for 5 s"))
+    states = {"learner rank 1": "stopped", "learner rank 2": "sleeping"}
+
+    with pytest.raises(LostWorkerError, match=r"^learner rank 1 on 10\.77\.0\.11 \(stopped\)") as caught:
+        ask({"a": broken}, states)
+    assert caught.value.workers == (RANKS[1],)
+
+
+def test_who_failed_by_itself_goes_before_those_that_saw_the_channel_break_and_those_that_are_silent() -> None:
+    broken, own = raised(ChannelBrokeError("the gloo channel broke")), raised(RefitError("shapes differ"))
+
+    for outcomes in ({"a": broken, "b": own}, {"b": own, "a": broken}, {"a": broken, "c": broken, "b": own}):
+        with pytest.raises(RefitError, match="shapes differ"):
+            ask(outcomes)
+
+
+def test_a_broken_channel_alone_is_the_error_of_who_saw_it_first() -> None:
+    broken = [raised(ChannelBrokeError(f"the gloo channel broke for {name}")) for name in "abc"]
+
+    with pytest.raises(ChannelBrokeError, match="broke for b"):
+        ask({"b": broken[1], "a": broken[0], "c": broken[2]})
+
+
+def test_an_engine_that_a_rank_lost_is_named_to_the_driver_as_the_rank_named_it() -> None:
+    engine = Worker(object(), "engine 1", "10.77.0.13", "node3", 50)
+    sent = pickle.loads(pickle.dumps(LostWorkerError("engine 1 on 10.77.0.13 died during a transfer", [engine])))
+
+    with pytest.raises(LostWorkerError, match=r"^engine 1 on 10\.77\.0\.13 died during a transfer$") as caught:
+        ask({"a": raised(sent)})  # the other ranks wait for the one that fails
+    assert caught.value.workers == (engine,)
+    assert caught.value.workers[0].actor is None
 
 
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it() -> None:

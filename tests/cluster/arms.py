@@ -1,0 +1,189 @@
+"""Drivers that train whole arms over several hosts; see `runs` for how they are called."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import merge
+from slipstream.data.prompts import render
+from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import certify
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import ArmRecord
+from slipstream.train.arm import ArmPlan, train
+from slipstream.types import Arm, Prompt
+from slipstream.workers.engines import RemoteEngine, start_engine
+from slipstream.workers.learners import start_learner
+from slipstream.workers.session import connect
+from tests.conftest import _make_draft, _make_policy
+
+K = 2
+_SMALL: dict[str, Any] = {
+    "sampling": {"max_response_tokens": 12},
+    "evaluation": {"max_response_tokens": 12},
+    "tuning": {"candidate_ks": [0, K]},
+    "engine": {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
+    "learner": {"max_tokens_per_microbatch": 256, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
+    "policy": {"scratch": {"optimizer": "adamw"}},  # Muon needs whole matrices
+    "grpo": {
+        "num_steps": 3,
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "checkpoint_every_steps": 3,
+        "optimizer": {"method": "adamw", "learning_rate": 1e-3},
+    },
+    "refit": {"bucket_mib": 0.02, "check_every_steps": 1},  # of a policy of 0.6 MB: tensors are cut
+    "losslessness": {
+        "num_tokens": 600,
+        "num_repeated_prompts": 2,
+        "num_repeats": 32,
+        "num_greedy_prompts": 4,
+        "num_replications": 4,
+        "max_detectable_bias": 0.99,
+    },
+    "simulator": None,
+}
+
+
+def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certified: str) -> dict[str, Any]:
+    """Train the speculative arm in each layout; of one of them the certificate too.
+
+    Args:
+        directory: all hosts see it.
+        layouts: what each recipe says of where it runs, by name.
+        certified: a layout's name.
+    Returns:
+        For each layout the steps' losses, rewards and so on, the hosts of ranks and engines, and what was logged.
+    """
+    logging.basicConfig(level=logging.INFO)  # what was printed is shown when a test fails
+    connect()
+    models = Path(directory) / "models"
+    policy = _make_policy(models / "policy", 0, num_key_value_heads=2)
+    draft = _make_draft(models / "draft", policy, 5)
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        started_s = time.monotonic()
+        recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), {"engine": {"num_kept_idle": 2}}))
+        arm = _Arm(recipe, policy, draft, Path(directory) / name)
+        found[name] = arm.train()
+        if name == certified:
+            found[name]["certificate"] = arm.certificate()
+        found[name]["elapsed_s"] = time.monotonic() - started_s
+    return found
+
+
+class _Arm:
+    """The speculative arm of a recipe."""
+
+    def __init__(self, recipe: Recipe, policy: Path, draft: Path, directory: Path) -> None:
+        self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
+        self._prompts, self._decode = _prompts(policy)
+
+    def train(self) -> dict[str, Any]:
+        """Its record, and where it was trained; learner and engines stay."""
+        with _logged() as lines:
+            record = train(
+                self._recipe,
+                ArmPlan(
+                    arm=Arm.SPECULATIVE,
+                    num_speculative_tokens=K,
+                    draft=self._draft,
+                    start_engine=lambda: self._engines(K),
+                ),
+                policy=self._policy,
+                prompts=self._prompts,
+                decode=self._decode,
+                directory=self._directory,
+                log=lambda metrics, step: None,
+            )
+        with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
+            hosts = {
+                "learner": [rank.host for rank in learner.ranks],
+                "engines": [each.host for each in engines.engines],
+            }
+        return {"steps": _told(record), "hosts": hosts, "log": lines}
+
+    def certificate(self) -> dict[str, Any]:
+        """That of the trained policy: engines of this layout draw, its learner judges."""
+        recipe, trained, samples = self._recipe, self._directory / "policy", list[Sample]()
+        config, sampling = recipe.losslessness, recipe.sampling
+        started_s = time.perf_counter()
+        for k in (K, 0):
+            with self._engines(k) as engines:
+                engines.refit(trained, policy_version=recipe.grpo.num_steps)
+                seed = len(samples) * (config.num_tokens + 1)
+                samples.append(draw(engines, self._prompts, config=config, sampling=sampling, batch=32, seed=seed))
+        with start_learner(recipe.learner, layout=recipe.layout) as learner:
+            learner.load(trained, None)
+            record = certify(
+                samples[0],
+                samples[1],
+                learner,
+                config=config,
+                sampling=sampling,
+                subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
+                started_s=started_s,
+            )
+        return {"verdict": record.verdict, "reason": record.reason, "num_tokens": record.num_tokens}
+
+    @contextmanager
+    def _engines(self, k: int) -> Iterator[RemoteEngine]:
+        speculative = speculative_config(DraftMethod.EAGLE3, self._draft, k) if k else None
+        recipe = self._recipe
+        with start_engine(
+            self._policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
+        ) as engines:
+            yield engines
+
+
+def _prompts(policy: Path) -> tuple[list[Prompt], Callable[[Sequence[int]], str]]:
+    """Prompts, and a text for a response that is right for about half of what an untrained policy says."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    texts = [f"{i}+1=?" for i in range(12)]
+    prompts = [
+        Prompt(id=str(i), text=text, token_ids=render(text, tokenizer=tokenizer), answer="1")
+        for i, text in enumerate(texts)
+    ]
+    return prompts, lambda ids: "\\boxed{1}" if sum(ids) % 2 else ""
+
+
+def _told(record: ArmRecord) -> list[dict[str, Any]]:
+    return [
+        {
+            "loss": step.train.loss,
+            "grad_norm": step.train.grad_norm,
+            "reward": step.reward_mean,
+            "num_tokens": step.num_response_tokens,
+            "num_accepted": None if step.acceptance is None else step.acceptance.num_accepted_tokens,
+            "num_compared": step.refit.num_tensors,
+        }
+        for step in record.steps
+    ]
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    """What the library logs in the block."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, logger = Lines(), logging.getLogger("slipstream")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
