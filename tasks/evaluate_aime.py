@@ -32,6 +32,5 @@ def evaluate_aime(
     path = Path(model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))
-    return Evaluation(
-        evaluation=FlyteDirectory(str(stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)))
-    )
+    directory = stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)
+    return Evaluation(evaluation=FlyteDirectory(str(directory)))

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from flytekitplugins.ray import RayJobConfig
 
 _CPU, _RAY = "cpu", "ray"
+# The job is submitted through the dashboard's port, so it listens on the pod's address: with a token, behind the
+# network policy of deploy/, and without an ingress. Nothing but the task's own process runs on the head.
+_HEAD_PARAMS = {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "true", "dashboard-host": "0.0.0.0"}
 
 
 def cpu_template(profile: ClusterProfile) -> PodTemplate:
@@ -43,14 +46,7 @@ def ray_job(profile: ClusterProfile) -> RayJobConfig:
     assert profile.gpu is not None
     return RayJobConfig(
         head_node_config=HeadNodeConfig(
-            # The job is submitted through the dashboard's port, so it listens on the pod's address: with a token, behind
-            # the network policy of deploy/, and without an ingress.
-            ray_start_params={
-                "num-cpus": "0",
-                "num-gpus": "0",
-                "include-dashboard": "true",
-                "dashboard-host": "0.0.0.0",
-            },
+            ray_start_params=dict(_HEAD_PARAMS),
             pod_template=PodTemplate(
                 pod_spec=pods.head_overlay(profile), primary_container_name=pods.RAY_HEAD, labels={}, annotations={}
             ),

@@ -34,6 +34,5 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
-    return Data(
-        data=FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))))
-    )
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))
+    return Data(data=FlyteDirectory(str(directory)))

@@ -27,6 +27,5 @@ class Policy(NamedTuple):
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    return Policy(
-        policy=FlyteDirectory(str(stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=Path(data))))
-    )
+    directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=Path(data))
+    return Policy(policy=FlyteDirectory(str(directory)))

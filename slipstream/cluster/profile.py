@@ -85,9 +85,7 @@ class GpuNodes:
     pod: PodSize  # one pod a node
     clique_label: str | None = None  # nodes with one value of this label share NVLink; None: any nodes will do
     channel_claim_template: str | None = None  # that the ComputeDomain makes: deploy/base/compute_domain.yaml
-    rdma_resources: dict[str, int] = field(
-        default_factory=dict
-    )  # extended resource -> how many a pod, as in rdma/ib: 1
+    rdma_resources: dict[str, int] = field(default_factory=dict)  # extended resource -> how many a pod
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "gpu.nodes", "must be >= 1", self.nodes)
@@ -101,8 +99,9 @@ class GpuNodes:
             "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself",
         )
         for name, count in self.rdma_resources.items():
+            is_sound = "/" in name and count >= 1
             require(
-                "/" in name and count >= 1, "gpu.rdma_resources", "must read vendor/name: count >= 1", {name: count}
+                is_sound, "gpu.rdma_resources", "must read vendor/name: count >= 1", {name: count}, "as in rdma/ib: 4"
             )
 
 
@@ -170,6 +169,7 @@ class ClusterProfile:
     cpu: PodSize  # of tasks without GPUs
     head: PodSize | None = None  # Ray's head, which runs the task's own process; with gpu only
     gpu: GpuNodes | None = None
+    recipe_8b: str = "qwen3_8b"  # what the launch plans rl-*-8b start: a recipe that fits the nodes
     labels: dict[str, str] = field(default_factory=dict)  # that nodes must have, of every pod
     tolerations: tuple[Toleration, ...] = ()
     storage: SharedStorage | None = None
