@@ -67,8 +67,8 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
         ),
         (
             {"gpu": {"pod": {"shared_memory_gib": 0}}},
-            "gpu.pod.shared_memory_gib must be >= 1, got 0; weights, NCCL and Ray's object store lie in /dev/shm, and a "
-            "pod has 64 MiB there by itself",
+            "gpu.pod.shared_memory_gib must be >= 1, got 0; weights, NCCL and Ray's object store lie in /dev/shm, and "
+            "a pod has 64 MiB there by itself",
         ),
         (
             {"gpu": {"pod": {"shared_memory_gib": 400}}},
@@ -78,8 +78,8 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
         ({"head": None}, "head is required with gpu, got None; Ray's head runs the task's process"),
         (
             {"ray_token_secret": None},
-            "ray_token_secret is required with gpu, got None; name a secret with the key auth_token: without it anybody "
-            "in the network may run code",
+            "ray_token_secret is required with gpu, got None; name a secret with the key auth_token: without it "
+            "anybody in the network may run code",
         ),
         (
             {"run_root": "/data/runs"},

@@ -1,7 +1,7 @@
 """What a cluster's Flyte is sent at registration, decoded, and the pods that it makes of it.
 
-Run as `python -m tests.unit.workflows.registration FILE`, it writes what the profile in SLIPSTREAM_CLUSTER registers. Tasks
-read the profile when they are imported, so each profile takes a process of its own.
+Run as `python -m tests.unit.workflows.registration FILE`, it writes what the profile in SLIPSTREAM_CLUSTER registers.
+Tasks read the profile when they are imported, so each profile takes a process of its own.
 """
 
 from __future__ import annotations
@@ -61,6 +61,37 @@ def pods(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
         }
         made[name] = _pod(merged, own)
     return made
+
+
+def ray_job(task: dict[str, Any]) -> dict[str, Any]:
+    """The RayJob of a task, as propeller's Ray plugin makes it, with token authentication as deploy/ray_token adds it."""
+    made = pods(task)
+    custom = _integers(task["custom"])
+    head, worker = custom["rayCluster"]["headGroupSpec"], custom["rayCluster"]["workerGroupSpec"][0]
+
+    def template(kind: str) -> dict[str, Any]:
+        return {"metadata": made[kind]["metadata"], "spec": made[kind]["spec"]}
+
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": "f0123456789abcdef012-n0-0", "labels": task["k8sPod"]["metadata"]["labels"]},
+        "spec": {
+            "entrypoint": " ".join(made["submitter"]["spec"]["containers"][0]["args"]),
+            "shutdownAfterJobFinishes": custom["shutdownAfterJobFinishes"],
+            "ttlSecondsAfterFinished": custom.get("ttlSecondsAfterFinished", 0),
+            "submitterPodTemplate": template("submitter"),
+            "rayClusterSpec": {
+                "rayVersion": "2.60.0",
+                "authOptions": {"mode": "token", "secretName": "slipstream-ray"},
+                "headGroupSpec": {"rayStartParams": head["rayStartParams"], "template": template("ray-head")},
+                "workerGroupSpecs": [
+                    {key: worker[key] for key in ("groupName", "replicas", "minReplicas", "maxReplicas")}
+                    | {"rayStartParams": worker["rayStartParams"], "template": template("ray-worker")}
+                ],
+            },
+        },
+    }
 
 
 def _pod(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +39,7 @@ def test_the_profiles_are_those_that_the_documents_name() -> None:
 @profiles
 def test_six_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
     plans = registered(profile).plans
-    assert {name for name in plans if "." not in name} == {
+    assert set(plans) == {
         "tiny-smoke",
         "rl-zero-8b",
         "rl-think-8b",
@@ -143,8 +147,6 @@ def test_executions_run_as_the_service_account_and_write_to_the_object_store(
     registered: Registered, profile: str
 ) -> None:
     for name, plan in registered(profile).plans.items():
-        if "." in name:
-            continue  # the default plan of a workflow, which nobody launches
         assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": "slipstream"}, name
         assert plan["spec"]["rawOutputDataConfig"] == {"outputLocationPrefix": "s3://slipstream/flyte"}, name
 
@@ -155,3 +157,19 @@ def test_the_root_is_by_default_one_that_the_profile_shares(registered: Register
     root = parameters["run_root"]["default"]["scalar"]["primitive"]["stringValue"]
     assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs")
     assert root == read_profile(profile).run_root
+
+
+def test_a_role_without_an_image_ends_the_registration(tmp_path: Path) -> None:
+    pyflyte = str(Path(sys.executable).with_name("pyflyte"))
+    command = [pyflyte, "--pkgs", "workflows", "package", "--output", str(tmp_path / "p.tgz")]
+    found = subprocess.run(
+        [*command, "--image", "cpu=registry.example/slipstream-cpu:v1"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "SLIPSTREAM_CLUSTER": "gb200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode != 0
+    assert "Image Config with name gpu not found" in found.stdout + found.stderr
+    assert not (tmp_path / "p.tgz").exists()

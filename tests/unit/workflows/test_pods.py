@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 
 from tests.unit.workflows.conftest import Registered
-from tests.unit.workflows.registration import pods
+from tests.unit.workflows.registration import pods, ray_job
 from tests.unit.workflows.test_launch_plans import ON_PODS, WITH_GPUS
 
 KUBERNETES = "1.37"
@@ -37,6 +40,13 @@ def test_kubernetes_takes_every_pod(registered: Registered, profile: str) -> Non
     for task in registered(profile).tasks.values():
         for pod in pods(task).values():
             kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@on_gpus
+def test_kuberay_takes_every_ray_job(registered: Registered, profile: str) -> None:
+    schema = json.loads((Path(__file__).parents[1] / "schemas" / "ray_job.json").read_text())
+    for task in (task for name, task in registered(profile).tasks.items() if name in WITH_GPUS):
+        jsonschema.validate(ray_job(task), schema)
 
 
 @on_pods
