@@ -64,7 +64,7 @@ def pods(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def ray_job(task: dict[str, Any]) -> dict[str, Any]:
-    """The RayJob of a task, as propeller's Ray plugin makes it, with token authentication as deploy/ray_token adds it."""
+    """The RayJob of a task as propeller's Ray plugin makes it, with the token as deploy/ray_token adds it."""
     made = pods(task)
     custom = _integers(task["custom"])
     head, worker = custom["rayCluster"]["headGroupSpec"], custom["rayCluster"]["workerGroupSpec"][0]
