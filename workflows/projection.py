@@ -1,7 +1,7 @@
 """Project speculation to a cluster that nobody has to own."""
 
 # Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportReturnType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
 from __future__ import annotations
 

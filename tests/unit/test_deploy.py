@@ -10,6 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes.client import ApiClient
 
 from slipstream.cluster import pods
 from slipstream.cluster.profile import CLUSTERS, read_profile
@@ -131,16 +132,12 @@ def test_the_operator_is_given_the_secret_that_the_pods_ask_with() -> None:
 def test_an_old_propeller_is_repaired_with_what_the_workers_ask_for() -> None:
     (policy,) = [item for item in folder("old_propeller") if item["kind"] == "MutatingAdmissionPolicy"]
     expression = policy["spec"]["mutations"][0]["jsonPatch"]["expression"]
-    spec = pods.worker_overlay(read_profile("gb200"))
-    (claim,) = spec.resource_claims
-    (term,) = spec.affinity.pod_affinity.required_during_scheduling_ignored_during_execution
-    for value in (
-        claim.name,
-        claim.resource_claim_template_name,
-        term.topology_key,
-        *term.match_label_keys,
-        *term.label_selector.match_labels,
-    ):
+    spec = ApiClient().sanitize_for_serialization(pods.worker_overlay(read_profile("gb200")))
+    (claim,) = spec["resourceClaims"]
+    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    named = [*claim.values(), term["topologyKey"], *term["matchLabelKeys"], *term["labelSelector"]["matchLabels"]]
+    assert len(named) == 5
+    for value in named:
         assert f'"{value}"' in expression
 
 
