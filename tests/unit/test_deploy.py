@@ -132,7 +132,7 @@ def test_the_operator_is_given_the_secret_that_the_pods_ask_with() -> None:
 def test_an_old_propeller_is_repaired_with_what_the_workers_ask_for() -> None:
     (policy,) = [item for item in folder("old_propeller") if item["kind"] == "MutatingAdmissionPolicy"]
     expression = policy["spec"]["mutations"][0]["jsonPatch"]["expression"]
-    spec = ApiClient().sanitize_for_serialization(pods.worker_overlay(read_profile("gb200")))
+    spec: Any = ApiClient().sanitize_for_serialization(pods.worker_overlay(read_profile("gb200")))
     (claim,) = spec["resourceClaims"]
     (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     named = [*claim.values(), term["topologyKey"], *term["matchLabelKeys"], *term["labelSelector"]["matchLabels"]]
