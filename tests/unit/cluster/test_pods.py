@@ -12,7 +12,7 @@ from slipstream.cluster import pods
 from slipstream.cluster.profile import ClusterProfile, Queue, Scheduler, read_profile
 
 
-def plain(spec: Any) -> dict[str, Any]:
+def plain(spec: Any) -> Any:
     return ApiClient().sanitize_for_serialization(spec)
 
 
