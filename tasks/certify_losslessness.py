@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,10 +13,12 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@recoverable
 def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
@@ -27,7 +30,7 @@ def certify_losslessness(
 ) -> FlyteDirectory:
     """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.certify_losslessness(
         context,
         loaded,
@@ -41,18 +44,20 @@ def certify_losslessness(
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@recoverable
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> FlyteDirectory:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
     directory = stage.certify_alone(
-        context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
+        context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
     )
     return FlyteDirectory(str(directory))
 
 
 @task(container_image=IMAGE, requests=SMALL)
+@recoverable
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
     stage.require_lossless(Path(certificate))

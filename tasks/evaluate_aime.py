@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,10 +13,12 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@recoverable
 def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
 ) -> FlyteDirectory:
@@ -23,5 +26,5 @@ def evaluate_aime(
     logs.configure()
     path = Path(model)
     weights = path / "policy" if (path / "policy").is_dir() else path
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     return FlyteDirectory(str(stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)))

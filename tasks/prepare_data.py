@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,18 +13,21 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+@recoverable
 def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)))))
+    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe)))))
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+@recoverable
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)), policy=Path(policy))))
+    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))))

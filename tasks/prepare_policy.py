@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,11 +13,13 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
+@recoverable
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> FlyteDirectory:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(str(recipe)), data=Path(data))))
+    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=Path(data))))

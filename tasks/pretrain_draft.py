@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,14 +13,16 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
+@recoverable
 def pretrain_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory
 ) -> FlyteDirectory:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
-    directory = stage.pretrain_draft(context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data))
+    directory = stage.pretrain_draft(context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data))
     return FlyteDirectory(str(directory))

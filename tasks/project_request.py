@@ -10,10 +10,12 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+@recoverable
 def project_request(
     model: str,
     hardware: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,16 +13,18 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+@recoverable
 def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
 ) -> FlyteDirectory:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
     directory = stage.project_speedup(
-        context, load_recipe(str(recipe)), tuning=Path(tuning), arms=[Path(arm) for arm in arms]
+        context, load_recipe(os.fspath(recipe)), tuning=Path(tuning), arms=[Path(arm) for arm in arms]
     )
     return FlyteDirectory(str(directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import Deck, task
@@ -12,10 +13,12 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, RETRIES, SMALL
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, enable_deck=True, deck_fields=())
+@recoverable
 def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: FlyteFile,
@@ -32,7 +35,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     logs.configure()
     directory = stage.report_speedup(
         context,
-        load_recipe(str(recipe)),
+        load_recipe(os.fspath(recipe)),
         policy=Path(policy),
         data=Path(data),
         draft=Path(draft),

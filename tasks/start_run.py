@@ -13,6 +13,7 @@ from slipstream import logs
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
 from slipstream.types import Workload
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, SMALL
 
 _LOCAL_EXECUTION = "local"
@@ -26,6 +27,7 @@ class StartedRun(NamedTuple):
 
 
 @task(container_image=IMAGE, requests=SMALL)
+@recoverable
 def start_run(
     recipe: str,
     workload: Workload,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -13,10 +14,12 @@ from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@recoverable
 def train_grpo(
     context: RunContext,
     recipe: FlyteFile,
@@ -28,7 +31,7 @@ def train_grpo(
 ) -> FlyteDirectory:
     """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
         context, loaded, arm, policy=Path(policy), data=Path(data), draft=Path(draft), tuning=Path(tuning)
     )

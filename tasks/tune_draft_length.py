@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flytekit import task
@@ -12,15 +13,17 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
+from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@recoverable
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
 ) -> FlyteDirectory:
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(context, loaded, policy=Path(policy), data=Path(data), draft=Path(draft))
     return FlyteDirectory(str(directory))
