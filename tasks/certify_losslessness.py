@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +12,7 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
 
@@ -34,13 +34,13 @@ def certify_losslessness(
     directory = stage.certify_losslessness(
         context,
         loaded,
-        policy=Path(policy),
-        trained=Path(trained) / "policy",
-        data=Path(data),
-        draft=Path(draft),
-        k=stage.tuned_length(loaded, Path(tuning)),
+        policy=model_of(context, policy),
+        trained=model_of(context, trained) / "policy",
+        data=records_of(data),
+        draft=model_of(context, draft),
+        k=stage.tuned_length(loaded, records_of(tuning)),
     )
-    return FlyteDirectory(str(directory))
+    return handed_on(context, "certify_losslessness", directory, records=("certificate.json",))
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
@@ -51,14 +51,19 @@ def certify_draft(
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
     directory = stage.certify_alone(
-        context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
+        context,
+        load_recipe(os.fspath(recipe)),
+        policy=model_of(context, policy),
+        data=records_of(data),
+        draft=model_of(context, draft),
+        k=k,
     )
-    return FlyteDirectory(str(directory))
+    return handed_on(context, "certify_draft", directory, records=("certificate.json",))
 
 
 @task(container_image=IMAGE, requests=SMALL)
 @recoverable
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
-    stage.require_lossless(Path(certificate))
+    stage.require_lossless(records_of(certificate))
     return report

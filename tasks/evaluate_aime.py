@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +12,7 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES
 
@@ -24,7 +24,8 @@ def evaluate_aime(
 ) -> FlyteDirectory:
     """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
     logs.configure()
-    path = Path(model)
+    path = model_of(context, model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))
-    return FlyteDirectory(str(stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)))
+    directory = stage.evaluate_aime(context, loaded, policy, data=records_of(data), model=weights)
+    return handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,8 +12,11 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
+
+_RECORDS = ("*.jsonl", "manifest.json", "tokenizer/*")
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
@@ -22,7 +24,8 @@ from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
 def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe)))))
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)))
+    return handed_on(context, "prepare_data", directory, records=_RECORDS)
 
 
 @task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
@@ -30,4 +33,5 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))))
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
+    return handed_on(context, "prepare_data", directory, records=_RECORDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,8 +12,11 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
+
+_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 
 
 @task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
@@ -22,4 +24,5 @@ from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> FlyteDirectory:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=Path(data))))
+    directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
+    return handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",))

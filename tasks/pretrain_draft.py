@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +12,7 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
 
@@ -24,5 +24,10 @@ def pretrain_draft(
 ) -> FlyteDirectory:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
-    directory = stage.pretrain_draft(context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data))
-    return FlyteDirectory(str(directory))
+    directory = stage.pretrain_draft(
+        context,
+        load_recipe(os.fspath(recipe)),
+        policy=model_of(context, policy),
+        data=records_of(data),
+    )
+    return handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=("draft",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +12,7 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, RETRIES, SMALL
 
@@ -25,6 +25,9 @@ def project_speedup(
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
     directory = stage.project_speedup(
-        context, load_recipe(os.fspath(recipe)), tuning=Path(tuning), arms=[Path(arm) for arm in arms]
+        context,
+        load_recipe(os.fspath(recipe)),
+        tuning=records_of(tuning),
+        arms=[records_of(arm) for arm in arms],
     )
-    return FlyteDirectory(str(directory))
+    return handed_on(context, "project_speedup", directory, records=("projection.json",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -13,6 +12,7 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, RETRIES, SMALL
 
@@ -36,14 +36,14 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     directory = stage.report_speedup(
         context,
         load_recipe(os.fspath(recipe)),
-        policy=Path(policy),
-        data=Path(data),
-        draft=Path(draft),
-        tuning=Path(tuning),
-        arms=[Path(arm) for arm in arms],
-        evaluations=[Path(evaluation) for evaluation in evaluations],
-        certificate=Path(certificate),
-        projection=Path(projection),
+        policy=records_of(policy),
+        data=records_of(data),
+        draft=records_of(draft),
+        tuning=records_of(tuning),
+        arms=[records_of(arm) for arm in arms],
+        evaluations=[records_of(evaluation) for evaluation in evaluations],
+        certificate=records_of(certificate),
+        projection=records_of(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
-    return FlyteDirectory(str(directory))
+    return handed_on(context, "report_speedup", directory, records=("report.html", "report.json", "run.json"))

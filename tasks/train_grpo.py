@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,6 +13,7 @@ from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm
+from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import IMAGE, LARGE, RETRIES
 
@@ -33,6 +33,12 @@ def train_grpo(
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
-        context, loaded, arm, policy=Path(policy), data=Path(data), draft=Path(draft), tuning=Path(tuning)
+        context,
+        loaded,
+        arm,
+        policy=model_of(context, policy),
+        data=records_of(data),
+        draft=model_of(context, draft),
+        tuning=records_of(tuning),
     )
-    return FlyteDirectory(str(directory))
+    return handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))

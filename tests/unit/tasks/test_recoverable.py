@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from flytekit import task
+from flytekit.core.base_task import PythonTask
 
 from slipstream.config import ConfigError
 from slipstream.workers.calls import LostWorkerError
@@ -38,8 +39,8 @@ def test_the_error_document_says_whether_another_attempt_is_due(
 
 
 def test_the_type_that_a_task_declares_is_that_of_its_body() -> None:
+    assert isinstance(failing, PythonTask)
     assert failing.python_interface.inputs == {"kind": str}
-    assert failing(kind="well") == "well"
 
 
 def test_an_interrupt_passes_as_it_is() -> None:
