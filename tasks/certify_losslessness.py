@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,10 +15,22 @@ from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
+from tasks.resources import CHECKING, MEASURING, on_cpus, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Certificate(NamedTuple):
+    """Output of a certification."""
+
+    certificate: FlyteDirectory
+
+
+class Report(NamedTuple):
+    """Output of a chain."""
+
+    report: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 @recoverable
 def certify_losslessness(
     context: RunContext,
@@ -27,7 +40,7 @@ def certify_losslessness(
     data: FlyteDirectory,
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
-) -> FlyteDirectory:
+) -> Certificate:
     """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
@@ -40,14 +53,14 @@ def certify_losslessness(
         draft=model_of(context, draft),
         k=stage.tuned_length(loaded, records_of(tuning)),
     )
-    return handed_on(context, "certify_losslessness", directory, records=("certificate.json",))
+    return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@task(**on_gpus(MEASURING))
 @recoverable
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
-) -> FlyteDirectory:
+) -> Certificate:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
     directory = stage.certify_alone(
@@ -58,12 +71,12 @@ def certify_draft(
         draft=model_of(context, draft),
         k=k,
     )
-    return handed_on(context, "certify_draft", directory, records=("certificate.json",))
+    return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
-@task(container_image=IMAGE, requests=SMALL)
+@task(**on_cpus(CHECKING, retries=0))
 @recoverable
-def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
+def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
     stage.require_lossless(records_of(certificate))
-    return report
+    return Report(report=report)

@@ -11,15 +11,12 @@ from pathlib import Path
 from flytekit import FlyteContextManager
 from flytekit.types.directory import FlyteDirectory
 
-from slipstream.config import require
 from slipstream.stages import deliverables
 from slipstream.stages.context import RunContext
+from tasks.resources import CLUSTER
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "SLIPSTREAM_WEIGHTS"
-"""Environment variable of a task's pod: `store` leaves weights on the run root, `upload` hands them on as well."""
-_UPLOAD = {"store": False, "upload": True}
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -27,9 +24,8 @@ def handed_on(
     context: RunContext, node: str, directory: Path, *, records: Sequence[str], weights: Sequence[str] = ()
 ) -> FlyteDirectory:
     """The output of a task whose stage wrote `directory`. See `deliver` for the arguments."""
-    where = os.environ.get(VARIABLE) or "store"
-    require(where in _UPLOAD, VARIABLE, f"must be one of {sorted(_UPLOAD)}", where)
-    folder = deliverables.deliver(context, node, directory, records=records, weights=weights, upload=_UPLOAD[where])
+    upload = CLUSTER.upload_weights
+    folder = deliverables.deliver(context, node, directory, records=records, weights=weights, upload=upload)
     return FlyteDirectory(str(folder))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,18 +15,24 @@ from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Evaluation(NamedTuple):
+    """Output of an evaluation."""
+
+    evaluation: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 @recoverable
 def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
-) -> FlyteDirectory:
+) -> Evaluation:
     """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
     logs.configure()
     path = model_of(context, model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.evaluate_aime(context, loaded, policy, data=records_of(data), model=weights)
-    return handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",))
+    return Evaluation(evaluation=handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,24 +15,33 @@ from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
+from tasks.resources import PREPARING, on_cpus
 
 _RECORDS = ("*.jsonl", "manifest.json", "tokenizer/*")
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+class Data(NamedTuple):
+    """Output of the preparation."""
+
+    data: FlyteDirectory
+
+
+@task(**on_cpus(PREPARING))
 @recoverable
-def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
+def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)))
-    return handed_on(context, "prepare_data", directory, records=_RECORDS)
+    return Data(
+        data=handed_on(
+            context, "prepare_data", stage.prepare_data(context, load_recipe(os.fspath(recipe))), records=_RECORDS
+        )
+    )
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
+@task(**on_cpus(PREPARING))
 @recoverable
-def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
+def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
     directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
-    return handed_on(context, "prepare_data", directory, records=_RECORDS)
+    return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

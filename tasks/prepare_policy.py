@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,15 +15,21 @@ from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
+from tasks.resources import PREPARING, on_cpus
 
 _RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
+class Policy(NamedTuple):
+    """Output of the preparation."""
+
+    policy: FlyteDirectory
+
+
+@task(**on_cpus(PREPARING))
 @recoverable
-def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> FlyteDirectory:
+def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
     directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
-    return handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",))
+    return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))

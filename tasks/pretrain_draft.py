@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,20 +15,21 @@ from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
+from tasks.resources import MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
+class Draft(NamedTuple):
+    """Output of the training."""
+
+    draft: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 @recoverable
-def pretrain_draft(
-    context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory
-) -> FlyteDirectory:
+def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
     directory = stage.pretrain_draft(
-        context,
-        load_recipe(os.fspath(recipe)),
-        policy=model_of(context, policy),
-        data=records_of(data),
+        context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
     )
-    return handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=("draft",))
+    return Draft(draft=handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=("draft",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,20 +15,23 @@ from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, RETRIES, SMALL
+from tasks.resources import CHECKING, on_cpus
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+class Projection(NamedTuple):
+    """Output of the projection."""
+
+    projection: FlyteDirectory
+
+
+@task(**on_cpus(CHECKING))
 @recoverable
 def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
-) -> FlyteDirectory:
+) -> Projection:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
     directory = stage.project_speedup(
-        context,
-        load_recipe(os.fspath(recipe)),
-        tuning=records_of(tuning),
-        arms=[records_of(arm) for arm in arms],
+        context, load_recipe(os.fspath(recipe)), tuning=records_of(tuning), arms=[records_of(arm) for arm in arms]
     )
-    return handed_on(context, "project_speedup", directory, records=("projection.json",))
+    return Projection(projection=handed_on(context, "project_speedup", directory, records=("projection.json",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -14,10 +15,16 @@ from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, RETRIES, SMALL
+from tasks.resources import CHECKING, on_cpus
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, enable_deck=True, deck_fields=())
+class SpeedupReport(NamedTuple):
+    """Output of the report."""
+
+    report: FlyteDirectory
+
+
+@task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
 @recoverable
 def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
@@ -30,7 +37,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     evaluations: list[FlyteDirectory],
     certificate: FlyteDirectory,
     projection: FlyteDirectory,
-) -> FlyteDirectory:
+) -> SpeedupReport:
     """report.html, which is also the task's deck, report.json and run.json."""
     logs.configure()
     directory = stage.report_speedup(
@@ -46,4 +53,6 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         projection=records_of(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
-    return handed_on(context, "report_speedup", directory, records=("report.html", "report.json", "run.json"))
+    return SpeedupReport(
+        report=handed_on(context, "report_speedup", directory, records=("report.html", "report.json", "run.json"))
+    )

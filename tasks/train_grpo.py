@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -15,10 +16,16 @@ from slipstream.stages.context import RunContext
 from slipstream.types import Arm
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import TRAINING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Trained(NamedTuple):
+    """Output of an arm."""
+
+    trained: FlyteDirectory
+
+
+@task(**on_gpus(TRAINING))
 @recoverable
 def train_grpo(
     context: RunContext,
@@ -28,7 +35,7 @@ def train_grpo(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
     arm: Arm,
-) -> FlyteDirectory:
+) -> Trained:
     """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
@@ -41,4 +48,6 @@ def train_grpo(
         draft=model_of(context, draft),
         tuning=records_of(tuning),
     )
-    return handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))
+    return Trained(
+        trained=handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))
+    )

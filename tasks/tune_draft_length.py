@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -14,22 +15,24 @@ from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Tuning(NamedTuple):
+    """Output of the sweep."""
+
+    tuning: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 @recoverable
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
-) -> FlyteDirectory:
+) -> Tuning:
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(
-        context,
-        loaded,
-        policy=model_of(context, policy),
-        data=records_of(data),
-        draft=model_of(context, draft),
+        context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)
     )
-    return handed_on(context, "tune_draft_length", directory, records=("tuning.json", "sweep.svg"))
+    return Tuning(tuning=handed_on(context, "tune_draft_length", directory, records=("tuning.json", "sweep.svg")))

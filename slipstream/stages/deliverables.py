@@ -165,7 +165,7 @@ def _ensure(root: Path, model: Weights, fetch: Fetch | None) -> None:
         fix = "remove that directory, and run the task that made it again"
         require(found == model.num_bytes, f"weights {stored}", f"must be {model.num_bytes} bytes", found, fix)
         return
-    fix = "mount the same storage at the same path in every pod, or set SLIPSTREAM_WEIGHTS=upload"
+    fix = "mount the same storage at the same path in every pod, or set upload_weights in the cluster profile"
     require(fetch is not None, "run_root", "must be storage that every task sees", stored, fix)
     assert fetch is not None
     with _put(stored) as folder:

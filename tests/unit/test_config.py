@@ -81,12 +81,12 @@ def test_require_without_mend_ends_at_the_value():
 
 def test_unknown_key_offers_the_nearest_name():
     message = refusal(recipe_mapping(gruop_size=4))
-    assert message == "unknown recipe key 'gruop_size'; did you mean 'group_size'?"
+    assert message == "unknown key 'gruop_size'; did you mean 'group_size'?"
 
 
 def test_unknown_nested_key_offers_its_dotted_name():
     message = refusal(recipe_mapping(optimizer={"learning_rat": 1e-4}))
-    assert message == "unknown recipe key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
+    assert message == "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
 
 
 def test_unknown_key_is_near_where_half_of_the_letters_are_shared():
@@ -97,18 +97,18 @@ def test_unknown_key_is_near_where_half_of_the_letters_are_shared():
 
 def test_unknown_key_near_to_nothing_lists_what_is_known():
     message = refusal(recipe_mapping(optimizer={"zzz": 1}))
-    assert message == "unknown recipe key 'optimizer.zzz'; known: learning_rate, betas"
+    assert message == "unknown key 'optimizer.zzz'; known: learning_rate, betas"
 
 
 def test_key_that_is_no_string_is_refused():
     values: dict[Any, Any] = {**recipe_mapping(), 1: 2}
-    assert refusal(values).startswith("unknown recipe key '1'")
+    assert refusal(values).startswith("unknown key '1'")
 
 
 def test_missing_field_is_named_with_its_path():
-    assert refusal({"name": "tiny", "group_size": 8}) == "draft is required, got None; set it in the recipe"
+    assert refusal({"name": "tiny", "group_size": 8}) == "draft is required, got None; set it"
     message = refusal(recipe_mapping(draft={}))
-    assert message == "draft.method is required, got None; set it in the recipe"
+    assert message == "draft.method is required, got None; set it"
 
 
 def test_path_of_the_mapping_goes_before_every_name():

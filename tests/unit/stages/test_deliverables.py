@@ -137,7 +137,7 @@ def test_a_root_that_is_not_shared_is_refused_with_the_fix(tmp_path: Path) -> No
     here, there = _context(tmp_path / "here"), _context(tmp_path / "there")
     folder = deliver(here, "arm", _arm(tmp_path / "here"), records=("arm.json",), weights=("policy",))
 
-    with pytest.raises(ConfigError, match=r"run_root must be storage that every task sees.*SLIPSTREAM_WEIGHTS=upload"):
+    with pytest.raises(ConfigError, match=r"run_root must be storage that every task sees.*upload_weights"):
         assemble(there, folder, _never)
 
 

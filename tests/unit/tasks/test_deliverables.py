@@ -14,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from slipstream.stages.context import RunContext
 from slipstream.stages.deliverables import deliver
-from tasks.deliverables import handed_on, model_of, records_of
+from tasks.deliverables import model_of, records_of
 
 
 @pytest.fixture
@@ -88,9 +88,3 @@ def test_a_users_own_local_model_is_taken_where_it_is(tmp_path: Path) -> None:
     own = _model(tmp_path / "own")
     assert model_of(_context(tmp_path), FlyteDirectory(str(own))) == own
     assert records_of(FlyteDirectory(str(own))) == own
-
-
-def test_a_place_for_weights_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_WEIGHTS", "s3")
-    with pytest.raises(ValueError, match=r"SLIPSTREAM_WEIGHTS must be one of \['store', 'upload'\], got 's3'"):
-        handed_on(_context(tmp_path), "node", tmp_path, records=("*",))
