@@ -47,7 +47,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
         recipe,
         workload=workload,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
-        execution=resume_execution or _execution(recipe),
+        execution=resume_execution or execution_name(recipe),
         overrides=changes,
         resume=bool(resume_execution),
         reuse_stored=reuse_stored,
@@ -56,7 +56,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 
 
-def _execution(recipe: str) -> str:
+def execution_name(recipe: str) -> str:
     """The platform's name of the execution; on a laptop `slipstream demo`'s, else one of recipe and time."""
     execution = current_context().execution_id
     if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:
