@@ -1,7 +1,7 @@
 """Project speculation to a cluster that nobody has to own."""
 
 # Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportReturnType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def projection(
     """Speedup bands of speculation, from a calibration on published measurements.
 
     Args:
-        model: section of configs/sim/models.yaml.
-        hardware: section of configs/sim/hardware.yaml.
+        model: name of a section of configs/sim/models.yaml, as in qwen3-235b-a22b.
+        hardware: name of a section of configs/sim/hardware.yaml, as in gb200.
         num_gpus: number of all GPUs, generating and training.
         num_speculative_tokens: draft tokens an iteration (k).
         mean_acceptance_length: tokens that an iteration gives on average, the bonus token counted; at most k + 1.

@@ -11,6 +11,8 @@ flyteplugins/go/tasks/plugins/k8s/ray/ray.go in flyteorg/flyte.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kubernetes import client as k8s
 
 from slipstream.cluster.profile import CLUSTER_VARIABLE, ClusterProfile, GpuNodes, PodSize, Scheduler, SharedStorage
@@ -37,15 +39,13 @@ def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
     """What the submitter, the head and the workers of a Ray job have in common; it is the submitter's pod."""
-    pod = _base(profile, _SUBMITTER)
-    pod.node_selector = {**(pod.node_selector or {}), "kubernetes.io/arch": _gpu(profile).architecture.value}
     secret = k8s.V1SecretKeySelector(name=profile.ray_token_secret, key=RAY_TOKEN_KEY)
-    pod.containers[0].env.extend(
-        [
-            k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
-            k8s.V1EnvVar(name="RAY_AUTH_TOKEN", value_from=k8s.V1EnvVarSource(secret_key_ref=secret)),
-        ]
-    )
+    token = [
+        k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
+        k8s.V1EnvVar(name="RAY_AUTH_TOKEN", value_from=k8s.V1EnvVarSource(secret_key_ref=secret)),
+    ]
+    pod = _base(profile, _SUBMITTER, token)
+    pod.node_selector = {**(pod.node_selector or {}), "kubernetes.io/arch": _gpu(profile).architecture.value}
     return pod
 
 
@@ -107,16 +107,16 @@ def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
     return {"kueue.x-k8s.io/podset-required-topology": label} if label else {}
 
 
-def _base(profile: ClusterProfile, size: PodSize) -> k8s.V1PodSpec:
+def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = ()) -> k8s.V1PodSpec:
     storage = _storage(profile)
-    env = {
+    shared = {
         CLUSTER_VARIABLE: profile.name,
         "HF_HOME": f"{storage.mount_path}/hub",  # a policy is links to files there, which later tasks follow
     }
     container = k8s.V1Container(
         name=PRIMARY,
         resources=_resources(size),
-        env=[k8s.V1EnvVar(name=name, value=value) for name, value in env.items()],
+        env=[*(k8s.V1EnvVar(name=name, value=value) for name, value in shared.items()), *env],
         volume_mounts=[k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)],
         security_context=k8s.V1SecurityContext(
             allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"])
