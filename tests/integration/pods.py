@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BUCKET = "flyte"
+_START = "start-node"  # whose outputs are the workflow's inputs
 _SMALL_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"', "sh")
 
 
@@ -50,11 +51,11 @@ class Cluster:
     environment: dict[str, str] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
 
-    def execute(self, workflow: Any, inputs: Mapping[str, Any], *, before: Callable[[str], None] | None = None) -> Any:
-        """Run all nodes of `workflow`, one after the other; outputs of each node as literals, by node and name.
+    def execute(self, workflow: Any, inputs: Mapping[str, Any], *, last: str = "") -> dict[str, dict[str, Any]]:
+        """Run the nodes of `workflow`, one after the other; outputs of each node as literals, by node and name.
 
         Args:
-            before: is called with the id of each node before it runs.
+            last: the node to stop after; empty runs all.
         Raises:
             TaskFailed: a task failed, and no attempt is left.
         """
@@ -65,12 +66,12 @@ class Cluster:
         known = workflow.python_interface.inputs_with_defaults
         given = {name: inputs.get(name, default) for name, (_, default) in known.items()}
         types = {name: kind for name, (kind, _) in known.items()}
-        literals = {"start-node": dict(TypeEngine.dict_to_literal_map(context, given, types).literals)}
+        literals = {_START: dict(TypeEngine.dict_to_literal_map(context, given, types).literals)}
         for node in workflow.nodes:
-            if before is not None:
-                before(node.id)
             bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
             literals[node.id] = self.run(node.flyte_entity, bound, node=node.id)
+            if node.id == last:
+                break
         return literals
 
     def run(self, task: Any, inputs: Mapping[str, Any], *, node: str) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:
     from flytekit.models.literals import Literal, LiteralCollection
 
     if binding.promise is not None:
-        return literals[binding.promise.node_id][binding.promise.var]
+        return literals[binding.promise.node_id or _START][binding.promise.var]
     if binding.collection is not None:
         return Literal(
             collection=LiteralCollection([_resolved(item, literals) for item in binding.collection.bindings])
