@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +103,8 @@ class ArmRecord:
     arm: Arm
     num_speculative_tokens: int  # 0 in the autoregressive arm
     steps: tuple[StepRecord, ...]
+    machine: str = ""  # of the engines that were timed; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # where they were
 
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
@@ -145,6 +147,8 @@ class TuningRecord:
     reason: str
     points: tuple[SweepPoint, ...]
     schedule: tuple[ScheduleEntry, ...]
+    machine: str = ""  # of the engines that were timed; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # where they were
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,6 +13,8 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, MEASURING, on_cpus, on_gpus
 
 
@@ -30,6 +31,7 @@ class Report(NamedTuple):
 
 
 @task(**on_gpus(MEASURING))
+@recoverable
 def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
@@ -45,29 +47,36 @@ def certify_losslessness(
     directory = stage.certify_losslessness(
         context,
         loaded,
-        policy=Path(policy),
-        trained=Path(trained) / "policy",
-        data=Path(data),
-        draft=Path(draft),
-        k=stage.tuned_length(loaded, Path(tuning)),
+        policy=model_of(context, policy),
+        trained=model_of(context, trained) / "policy",
+        data=records_of(data),
+        draft=model_of(context, draft),
+        k=stage.tuned_length(loaded, records_of(tuning)),
     )
-    return Certificate(certificate=FlyteDirectory(str(directory)))
+    return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
 @task(**on_gpus(MEASURING))
+@recoverable
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> Certificate:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
     directory = stage.certify_alone(
-        context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
+        context,
+        load_recipe(os.fspath(recipe)),
+        policy=model_of(context, policy),
+        data=records_of(data),
+        draft=model_of(context, draft),
+        k=k,
     )
-    return Certificate(certificate=FlyteDirectory(str(directory)))
+    return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 
 
 @task(**on_cpus(CHECKING, retries=0))
+@recoverable
 def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
-    stage.require_lossless(Path(certificate))
+    stage.require_lossless(records_of(certificate))
     return Report(report=report)

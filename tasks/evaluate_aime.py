@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,6 +13,8 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
 
@@ -24,13 +25,14 @@ class Evaluation(NamedTuple):
 
 
 @task(**on_gpus(MEASURING))
+@recoverable
 def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
 ) -> Evaluation:
     """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
     logs.configure()
-    path = Path(model)
+    path = model_of(context, model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))
-    directory = stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)
-    return Evaluation(evaluation=FlyteDirectory(str(directory)))
+    directory = stage.evaluate_aime(context, loaded, policy, data=records_of(data), model=weights)
+    return Evaluation(evaluation=handed_on(context, f"evaluate_aime_{policy}", directory, records=("evaluation.json",)))

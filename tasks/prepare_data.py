@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,7 +13,11 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import CACHE, PREPARING, on_cpus
+from tasks.deliverables import handed_on, records_of
+from tasks.recoverable import recoverable
+from tasks.resources import PREPARING, on_cpus
+
+_RECORDS = ("*.jsonl", "manifest.json", "tokenizer/*")
 
 
 class Data(NamedTuple):
@@ -23,16 +26,22 @@ class Data(NamedTuple):
     data: FlyteDirectory
 
 
-@task(**on_cpus(PREPARING), cache=CACHE)
+@task(**on_cpus(PREPARING))
+@recoverable
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    return Data(data=FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe))))))
+    return Data(
+        data=handed_on(
+            context, "prepare_data", stage.prepare_data(context, load_recipe(os.fspath(recipe))), records=_RECORDS
+        )
+    )
 
 
-@task(**on_cpus(PREPARING), cache=CACHE)
+@task(**on_cpus(PREPARING))
+@recoverable
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
-    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))
-    return Data(data=FlyteDirectory(str(directory)))
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
+    return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

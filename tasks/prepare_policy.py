@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,7 +13,11 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import CACHE, PREPARING, on_cpus
+from tasks.deliverables import handed_on, records_of
+from tasks.recoverable import recoverable
+from tasks.resources import PREPARING, on_cpus
+
+_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 
 
 class Policy(NamedTuple):
@@ -23,9 +26,10 @@ class Policy(NamedTuple):
     policy: FlyteDirectory
 
 
-@task(**on_cpus(PREPARING), cache=CACHE)
+@task(**on_cpus(PREPARING))
+@recoverable
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
     logs.configure()
-    directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=Path(data))
-    return Policy(policy=FlyteDirectory(str(directory)))
+    directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
+    return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))

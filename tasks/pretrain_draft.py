@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,7 +13,9 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import CACHE, MEASURING, on_gpus
+from tasks.deliverables import handed_on, model_of, records_of
+from tasks.recoverable import recoverable
+from tasks.resources import MEASURING, on_gpus
 
 
 class Draft(NamedTuple):
@@ -23,9 +24,12 @@ class Draft(NamedTuple):
     draft: FlyteDirectory
 
 
-@task(**on_gpus(MEASURING), cache=CACHE)
+@task(**on_gpus(MEASURING))
+@recoverable
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
-    directory = stage.pretrain_draft(context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data))
-    return Draft(draft=FlyteDirectory(str(directory)))
+    directory = stage.pretrain_draft(
+        context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
+    )
+    return Draft(draft=handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=("draft",)))

@@ -11,6 +11,7 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
+from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
 
@@ -21,6 +22,7 @@ class RequestedProjection(NamedTuple):
 
 
 @task(**on_cpus(CHECKING))
+@recoverable
 def project_request(
     model: str,
     hardware: str,

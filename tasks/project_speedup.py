@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,6 +13,8 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
 
@@ -24,12 +25,13 @@ class Projection(NamedTuple):
 
 
 @task(**on_cpus(CHECKING))
+@recoverable
 def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
 ) -> Projection:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
     logs.configure()
     directory = stage.project_speedup(
-        context, load_recipe(os.fspath(recipe)), tuning=Path(tuning), arms=[Path(arm) for arm in arms]
+        context, load_recipe(os.fspath(recipe)), tuning=records_of(tuning), arms=[records_of(arm) for arm in arms]
     )
-    return Projection(projection=FlyteDirectory(str(directory)))
+    return Projection(projection=handed_on(context, "project_speedup", directory, records=("projection.json",)))

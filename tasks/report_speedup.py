@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -14,6 +13,8 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
 
@@ -24,6 +25,7 @@ class SpeedupReport(NamedTuple):
 
 
 @task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
+@recoverable
 def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: FlyteFile,
@@ -41,14 +43,16 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     directory = stage.report_speedup(
         context,
         load_recipe(os.fspath(recipe)),
-        policy=Path(policy),
-        data=Path(data),
-        draft=Path(draft),
-        tuning=Path(tuning),
-        arms=[Path(arm) for arm in arms],
-        evaluations=[Path(evaluation) for evaluation in evaluations],
-        certificate=Path(certificate),
-        projection=Path(projection),
+        policy=records_of(policy),
+        data=records_of(data),
+        draft=records_of(draft),
+        tuning=records_of(tuning),
+        arms=[records_of(arm) for arm in arms],
+        evaluations=[records_of(evaluation) for evaluation in evaluations],
+        certificate=records_of(certificate),
+        projection=records_of(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
-    return SpeedupReport(report=FlyteDirectory(str(directory)))
+    return SpeedupReport(
+        report=handed_on(context, "report_speedup", directory, records=("report.html", "report.json", "run.json"))
+    )

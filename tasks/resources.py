@@ -1,4 +1,4 @@
-"""What tasks share: image, pods, time-outs, retries and cache, by the cluster that they are registered for.
+"""What tasks share: image, pods, time-outs and retries, by the cluster that they are registered for.
 
 `SLIPSTREAM_CLUSTER` names the profile in configs/clusters/; without it tasks run where the workflow is started, as
 `slipstream demo` runs them. The same variable is set in every pod, so a task is there what it was when registered.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from flytekit import Cache, FlyteContextManager, Resources
+from flytekit import FlyteContextManager, Resources
 
 from slipstream.cluster.profile import active_profile
 
@@ -23,8 +23,11 @@ GPU_IMAGE = "{{.image.gpu.fqn}}:{{.image.gpu.version}}"
 RETRIES = 2
 """A retried task finds its checkpoints and its MLflow run by execution and node."""
 
-CACHE = Cache(version="1", ignored_inputs=("context",))
-"""For tasks whose inputs determine their output. Measured tasks are not cached: a timing belongs to its own run."""
+# No task is cached by Flyte: data, policy and draft are kept by slipstream.stages.store, under the root that every pod
+# sees. Its keys hold the sections of the recipe that matter, what the inputs contain, and versions; Flyte's would hold
+# the address of recipe.yaml, new in every execution. A hit there could also outlive the weights that it stands for, and
+# would leave the execution without their MLflow runs. What it costs: a task that finds its output in the store still
+# waits for its pod.
 
 CHECKING = timedelta(minutes=30)  # reads records, computes little
 PREPARING = timedelta(hours=12)  # downloads a model or a data set, filters it

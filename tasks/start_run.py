@@ -14,6 +14,7 @@ from slipstream.stages import launch
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
 from slipstream.types import Workload
+from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 
 _LOCAL_EXECUTION = "local"
@@ -27,6 +28,7 @@ class StartedRun(NamedTuple):
 
 
 @task(**on_cpus(CHECKING, retries=0))
+@recoverable
 def start_run(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
     workload: Workload,
@@ -45,7 +47,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
         recipe,
         workload=workload,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
-        execution=resume_execution or _execution(recipe),
+        execution=resume_execution or execution_name(recipe),
         overrides=changes,
         resume=bool(resume_execution),
         reuse_stored=reuse_stored,
@@ -54,7 +56,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 
 
-def _execution(recipe: str) -> str:
+def execution_name(recipe: str) -> str:
     """The platform's name of the execution; on a laptop `slipstream demo`'s, else one of recipe and time."""
     execution = current_context().execution_id
     if execution is not None and execution.name and execution.name != _LOCAL_EXECUTION:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -15,6 +14,8 @@ from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm
+from tasks.deliverables import handed_on, model_of, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import TRAINING, on_gpus
 
 
@@ -25,6 +26,7 @@ class Trained(NamedTuple):
 
 
 @task(**on_gpus(TRAINING))
+@recoverable
 def train_grpo(
     context: RunContext,
     recipe: FlyteFile,
@@ -38,6 +40,14 @@ def train_grpo(
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
-        context, loaded, arm, policy=Path(policy), data=Path(data), draft=Path(draft), tuning=Path(tuning)
+        context,
+        loaded,
+        arm,
+        policy=model_of(context, policy),
+        data=records_of(data),
+        draft=model_of(context, draft),
+        tuning=records_of(tuning),
     )
-    return Trained(trained=FlyteDirectory(str(directory)))
+    return Trained(
+        trained=handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -14,6 +13,8 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
+from tasks.deliverables import handed_on, model_of, records_of
+from tasks.recoverable import recoverable
 from tasks.resources import MEASURING, on_gpus
 
 
@@ -24,11 +25,14 @@ class Tuning(NamedTuple):
 
 
 @task(**on_gpus(MEASURING))
+@recoverable
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
 ) -> Tuning:
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
-    directory = stage.tune_draft_length(context, loaded, policy=Path(policy), data=Path(data), draft=Path(draft))
-    return Tuning(tuning=FlyteDirectory(str(directory)))
+    directory = stage.tune_draft_length(
+        context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)
+    )
+    return Tuning(tuning=handed_on(context, "tune_draft_length", directory, records=("tuning.json", "sweep.svg")))

@@ -10,6 +10,7 @@ from flytekit import WorkflowFailurePolicy, workflow
 from slipstream.types import Arm, Workload
 from tasks.certify_losslessness import Report, certify_losslessness, require_lossless
 from tasks.evaluate_aime import evaluate_aime
+from tasks.fail_run import fail_run
 from tasks.prepare_data import prepare_data
 from tasks.prepare_policy import prepare_policy
 from tasks.pretrain_draft import pretrain_draft
@@ -21,7 +22,7 @@ from tasks.train_grpo import train_grpo
 from tasks.tune_draft_length import tune_draft_length
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_run)
 def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str = "tiny",
     workload: Workload = Workload.RL_ZERO,
@@ -84,6 +85,8 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
         .trained
         for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE)
     )
+    if CLUSTER.runs_one_at_a_time:
+        baseline >> speculative  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
     evaluations = [
         evaluate_aime(**shared, data=data, model=model, policy=name)
         .with_overrides(name=f"evaluate {name}", node_name=f"evaluate-{name}")

@@ -176,6 +176,7 @@ class ClusterProfile:
     queue: Queue | None = None
     tracking: TrackingService | None = None
     object_store: ObjectStore | None = None
+    upload_weights: bool = False  # tasks hand them on through the object store too, for roots that are not shared
     service_account: str | None = None
     ray_token_secret: str | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
 
@@ -202,6 +203,11 @@ class ClusterProfile:
     def is_local(self) -> bool:
         """Whether tasks run in this process rather than in pods."""
         return self.storage is None
+
+    @property
+    def runs_one_at_a_time(self) -> bool:
+        """Whether two timed tasks would share a machine, and slow each other."""
+        return self.gpu is None or self.gpu.nodes == 1
 
 
 def read_profile(name: str) -> ClusterProfile:

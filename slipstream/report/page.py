@@ -52,7 +52,20 @@ def render(record: RunRecord, reference: Reference, projection: ProjectionRecord
 
 
 def verdict(record: RunRecord, run: RunSummary) -> str:
-    """One sentence: what speculation did to generation and to the step, with its uncertainty."""
+    """What speculation did to generation and to the step, with its uncertainty, and whether the arms compare at all."""
+    return f"{_effect(record, run)}{_unequal_hardware(record)}"
+
+
+def _unequal_hardware(record: RunRecord) -> str:
+    """A warning, if the arms were timed on machines that differ."""
+    machines = {arm.arm.value: arm.machine for arm in record.arms if arm.machine}
+    if len(set(machines.values())) < 2:  # one machine
+        return ""
+    where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
+    return f" The arms ran on different hardware ({where}): their ratio is no speedup of speculation alone."
+
+
+def _effect(record: RunRecord, run: RunSummary) -> str:
     comparison = run.comparison
     if comparison is None:
         return "Only one arm ran, so this page shows times and learning, and no speedup."

@@ -20,8 +20,9 @@ from slipstream.records import (
 from slipstream.report import summarise, write_report
 from slipstream.simulator.project.records import ProjectionRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import end_execution, machine, numerics, recipe_layout, settled, tracked, versions
+from slipstream.stages.support import end_execution, numerics, recipe_layout, settled, tracked, versions
 from slipstream.tracking import store_uri
+from slipstream.workers.session import machine
 
 
 def report_speedup(  # noqa: PLR0913  # one input a record
@@ -39,18 +40,19 @@ def report_speedup(  # noqa: PLR0913  # one input a record
 ) -> Path:
     """Bring all records together; a directory with report.html, report.json and run.json, linked as runs/latest."""
     directory = context.directory("report_speedup")
+    trained = tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = RunRecord(
         recipe=recipe.name,
         workload=context.workload,
         execution=context.execution,
         tracking_uri=store_uri(recipe.tracking, Path(context.root)),
-        versions=versions(),
-        machine=machine(),
+        versions=next((arm.versions for arm in trained if arm.versions), None) or versions(),
+        machine=next((arm.machine for arm in trained if arm.machine), None) or machine(),
         policy=read_record(PolicyRecord, policy / "policy.json"),
         data=read_prompt_sets(data).records,
         draft=read_record(DraftRecord, draft / "draft.json"),
         tuning=read_record(TuningRecord, tuning / "tuning.json"),
-        arms=tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms),
+        arms=trained,
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
         numerics=numerics(context, recipe),

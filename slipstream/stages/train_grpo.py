@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked
+from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked, versions
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.session import connect
@@ -48,5 +49,5 @@ def train_grpo(
             directory=directory,
             log=tracker.log,
         )
-        write_record(record, directory / "arm.json")
+        write_record(replace(record, versions=versions()), directory / "arm.json")
     return directory

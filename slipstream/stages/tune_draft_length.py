@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
@@ -14,7 +15,9 @@ from slipstream.recipe import Recipe
 from slipstream.records import SweepPoint, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import recipe_engine, settled, tracked
+from slipstream.stages.support import recipe_engine, settled, tracked, versions
+from slipstream.workers.calls import Worker, machines
+from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -36,13 +39,15 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
     connect()
     with tracked(context, recipe, _NODE) as tracker:
-        points = _sweep(recipe, policy=policy, data=data, draft=draft)
+        timed: set[Worker] = set()
+        points = _sweep(recipe, policy=policy, data=data, draft=draft, timed=timed)
         record = length.choose(
             points, config=recipe.tuning, batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size
         )
         figure = directory / "sweep.svg"
         figure.write_text(sweep_figure(record.points, record.chosen_k))
         tracker.log_artifact(figure)
+        record = replace(record, machine=machines(timed), versions=versions())
         tracker.log_artifact(write_record(record, directory / "tuning.json"))
         tracker.set_tags({"k": str(record.chosen_k)})
         for point in points:
@@ -60,12 +65,22 @@ def first_speedup(points: Sequence[SweepPoint]) -> str:
     )
 
 
-def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> tuple[SweepPoint, ...]:
-    """`length.sweep`, followed by a bar; its points are logged, and the first speedup announced."""
+def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> tuple[SweepPoint, ...]:
+    """`length.sweep`, followed by a bar; its points are logged, and the first speedup announced.
+
+    Args:
+        timed: gets the engines.
+    """
     num_known = 0
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
     with progress(_NODE, total=length.num_generations(recipe.tuning), unit="generation") as bar:
+
+        @contextmanager
+        def start(k: int) -> Iterator[RemoteEngine]:
+            with recipe_engine(recipe, policy, draft, k) as engine:
+                timed.update(engine.engines)
+                yield engine
 
         def on_points(points: Sequence[SweepPoint]) -> None:
             nonlocal num_known
@@ -78,7 +93,7 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> tuple[Sw
             num_known += len(points)
 
         return length.sweep(
-            partial(recipe_engine, recipe, policy, draft),
+            start,
             read_prompt_sets(data).train,
             config=recipe.tuning,
             sampling=recipe.sampling,

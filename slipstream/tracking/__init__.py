@@ -9,7 +9,7 @@ Importing this package costs nothing: MLflow (4-8 s) is imported by the first `T
 
 from slipstream.tracking.artifacts import fetch_artifact
 from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.ending import end_open_runs, unsent
+from slipstream.tracking.ending import end_open_runs, unsent, was_ended
 from slipstream.tracking.replay import ReplayResult, TrackingError, replay
 from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
 
@@ -25,4 +25,5 @@ __all__ = [
     "spool_directory",
     "store_uri",
     "unsent",
+    "was_ended",
 ]

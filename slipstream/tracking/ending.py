@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slipstream.tracking.config import TrackingConfig
 from slipstream.tracking.replay import sent_bytes
-from slipstream.tracking.spool import Event, Spool, read_spool
+from slipstream.tracking.spool import Event, Spool, read_spool, spool_path
 from slipstream.tracking.tracker import RunStatus, now_ms, spool_directory
 
 
@@ -20,6 +21,12 @@ def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
             spool.close()
             ended.append(key)
     return ended
+
+
+def was_ended(config: TrackingConfig, *, root: Path, experiment: str, key: str) -> bool:
+    """Whether the run with `key` was opened and has ended."""
+    path = spool_path(spool_directory(root), experiment=config.experiment or experiment, key=key)
+    return path.is_file() and not _state(path)[1]
 
 
 def unsent(root: Path, execution: str) -> list[Path]:

@@ -21,7 +21,7 @@ from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import metrics_of, step_line
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import Arm, Prompt, RolloutGroup
-from slipstream.workers.calls import LostWorkerError
+from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import RemoteLearner, start_learner
 
@@ -70,7 +70,10 @@ def train(
             log=log,
         )
         history = _with_restarts(run, engine)
-    return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history))
+        machine = machines(engine.engines)
+    return ArmRecord(
+        arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history), machine=machine
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

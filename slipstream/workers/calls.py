@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError
-from slipstream.workers.session import actor_environment, on_node, own_node
+from slipstream.workers.session import actor_environment, counted, machine, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
@@ -51,6 +51,7 @@ class Worker:
     host: str = UNKNOWN_HOST  # address of its node
     node_id: str = ""
     pid: int = 0
+    machine: str = ""  # what it runs on, in words
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
@@ -179,8 +180,8 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
         raise
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return [
-        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid)
-        for worker, (node_id, pid) in zip(workers, places, strict=True)
+        replace(worker, host=addresses[node_id], node_id=node_id, pid=pid, machine=machine_)
+        for worker, (node_id, pid, machine_) in zip(workers, places, strict=True)
     ]
 
 
@@ -215,10 +216,15 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     return states
 
 
-def _place(actor: Any) -> tuple[str, int]:
-    """Runs in the actor: its node's id, and its process id."""
+def machines(workers: Iterable[Worker]) -> str:
+    """What the hosts of these workers are, each host once."""
+    return counted({worker.node_id: worker.machine for worker in workers}.values())
+
+
+def _place(actor: Any) -> tuple[str, int, str]:
+    """Runs in the actor: its node's id, its process id, and its machine."""
     del actor
-    return own_node(), os.getpid()
+    return own_node(), os.getpid(), machine()
 
 
 def _process_state(pid: int) -> str:

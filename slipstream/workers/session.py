@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -50,3 +54,28 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 def own_node() -> str:
     """Ray's id of the node that this process runs on."""
     return ray.get_runtime_context().get_node_id()
+
+
+def machine() -> str:
+    """This machine's processor, system and GPUs, with the flags that decide how fast it multiplies.
+
+    GPUs are those that the driver lists: asking CUDA would set it up in this process, and vLLM forks from it.
+    """
+    from slipstream.policy.numerics import processor_flags
+
+    flags = " ".join(processor_flags())
+    gpus = counted(_gpu_models(Path("/proc/driver/nvidia/gpus")))
+    processor = f"{platform.machine()}, {os.cpu_count()} cores{f' ({flags})' if flags else ''}, {platform.system()}"
+    return f"{processor}, {gpus}" if gpus else processor
+
+
+def counted(names: Iterable[str]) -> str:
+    """`4 x NVIDIA GB200`: what there is, and how often where it is more than once."""
+    found = sorted(Counter(names).items())
+    return "; ".join(f"{count} x {name}" if count > 1 else name for name, count in found)
+
+
+def _gpu_models(directory: Path) -> list[str]:
+    """Of all GPUs of the host, as NVIDIA's driver names them."""
+    lines = [line for path in directory.glob("*/information") for line in path.read_text().splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

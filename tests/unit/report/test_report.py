@@ -31,6 +31,7 @@ from slipstream.records import (
     TuningRecord,
 )
 from slipstream.report import read_reference, render, speedup_table, summarise, write_report
+from slipstream.report.page import verdict
 from slipstream.report.summary import pooled_acceptance, summarise_run
 from slipstream.statistics import amdahl
 from slipstream.types import STAGES, Arm, StageTimes
@@ -466,3 +467,14 @@ def test_the_page_says_what_the_certificate_says() -> None:
     assert re.search(r"first token</th>.*?>rejects<", page, re.DOTALL)
     assert "sharper by 0.012" in page
     assert "losslessness" in speedup_table(RECORD)
+
+
+def test_arms_on_different_hardware_are_marked() -> None:
+    base, spec = RECORD.arms
+    apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
+    alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
+
+    marked = verdict(apart, summarise_run(apart))
+
+    assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
+    assert "different hardware" not in verdict(alike, summarise_run(alike))

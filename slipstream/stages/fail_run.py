@@ -1,0 +1,125 @@
+"""What is done for an execution that failed: its runs are ended, and what it knows is kept in one page."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import (
+    ArmRecord,
+    CertificateRecord,
+    EvaluationRecord,
+    TuningRecord,
+    read_record,
+    write_atomic,
+    write_record,
+)
+from slipstream.report.summary import summarise_arms
+from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.support import execution_run
+from slipstream.tracking import RunStatus, end_open_runs
+
+logger = logging.getLogger(__name__)
+
+_NODE = "fail_run"
+_MAX_TAG_CHARACTERS = 5000
+# What each stage leaves when it is done.
+_ENDINGS = {
+    "prepare_data": "manifest.json",
+    "prepare_policy": "policy/policy.json",
+    "pretrain_draft": "draft.json",
+    "tune_draft_length": "tuning.json",
+    "train_grpo_autoregressive": "arm.json",
+    "train_grpo_speculative": "arm.json",
+    "evaluate_aime_start": "evaluation.json",
+    "evaluate_aime_autoregressive": "evaluation.json",
+    "evaluate_aime_speculative": "evaluation.json",
+    "certify_losslessness": "certificate.json",
+    "project_speedup": "projection.json",
+    "report_speedup": "report.json",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureRecord:
+    """How an execution failed."""
+
+    execution: str
+    node: str  # of the workflow that failed
+    message: str
+    finished: tuple[str, ...]  # stages
+    unfinished: tuple[str, ...]
+
+
+def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | None:
+    """End the open runs of a failed execution, with what failed and what is there; the directory with failure.md.
+
+    None for one that failed before it had recorded its recipe: it has no run.
+    """
+    path = recorded_recipe(root, execution)
+    if not path.is_file():
+        logger.error("execution %s failed before it was started: %s", execution, message)
+        return None
+    recipe = load_recipe(str(path))
+    context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+    record = _record(root / execution, execution, node=node, message=message)
+    directory = context.directory(_NODE)
+    write_record(record, directory / "failure.json")
+    write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
+    end_open_runs(root, execution, RunStatus.FAILED)
+    tracker = execution_run(context, recipe)
+    tracker.set_tags({"failed.node": node or "unknown", "failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"})
+    tracker.log_artifact(directory / "failure.md")
+    tracker.log_artifact(directory / "failure.json")
+    tracker.close(RunStatus.FAILED)
+    logger.error("execution %s failed in %s; what it knows is in %s", execution, node, directory / "failure.md")
+    return directory
+
+
+def _record(directory: Path, execution: str, *, node: str, message: str) -> FailureRecord:
+    finished = {name: (directory / name / ending).is_file() for name, ending in _ENDINGS.items()}
+    return FailureRecord(
+        execution=execution,
+        node=node,
+        message=message,
+        finished=tuple(name for name, is_done in finished.items() if is_done),
+        unfinished=tuple(name for name, is_done in finished.items() if not is_done),
+    )
+
+
+def _page(record: FailureRecord, recipe: Recipe, directory: Path) -> str:
+    """Markdown: what failed, what is done, and every result that is there."""
+    lines = [
+        f"# {record.execution} failed",
+        f"Recipe {recipe.name}, workload {recipe.workload.value}. Failed node: {record.node or 'unknown'}.",
+        f"```\n{record.message}\n```",
+        "## Stages",
+        *(f"- {name}: finished" for name in record.finished),
+        *(f"- {name}: not finished" for name in record.unfinished),
+        "## Results",
+        *(f"- {line}" for line in _results(record, directory)),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _results(record: FailureRecord, directory: Path) -> list[str]:
+    lines: list[str] = []
+    if "tune_draft_length" in record.finished:
+        lines.append(read_record(TuningRecord, directory / "tune_draft_length" / "tuning.json").reason)
+    arms = [name for name in record.finished if name.startswith("train_grpo")]
+    summary = summarise_arms([read_record(ArmRecord, directory / name / "arm.json") for name in arms])
+    for arm in summary.arms:
+        reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
+        lines.append(f"{arm.arm.value}, k={arm.k}: {arm.num_steps} steps of {arm.step.median:.2f} s (median), {reward}")
+    if summary.comparison is not None:
+        generation, step = summary.comparison.generation, summary.comparison.step
+        lines.append(f"speculative against autoregressive: generation {generation.value:.2f}x, step {step.value:.2f}x")
+    for name in (name for name in record.finished if name.startswith("evaluate_aime")):
+        scored = read_record(EvaluationRecord, directory / name / "evaluation.json")
+        lines.append(f"{scored.policy}: avg@{scored.k} {scored.avg_at_k:.3f}")
+    if "certify_losslessness" in record.finished:
+        certificate = read_record(CertificateRecord, directory / "certify_losslessness" / "certificate.json")
+        lines.append(f"losslessness: {certificate.verdict}: {certificate.reason}")
+    return lines or ["none yet"]

@@ -1,0 +1,123 @@
+"""Which failures a second attempt may outlive: those of machines, networks and servers, never those of what was asked.
+
+Error classes are named, not imported: a stage that reads a JSON file need not import Ray, torch and an S3 client to say
+why it failed. The tests resolve every name, so that a class that moves is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+PERMANENT = frozenset(
+    {
+        "slipstream.config.ConfigError",
+        "slipstream.policy.errors.CheckpointError",
+        "slipstream.policy.errors.CheckpointStorageError",
+        "slipstream.policy.errors.CheckpointWriteError",
+        "slipstream.refit.config.RefitError",
+        "slipstream.stages.certify_losslessness.LosslessnessError",
+        "slipstream.train.acceptance_guard.AcceptanceCollapse",
+    }
+)
+"""Errors of recipe, checkpoint, losslessness and refit: the next attempt would fail alike, or hide what went wrong."""
+
+TRANSIENT = {
+    "slipstream.workers.calls.LostWorkerError": "a process of the run was lost",
+    "slipstream.refit.config.ChannelBrokeError": "another process left the weights' channel",
+    "slipstream.tracking.store.TrackingError": "the tracking server did not answer",
+    "ray.exceptions.RayActorError": "an actor was lost",
+    "ray.exceptions.NodeDiedError": "a node was lost",
+    "ray.exceptions.WorkerCrashedError": "a Ray worker was lost",
+    "ray.exceptions.LocalRayletDiedError": "a node was lost",
+    "ray.exceptions.ObjectLostError": "an object was lost with its node",
+    "ray.exceptions.RpcError": "Ray did not answer",
+    "torch.distributed.DistBackendError": "a collective operation failed",
+    "torch.distributed.DistNetworkError": "a collective operation failed",
+    "torch.distributed.DistStoreError": "the processes did not find each other",
+    "flytekit.exceptions.system.FlyteDownloadDataException": "the object store did not answer",
+    "flytekit.exceptions.system.FlyteUploadDataException": "the object store did not answer",
+    "fsspec.exceptions.FSTimeoutError": "the object store did not answer",
+    "botocore.exceptions.ConnectionError": "the object store did not answer",
+    "botocore.exceptions.HTTPClientError": "the object store did not answer",
+    "aiohttp.client_exceptions.ClientConnectionError": "the object store did not answer",
+    "builtins.ConnectionError": "a connection broke",
+    "builtins.TimeoutError": "an answer did not come in time",
+}
+"""Why a failure of this class may not come again. Subclasses count."""
+
+_STORAGE = frozenset(
+    {
+        errno.EIO,
+        errno.EAGAIN,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENETRESET,
+    }
+)
+_BUSY_CODES = frozenset({"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "503", "500"})
+_CLIENT_ERROR = "botocore.exceptions.ClientError"
+_ACTOR_DIED = "ray.exceptions.ActorDiedError"
+# gloo's and NCCL's errors often have no class of their own: both name the file or library that failed.
+_COLLECTIVE = re.compile(r"\[[^\]]*gloo/[^\]]*\]|\bNCCL (?:error|communicator)|\bncclRemoteError|\bncclSystemError")
+_MISUSE = re.compile(r"invalid usage|invalid argument", re.IGNORECASE)  # NCCL's words for an error of the caller's
+
+
+def transient(error: BaseException) -> str | None:
+    """Why another attempt may succeed where this one failed; None if it would fail alike.
+
+    What caused an error counts as well. One permanent error among the causes makes all of it permanent: that a worker
+    was lost while a checkpoint was refused does not make the checkpoint better.
+    """
+    causes = list(_causes(error))
+    if any(_is_permanent(cause) for cause in causes):
+        return None
+    return next((reason for cause in causes if (reason := _reason(cause))), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from or while handling, and so on."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        if following.__cause__ is not None or following.__suppress_context__:
+            following = following.__cause__
+        else:
+            following = following.__context__
+
+
+def _is_permanent(error: BaseException) -> bool:
+    names = _names(error)
+    return not PERMANENT.isdisjoint(names) and "slipstream.refit.config.ChannelBrokeError" not in names
+
+
+def _reason(error: BaseException) -> str | None:
+    """Why this one, without its causes, may not come again."""
+    names = _names(error)
+    if _ACTOR_DIED in names and error.actor_init_failed:  # type: ignore[attr-defined]  # of Ray's class
+        return None  # its constructor raised: that will be so again
+    if _CLIENT_ERROR in names:
+        code = error.response.get("Error", {}).get("Code")  # type: ignore[attr-defined]  # of botocore's class
+        return "the object store was busy" if code in _BUSY_CODES else None
+    if _MISUSE.search(str(error)) and _COLLECTIVE.search(str(error)):
+        return None
+    named = next((TRANSIENT[name] for name in names if name in TRANSIENT), None)
+    if named is not None:
+        return named
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        return "storage or network failed"
+    if isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error)):
+        return "a collective operation failed"
+    return None
+
+
+def _names(error: BaseException) -> list[str]:
+    """Of its class and the classes above it."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]

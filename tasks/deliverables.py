@@ -1,0 +1,95 @@
+"""Folders that travel between tasks: what a task fetches of an input and what it hands on (`stages.deliverables`)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flytekit import FlyteContextManager
+from flytekit.types.directory import FlyteDirectory
+
+from slipstream.stages import deliverables
+from slipstream.stages.context import RunContext
+from tasks.resources import CLUSTER
+
+logger = logging.getLogger(__name__)
+
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def handed_on(
+    context: RunContext, node: str, directory: Path, *, records: Sequence[str], weights: Sequence[str] = ()
+) -> FlyteDirectory:
+    """The output of a task whose stage wrote `directory`. See `deliver` for the arguments."""
+    upload = CLUSTER.upload_weights
+    folder = deliverables.deliver(context, node, directory, records=records, weights=weights, upload=upload)
+    return FlyteDirectory(str(folder))
+
+
+def records_of(directory: FlyteDirectory) -> Path:
+    """The records of an input, as the stage that made it wrote them; of a model that a user brought all but tensors."""
+    folder = _Folder.of(directory)
+    return folder.fetched(deliverables.is_record if folder.is_deliverable else _is_small)
+
+
+def model_of(context: RunContext, directory: FlyteDirectory) -> Path:
+    """An input as the stage that made it wrote it, with its weights, on storage that the whole run sees."""
+    folder = _Folder.of(directory)
+    if folder.is_deliverable:
+        return deliverables.assemble(context, folder.fetched(deliverables.is_record), folder.fetch)
+    if not folder.is_remote:
+        return Path(folder.uri)
+    name = hashlib.sha256(folder.uri.encode()).hexdigest()[:16]
+    target = Path(context.root) / context.execution / "received" / name
+    if not target.is_dir():
+        part = target.with_suffix(f".{os.getpid()}.part")
+        folder.fetch("", part)
+        part.rename(target)
+    return target
+
+
+def _is_small(name: str) -> bool:
+    return not name.endswith(_TENSORS)
+
+
+class _Folder:
+    """A folder in the object store, or on this machine."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self._access = FlyteContextManager.current_context().file_access
+        self.is_remote = self._access.is_remote(uri)
+
+    @classmethod
+    def of(cls, directory: FlyteDirectory) -> _Folder:
+        """Where an input lies, fetched or not."""
+        return cls(directory.remote_source or str(directory.path))
+
+    @property
+    def is_deliverable(self) -> bool:
+        """Whether a stage made it."""
+        return self._access.exists(f"{self.uri}/{deliverables.MANIFEST}")
+
+    def fetched(self, wanted: Callable[[str], bool]) -> Path:
+        """Where it lies on this machine, once the files with wanted names are there."""
+        if not self.is_remote:
+            return Path(self.uri)
+        target = Path(self._access.get_random_local_directory())
+        files = self._access.get_filesystem_for_path(self.uri)
+        base = str(files._strip_protocol(self.uri))  # as `find` gives paths
+        names = [path.removeprefix(base).lstrip("/") for path in files.find(self.uri)]
+        for name in filter(wanted, names):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            self._access.get_data(f"{self.uri}/{name}", str(target / name))
+        logger.info("received %d bytes of %s", deliverables.num_bytes(target), self.uri)
+        return target
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Copy a folder of it to a path."""
+        source = f"{self.uri}/{name}".rstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._access.get_data(source, str(target), is_multipart=True)
+        logger.info("received %d bytes of %s", deliverables.num_bytes(target), source)

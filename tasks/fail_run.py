@@ -1,0 +1,39 @@
+"""What Flyte calls when an execution fails: end its runs, keep what it knows, say what failed."""
+
+from __future__ import annotations
+
+from flytekit import task
+from flytekit.types.error.error import FlyteError
+
+from slipstream import logs
+from slipstream.cluster.launch import shared_root
+from slipstream.stages import fail_run as stage
+from slipstream.types import Workload
+from tasks.recoverable import recoverable
+from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
+from tasks.start_run import execution_name
+
+
+@task(**on_cpus(CHECKING))
+@recoverable
+def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
+    recipe: str,
+    workload: Workload,
+    num_steps: int,
+    seed: int,
+    overrides: list[str],
+    max_off_policy_steps: int,
+    run_root: str,
+    resume_execution: str,
+    reuse_stored: bool,
+    err: FlyteError | None = None,
+) -> None:
+    """failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
+    del workload, num_steps, seed, overrides, max_off_policy_steps, reuse_stored
+    logs.configure()
+    stage.fail_run(
+        shared_root(run_root, CLUSTER, is_local=runs_locally()),
+        resume_execution or execution_name(recipe),
+        node=err.failed_node_id if err is not None else "",
+        message=err.message if err is not None else "",
+    )

@@ -1,0 +1,70 @@
+"""An execution that failed: its runs end, and what it knows is kept."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.recipe import load_recipe, write_recipe
+from slipstream.records import TuningRecord, write_record
+from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.fail_run import fail_run
+from slipstream.stages.support import execution_run, tracked
+from slipstream.tracking import RunStatus, Tracker, store_uri
+
+
+def _runs(root: Path, uri: str) -> dict[str, Any]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return {run.data.tags["slipstream.key"]: run for run in found}
+
+
+def test_a_failed_executions_runs_end_and_its_results_are_kept(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny")
+    write_recipe(recipe, recorded_recipe(tmp_path, "e"))
+    context = RunContext(execution="e", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    execution_run(context, recipe).detach()
+    left_open = Tracker.open(
+        recipe.tracking, root=tmp_path, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
+    )
+    left_open.detach()  # as a pod that was killed leaves it
+    tuning = TuningRecord(chosen_k=3, reason="k=3 won", points=(), schedule=())
+    write_record(tuning, context.directory("tune_draft_length") / "tuning.json")
+
+    directory = fail_run(tmp_path, "e", node="train-speculative", message="the loss is not finite")
+
+    assert directory is not None
+    page = (directory / "failure.md").read_text()
+    for words in ("Failed node: train-speculative", "the loss is not finite", "tune_draft_length: finished", "k=3 won"):
+        assert words in page
+    record = json.loads((directory / "failure.json").read_text())
+    assert record["finished"] == ["tune_draft_length"]
+    runs = _runs(tmp_path, store_uri(recipe.tracking, tmp_path))
+    assert (runs["e"].info.status, runs["e"].data.tags["failed.node"]) == ("FAILED", "train-speculative")
+
+
+def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
+    assert fail_run(tmp_path, "e", node="start-run", message="grpo.group_size must be >= 2, got 1") is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("lost"), None])
+def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
+    tmp_path: Path, raised: RuntimeError | None
+) -> None:
+    recipe = load_recipe("tiny")
+    context = RunContext(execution="e", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    execution_run(context, recipe).close(RunStatus.FAILED)
+
+    with suppress(RuntimeError), tracked(context, recipe, "tune_draft_length"):
+        if raised is not None:
+            raise raised
+
+    status = _runs(tmp_path, store_uri(recipe.tracking, tmp_path))["e"].info.status
+    assert status == ("RUNNING" if raised is None else "FAILED")

@@ -1,0 +1,90 @@
+"""What travels between tasks through an object store, and what does not."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from flytekit import FlyteContextManager
+from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
+
+from slipstream.stages.context import RunContext
+from slipstream.stages.deliverables import deliver
+from tasks.deliverables import model_of, records_of
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[str]:
+    """A bucket in memory, which flytekit takes for the object store."""
+    uri = f"memory://{uuid.uuid4().hex}"
+    context = FlyteContextManager.current_context()
+    access = FileAccessProvider(local_sandbox_dir=tmp_path / "pod", raw_output_prefix=f"{uri}/raw")
+    with FlyteContextManager.with_context(context.with_file_access(access)):
+        yield uri
+
+
+def _context(root: Path) -> RunContext:
+    return RunContext(execution="e", root=str(root), experiment="x", workload="rl_zero")
+
+
+def _model(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_text("0123456789")
+    return directory
+
+
+def _upload(folder: Path, uri: str) -> FlyteDirectory:
+    files = fsspec.filesystem("memory")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files.pipe_file(f"{uri}/{path.relative_to(folder)}", path.read_bytes())
+    return FlyteDirectory.from_source(uri)
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_records_are_fetched_without_weights(tmp_path: Path, bucket: str, upload: bool) -> None:
+    _model(tmp_path / "draft")
+    (tmp_path / "draft.json").write_text("{}")
+    folder = deliver(
+        _context(tmp_path / "runs"), "draft", tmp_path, records=("draft.json",), weights=("draft",), upload=upload
+    )
+
+    got = records_of(_upload(folder, f"{bucket}/draft"))
+
+    assert sorted(path.name for path in got.rglob("*") if path.is_file()) == ["deliverable.json", "draft.json"]
+
+
+def test_uploaded_weights_come_from_the_object_store_to_a_root_without_them(tmp_path: Path, bucket: str) -> None:
+    _model(tmp_path / "draft")
+    (tmp_path / "draft.json").write_text("{}")
+    folder = deliver(
+        _context(tmp_path / "runs"), "draft", tmp_path, records=("draft.json",), weights=("draft",), upload=True
+    )
+
+    got = model_of(_context(tmp_path / "elsewhere"), _upload(folder, f"{bucket}/draft"))
+
+    assert (got / "draft" / "model.safetensors").read_text() == "0123456789"
+    assert got.is_relative_to(tmp_path / "elsewhere")
+
+
+def test_a_users_own_model_is_fetched_whole_to_the_runs_root_or_without_its_tensors(
+    tmp_path: Path, bucket: str
+) -> None:
+    own = _upload(_model(tmp_path / "own"), f"{bucket}/own")
+
+    whole, small = model_of(_context(tmp_path / "runs"), own), records_of(own)
+
+    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "model.safetensors"]
+    assert whole.is_relative_to(tmp_path / "runs")
+    assert [path.name for path in small.iterdir()] == ["config.json"]
+
+
+def test_a_users_own_local_model_is_taken_where_it_is(tmp_path: Path) -> None:
+    own = _model(tmp_path / "own")
+    assert model_of(_context(tmp_path), FlyteDirectory(str(own))) == own
+    assert records_of(FlyteDirectory(str(own))) == own
