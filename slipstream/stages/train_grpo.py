@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.recipe import Recipe
+from slipstream.recipe import Recipe, parameters
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
+from slipstream.workers.cluster import accelerators
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,17 @@ def train_grpo(
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
     logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
-    tags = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value}
+    what = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value if chosen_k else "none"}
     connect()
-    with tracked(context, recipe, node, tags) as tracker:
+    with tracked(
+        context,
+        recipe,
+        node,
+        {**what, "draft.init": recipe.draft.init.value if chosen_k else "none"},
+        name=f"{context.execution} {arm.value}",
+        params={**parameters(recipe), **what},
+        gpu=accelerators(),
+    ) as tracker:
         record = train(
             recipe,
             ArmPlan(
@@ -48,5 +57,5 @@ def train_grpo(
             directory=directory,
             log=tracker.log,
         )
-        write_record(record, directory / "arm.json")
+        tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.tracking.replay import sent_bytes
-from slipstream.tracking.spool import Event, Spool, read_spool
+from slipstream.tracking.spool import Event, Spool, read_spool, spool_path
 from slipstream.tracking.tracker import RunStatus, now_ms, spool_directory
 
 
@@ -20,6 +20,12 @@ def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
             spool.close()
             ended.append(key)
     return ended
+
+
+def has_ended(root: Path, experiment: str, key: str) -> bool:
+    """Whether the run `key` was opened before and nobody has it open now."""
+    path = spool_path(spool_directory(root), experiment=experiment, key=key)
+    return path.is_file() and not _state(path)[1]
 
 
 def unsent(root: Path, execution: str) -> list[Path]:
