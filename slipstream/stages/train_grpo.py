@@ -32,15 +32,15 @@ def train_grpo(
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
     logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
-    what = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value if chosen_k else "none"}
+    labels = arm_labels(recipe, arm, chosen_k)
     connect()
     with tracked(
         context,
         recipe,
         node,
-        {**what, "draft.init": recipe.draft.init.value if chosen_k else "none"},
+        labels,
         name=f"{context.execution} {arm.value}",
-        params={**parameters(recipe), **what},
+        params={**parameters(recipe), **labels},
         gpu=accelerators(),
     ) as tracker:
         record = train(
@@ -59,3 +59,9 @@ def train_grpo(
         )
         tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory
+
+
+def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
+    """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
+    drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
+    return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}

@@ -13,7 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.records import (
     RunRecord,
 )
-from slipstream.report.page import render, write_report
+from slipstream.report.page import draw, render, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.summary import pooled_acceptance, summarise, summarise_run
 from slipstream.report.terminal import speedup_table
@@ -222,7 +222,10 @@ def test_report_is_written_as_page_and_json(tmp_path: Path) -> None:
     paths = write_report(RECORD, tmp_path / "report")
     assert json.loads(paths.json.read_text()) == summarise(RECORD)
     assert paths.html.read_text() == render(RECORD, REFERENCE)
-    assert sorted(path.name for path in paths.html.parent.iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in paths.html.parent.iterdir()) == ["figures", "report.html", "report.json"]
+    assert sorted(path.stem for path in paths.figures) == sorted(draw(RECORD, REFERENCE))
+    assert sorted((paths.html.parent / "figures").iterdir()) == sorted(paths.figures)
+    assert all(path.read_text().startswith("<svg ") for path in paths.figures)
 
 
 def test_quoted_speedups_agree_with_the_quoted_times() -> None:
