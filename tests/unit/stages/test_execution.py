@@ -1,4 +1,4 @@
-"""The run of a whole execution, in the real MLflow on SQLite: alive while tasks run, with everything to compare it by."""
+"""The run of a whole execution, in the real MLflow on SQLite: alive while tasks run, and comparable after."""
 
 from __future__ import annotations
 
@@ -107,5 +107,7 @@ def test_errors_name_the_field_and_what_there_is(root: Path) -> None:
         read_executions(uri, names=["tiny-9"])
     with pytest.raises(ConfigError, match=r"^uri must name a store, got 'sqlite:///no/such.db'"):
         read_executions("sqlite:///no/such.db")
-    with pytest.raises(ConfigError, match=r"^uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"):
+    with pytest.raises(
+        ConfigError, match=r"^uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"
+    ):
         read_executions("postgresql://host/db")
