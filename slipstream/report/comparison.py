@@ -31,6 +31,7 @@ HEADINGS = (
     "hours",
     "GPU hours",
 )
+_MAX_COLUMNS = 6  # executions whose values stand side by side in a terminal; the page shows those of more
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
 
 
@@ -46,7 +47,9 @@ def comparison_table(executions: Sequence[Execution]) -> str:
     """Plain text: a row an execution, then what was not the same in all of them, then each answer in a sentence."""
     parts = [table([list(HEADINGS), *[cells(execution) for execution in executions]])]
     differing = differences(executions)
-    if differing:
+    if len(executions) > _MAX_COLUMNS:
+        parts.append(f"not the same in all: {', '.join(item.name for item in differing) or 'nothing'}")
+    elif differing:
         names = [execution.name for execution in executions]
         parts.append(table([["not the same", *names], *[[item.name, *item.values] for item in differing]]))
     parts.append("\n".join(f"{execution.name}: {answer(execution)}" for execution in executions))

@@ -100,6 +100,13 @@ def test_table_and_page_hold_rows_differences_and_answers() -> None:
     assert "<tr><th>grpo.seed</th><td>0</td><td>1</td></tr>" in page
 
 
+def test_many_executions_have_the_names_of_what_differs_in_the_terminal_and_the_values_on_the_page() -> None:
+    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
+    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
+    page = render_comparison(many, uri="sqlite:///x")
+    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page
+
+
 def test_a_tag_that_is_no_web_address_becomes_no_link() -> None:
     hostile = replace(DONE, name="<b>", tags={"flyte.execution_url": "javascript:alert(1)"})
     page = render_comparison([hostile], uri="sqlite:///x")
