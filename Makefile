@@ -11,7 +11,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check format test test-fast demo mlflow bench bench-learning bench-setup mutants mutants-setup lock clean
+.PHONY: help setup check format test test-fast demo mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ mutants: mutants-setup ## change the code in small ways, see which changes no un
 
 lock: setup ## renew requirements/*.lock from pyproject.toml (UPGRADE=1: newest versions)
 	VENV=$(VENV) UPGRADE=$(UPGRADE) scripts/lock.sh
+
+register: setup ## package for a cluster, and register where FLYTE_CONFIG names a server (CLUSTER=gb200 IMAGE_CPU=… IMAGE_GPU=…)
+	@VENV=$(VENV) scripts/register.sh $(CLUSTER)
 
 clean: ## remove caches and environments, keep runs/
 	rm -rf $(VENV) $(BENCH) $(MUTANTS) mutants build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

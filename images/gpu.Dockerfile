@@ -12,7 +12,6 @@ RUN apt-get update \
 
 ENV DO_NOT_TRACK=1 \
     MLFLOW_DISABLE_TELEMETRY=true \
-    RAY_AUTH_MODE=disabled \
     RAY_USAGE_STATS_ENABLED=0 \
     PYTHONDONTWRITEBYTECODE= \
     VLLM_NO_USAGE_STATS=1 \
@@ -38,6 +37,7 @@ RUN scripts/setup.sh --packages-only && rm -rf /root/.cache
 COPY --chown=flytekit:flytekit . .
 RUN python -m uv pip install --no-cache --no-deps --no-build-isolation --editable .
 
-USER flytekit
+# flytekit, by its number: a cluster that refuses root cannot tell from a name.
+USER 1000
 # Flyte gives the command of a task as arguments (pyflyte-execute ...), KubeRay replaces it: so no entry point here.
 CMD ["slipstream", "--help"]

@@ -56,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
     cluster.set_defaults(run=_cluster)
+    preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
+    preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
+    preflight.add_argument("--namespace", default="slipstream-development", help="of Flyte's project and domain")
+    preflight.add_argument("--context", default=None, help="of the kubeconfig; default: its current one, or this pod's")
+    preflight.add_argument("--image", default=None, help="starts a pod that tries to write under the shared root")
+    preflight.add_argument("--timeout-s", type=float, default=10.0, help="that each question may take")
+    preflight.set_defaults(run=_preflight)
     replay = commands.add_parser("replay", help="bring spooled points to a tracking server")
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
@@ -140,6 +147,19 @@ def _cluster(_: argparse.Namespace) -> int:
         rows.append([node.address, cpus, gpus, f"{node.object_store_bytes / 1e9:.1f}", labels])
     print(table(rows))
     return 0
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    from slipstream.cluster.preflight.api import connect
+    from slipstream.cluster.preflight.checks import check, findings_table, num_missing
+    from slipstream.cluster.preflight.profile import needs_of
+    from slipstream.cluster.profile import read_profile
+
+    needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
+    findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
+    print(findings_table(findings))
+    print(f"\n{num_missing(findings)} missing")
+    return 1 if num_missing(findings) else 0
 
 
 def _sizes(recipe: Recipe) -> str:

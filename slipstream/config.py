@@ -10,8 +10,10 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         for name, f in fields.items()
         if name not in kwargs and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
-    require(not missing, _join(path, missing[0]) if missing else path, "is required", None, "set it in the recipe")
+    require(not missing, _join(path, missing[0]) if missing else path, "is required", None, "set it")
     return cls(**kwargs)
 
 
@@ -66,6 +68,33 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
+    """The nested mapping of overrides as people type them: `grpo.group_size=16`, the value in YAML.
+
+    Whether the fields exist and take such values is for whoever reads the mapping.
+
+    Raises:
+        ConfigError: an item of another form, or two that set the same field.
+    """
+    values: dict[str, Any] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        parts = name.strip().split(".")
+        well_formed = bool(equals) and all(part.isidentifier() for part in parts)
+        require(well_formed, "overrides", "must read field=value", item, "as in grpo.group_size=16")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"overrides must have a YAML value after '=', got {item!r}; quote it") from None
+        section = values
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+            require(isinstance(section, dict), "overrides", "must set each field once", item, "leave one of them out")
+        require(parts[-1] not in section, "overrides", "must set each field once", item, "leave one of them out")
+        section[parts[-1]] = value
+    return values
+
+
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
@@ -73,7 +102,7 @@ def _join(path: str, key: str) -> str:
 def _unknown_key(key: str, fields: Mapping[str, Any], path: str) -> str:
     near = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.5)
     fix = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
-    return f"unknown recipe key {_join(path, str(key))!r}; {fix}"
+    return f"unknown key {_join(path, str(key))!r}; {fix}"
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -12,10 +14,22 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import IMAGE, LARGE, RETRIES, SMALL
+from tasks.resources import CHECKING, MEASURING, on_cpus, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Certificate(NamedTuple):
+    """Output of a certification."""
+
+    certificate: FlyteDirectory
+
+
+class Report(NamedTuple):
+    """Output of a chain."""
+
+    report: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 def certify_losslessness(
     context: RunContext,
     recipe: FlyteFile,
@@ -24,10 +38,10 @@ def certify_losslessness(
     data: FlyteDirectory,
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
-) -> FlyteDirectory:
+) -> Certificate:
     """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.certify_losslessness(
         context,
         loaded,
@@ -37,23 +51,23 @@ def certify_losslessness(
         draft=Path(draft),
         k=stage.tuned_length(loaded, Path(tuning)),
     )
-    return FlyteDirectory(str(directory))
+    return Certificate(certificate=FlyteDirectory(str(directory)))
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+@task(**on_gpus(MEASURING))
 def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
-) -> FlyteDirectory:
+) -> Certificate:
     """certificate.json of any policy and draft, without a run around them."""
     logs.configure()
     directory = stage.certify_alone(
-        context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
+        context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data), draft=Path(draft), k=k
     )
-    return FlyteDirectory(str(directory))
+    return Certificate(certificate=FlyteDirectory(str(directory)))
 
 
-@task(container_image=IMAGE, requests=SMALL)
-def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> FlyteDirectory:
+@task(**on_cpus(CHECKING, retries=0))
+def require_lossless(certificate: FlyteDirectory, report: FlyteDirectory) -> Report:
     """The report, unless the certificate fails the run: this comes last, so that there is a report to read."""
     stage.require_lossless(Path(certificate))
-    return report
+    return Report(report=report)

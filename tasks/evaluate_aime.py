@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -12,16 +14,23 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Evaluation(NamedTuple):
+    """Output of an evaluation."""
+
+    evaluation: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
-) -> FlyteDirectory:
+) -> Evaluation:
     """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
     logs.configure()
     path = Path(model)
     weights = path / "policy" if (path / "policy").is_dir() else path
-    loaded = load_recipe(str(recipe))
-    return FlyteDirectory(str(stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)))
+    loaded = load_recipe(os.fspath(recipe))
+    directory = stage.evaluate_aime(context, loaded, policy, data=Path(data), model=weights)
+    return Evaluation(evaluation=FlyteDirectory(str(directory)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -12,18 +14,25 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import CACHE, IMAGE, RETRIES, SMALL
+from tasks.resources import CACHE, PREPARING, on_cpus
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
-def prepare_data(context: RunContext, recipe: FlyteFile) -> FlyteDirectory:
+class Data(NamedTuple):
+    """Output of the preparation."""
+
+    data: FlyteDirectory
+
+
+@task(**on_cpus(PREPARING), cache=CACHE)
+def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)))))
+    return Data(data=FlyteDirectory(str(stage.prepare_data(context, load_recipe(os.fspath(recipe))))))
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, cache=CACHE)
-def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> FlyteDirectory:
+@task(**on_cpus(PREPARING), cache=CACHE)
+def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
     logs.configure()
-    return FlyteDirectory(str(stage.prepare_data(context, load_recipe(str(recipe)), policy=Path(policy))))
+    directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=Path(policy))
+    return Data(data=FlyteDirectory(str(directory)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -12,14 +14,18 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import CACHE, IMAGE, LARGE, RETRIES
+from tasks.resources import CACHE, MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES, cache=CACHE)
-def pretrain_draft(
-    context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory
-) -> FlyteDirectory:
+class Draft(NamedTuple):
+    """Output of the training."""
+
+    draft: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING), cache=CACHE)
+def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """A draft that vLLM loads, under `draft/`, and draft.json."""
     logs.configure()
-    directory = stage.pretrain_draft(context, load_recipe(str(recipe)), policy=Path(policy), data=Path(data))
-    return FlyteDirectory(str(directory))
+    directory = stage.pretrain_draft(context, load_recipe(os.fspath(recipe)), policy=Path(policy), data=Path(data))
+    return Draft(draft=FlyteDirectory(str(directory)))

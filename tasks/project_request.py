@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
@@ -10,10 +11,16 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
-from tasks.resources import IMAGE, RETRIES, SMALL
+from tasks.resources import CHECKING, on_cpus
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES)
+class RequestedProjection(NamedTuple):
+    """Output of the projection."""
+
+    projection: FlyteFile
+
+
+@task(**on_cpus(CHECKING))
 def project_request(
     model: str,
     hardware: str,
@@ -23,7 +30,7 @@ def project_request(
     max_off_policy_steps: int,
     generation_fraction: float,
     mean_response_tokens: float,
-) -> FlyteFile:
+) -> RequestedProjection:
     """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
     logs.configure()
     request = ProjectionRequest(
@@ -36,4 +43,5 @@ def project_request(
         generation_fraction=generation_fraction,
         mean_tokens=mean_response_tokens,
     )
-    return FlyteFile(str(write_request(request, Path(current_context().working_directory))))
+    path = write_request(request, Path(current_context().working_directory))
+    return RequestedProjection(projection=FlyteFile(str(path)))

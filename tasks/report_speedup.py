@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
@@ -12,10 +14,16 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import IMAGE, RETRIES, SMALL
+from tasks.resources import CHECKING, on_cpus
 
 
-@task(container_image=IMAGE, requests=SMALL, retries=RETRIES, enable_deck=True, deck_fields=())
+class SpeedupReport(NamedTuple):
+    """Output of the report."""
+
+    report: FlyteDirectory
+
+
+@task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
 def report_speedup(  # noqa: PLR0913  # one input a record
     context: RunContext,
     recipe: FlyteFile,
@@ -27,12 +35,12 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     evaluations: list[FlyteDirectory],
     certificate: FlyteDirectory,
     projection: FlyteDirectory,
-) -> FlyteDirectory:
+) -> SpeedupReport:
     """report.html, which is also the task's deck, report.json and run.json."""
     logs.configure()
     directory = stage.report_speedup(
         context,
-        load_recipe(str(recipe)),
+        load_recipe(os.fspath(recipe)),
         policy=Path(policy),
         data=Path(data),
         draft=Path(draft),
@@ -43,4 +51,4 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         projection=Path(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
-    return FlyteDirectory(str(directory))
+    return SpeedupReport(report=FlyteDirectory(str(directory)))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs
+from slipstream.cluster.launch import shared_root
+from slipstream.stages import launch
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
 from slipstream.types import Workload
-from tasks.resources import IMAGE, SMALL
+from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 
 _LOCAL_EXECUTION = "local"
 
@@ -25,27 +26,30 @@ class StartedRun(NamedTuple):
     recipe: FlyteFile
 
 
-@task(container_image=IMAGE, requests=SMALL)
-def start_run(
+@task(**on_cpus(CHECKING, retries=0))
+def start_run(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
     workload: Workload,
     num_steps: int,
     seed: int,
+    overrides: list[str],
+    max_off_policy_steps: int,
     run_root: str,
     resume_execution: str,
     reuse_stored: bool,
 ) -> StartedRun:
-    """Raises before anything expensive starts if the recipe breaks a rule. `num_steps` 0 keeps the recipe's."""
+    """Raises before anything expensive starts if the recipe breaks a rule, or the cluster cannot hold it."""
     logs.configure()
-    overrides = {"grpo": {"seed": seed, **({"num_steps": num_steps} if num_steps else {})}}
+    changes = launch.requested(overrides, num_steps=num_steps, seed=seed, max_off_policy_steps=max_off_policy_steps)
     context, resolved = stage.start_run(
         recipe,
         workload=workload,
-        root=Path(run_root),
+        root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution=resume_execution or _execution(recipe),
-        overrides=overrides,
+        overrides=changes,
         resume=bool(resume_execution),
         reuse_stored=reuse_stored,
+        cluster=CLUSTER,
     )
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -13,10 +15,16 @@ from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import TRAINING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Trained(NamedTuple):
+    """Output of an arm."""
+
+    trained: FlyteDirectory
+
+
+@task(**on_gpus(TRAINING))
 def train_grpo(
     context: RunContext,
     recipe: FlyteFile,
@@ -25,11 +33,11 @@ def train_grpo(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
     arm: Arm,
-) -> FlyteDirectory:
+) -> Trained:
     """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
         context, loaded, arm, policy=Path(policy), data=Path(data), draft=Path(draft), tuning=Path(tuning)
     )
-    return FlyteDirectory(str(directory))
+    return Trained(trained=FlyteDirectory(str(directory)))

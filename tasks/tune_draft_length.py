@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from flytekit import task
 from flytekit.types.directory import FlyteDirectory
@@ -12,15 +14,21 @@ from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
-from tasks.resources import IMAGE, LARGE, RETRIES
+from tasks.resources import MEASURING, on_gpus
 
 
-@task(container_image=IMAGE, requests=LARGE, retries=RETRIES)
+class Tuning(NamedTuple):
+    """Output of the sweep."""
+
+    tuning: FlyteDirectory
+
+
+@task(**on_gpus(MEASURING))
 def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
-) -> FlyteDirectory:
+) -> Tuning:
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
     logs.configure()
-    loaded = load_recipe(str(recipe))
+    loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(context, loaded, policy=Path(policy), data=Path(data), draft=Path(draft))
-    return FlyteDirectory(str(directory))
+    return Tuning(tuning=FlyteDirectory(str(directory)))

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from flytekit import workflow
+from flytekit import WorkflowFailurePolicy, workflow
 from flytekit.types.directory import FlyteDirectory
 
 from slipstream.types import Workload
-from tasks.certify_losslessness import certify_draft, require_lossless
+from tasks.certify_losslessness import Report, certify_draft, require_lossless
 from tasks.prepare_data import prepare_data_for
+from tasks.resources import CLUSTER
 from tasks.start_run import start_run
 
 
-@workflow
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
 def certify(
     policy: FlyteDirectory,
     draft: FlyteDirectory,
@@ -22,26 +23,43 @@ def certify(
     workload: Workload = Workload.RL_ZERO,
     num_speculative_tokens: int = 3,
     seed: int = 0,
-    run_root: str = "runs",
-) -> FlyteDirectory:
+    overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
+    run_root: str = CLUSTER.run_root,
+) -> Report:
     """Certify that speculation with `draft` samples `policy`'s own distribution; fails where it does not.
 
     Args:
         policy: model directory in Hugging Face format, with its tokenizer.
         draft: EAGLE-3 draft as vLLM loads it.
-        recipe: engine and sampling settings, prompts, and the certificate's size.
+        recipe: name of a file in configs/ without its ending: engine, sampling, prompts, and the certificate's size.
+        workload: which workload's section of the recipe holds: rl_zero or rl_think.
+        num_speculative_tokens: draft tokens an iteration (k), at least 1.
+        seed: integer that prompts are drawn with.
+        overrides: fields of the recipe as field=value, one an item, as in losslessness.num_tokens=200000; units are in
+            the fields' names.
+        run_root: absolute directory on the volume that all pods share.
+
+    Returns:
+        report: certificate.json; the execution fails if it is not lossless.
     """
     run = start_run(
         recipe=recipe,
         workload=workload,
         num_steps=0,
         seed=seed,
+        overrides=overrides,
+        max_off_policy_steps=0,
         run_root=run_root,
         resume_execution="",
         reuse_stored=True,
+    ).with_overrides(name="check the recipe", node_name="start-run")
+    shared = {"context": run.context, "recipe": run.recipe}
+    data = prepare_data_for(**shared, policy=policy).with_overrides(name="prepare data", node_name="prepare-data").data
+    certificate = (
+        certify_draft(**shared, policy=policy, data=data, draft=draft, k=num_speculative_tokens)
+        .with_overrides(name="certify draft", node_name="certify-draft")
+        .certificate
     )
-    data = prepare_data_for(context=run.context, recipe=run.recipe, policy=policy)
-    certificate = certify_draft(
-        context=run.context, recipe=run.recipe, policy=policy, data=data, draft=draft, k=num_speculative_tokens
+    return require_lossless(certificate=certificate, report=certificate).with_overrides(
+        name="require lossless", node_name="require-lossless"
     )
-    return require_lossless(certificate=certificate, report=certificate)

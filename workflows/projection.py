@@ -1,14 +1,13 @@
 """Project speculation to a cluster that nobody has to own."""
 
 # Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
-# pyright: reportReturnType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 
 from __future__ import annotations
 
 from flytekit import workflow
-from flytekit.types.file import FlyteFile
 
-from tasks.project_request import project_request
+from tasks.project_request import RequestedProjection, project_request
 
 
 @workflow
@@ -21,18 +20,21 @@ def projection(
     max_off_policy_steps: int = 2,
     generation_fraction: float = 0.75,
     mean_response_tokens: float = 0.0,
-) -> FlyteFile:
+) -> RequestedProjection:
     """Speedup bands of speculation, from a calibration on published measurements.
 
     Args:
-        model: section of configs/sim/models.yaml.
-        hardware: section of configs/sim/hardware.yaml.
-        num_gpus: all GPUs, generating and training.
+        model: name of a section of configs/sim/models.yaml, as in qwen3-235b-a22b.
+        hardware: name of a section of configs/sim/hardware.yaml, as in gb200.
+        num_gpus: number of all GPUs, generating and training.
         num_speculative_tokens: draft tokens an iteration (k).
-        mean_acceptance_length: tokens an iteration gives, the bonus token counted; at most k + 1.
-        max_off_policy_steps: policy lag; 0 is synchronous and colocated.
-        generation_fraction: of the GPUs that generate, with a lag.
-        mean_response_tokens: 0 keeps the layout's.
+        mean_acceptance_length: tokens that an iteration gives on average, the bonus token counted; at most k + 1.
+        max_off_policy_steps: policy lag in steps; 0 is synchronous and colocated.
+        generation_fraction: share of the GPUs that generate, 0 to 1, with a lag.
+        mean_response_tokens: length of a response in tokens; 0 keeps the layout's.
+
+    Returns:
+        projection: projection.json.
     """
     return project_request(
         model=model,
@@ -43,4 +45,4 @@ def projection(
         max_off_policy_steps=max_off_policy_steps,
         generation_fraction=generation_fraction,
         mean_response_tokens=mean_response_tokens,
-    )
+    ).with_overrides(name="project", node_name="project")

@@ -28,16 +28,16 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RefitConfig:
-    """How weights travel, and how often a refit is checked tensor by tensor.
+    """How weights travel, and how many of the tensors each refit compares.
 
-    Versions and cache resets are checked every time, and so is every tensor where the channel takes no digest of the
-    bytes.
+    Versions, cache resets and the digest of the bytes are checked every time. Where the channel takes no digest, every
+    refit compares every tensor.
     """
 
     channel: Channel = Channel.AUTO
     bucket_mib: float = 256.0  # of weights that are on their way at once; two buckets a process are held
     timeout_s: float = 600.0  # of one transfer: an engine that takes longer counts as dead
-    check_every_steps: int = 1
+    check_every_steps: int = 1  # each tensor, whole layers in turn; the first refit compares all of them
     max_probe_difference: float = 0.1  # nats a token, where an engine hides its tensors and only its logprobs show
 
     def __post_init__(self) -> None:

@@ -49,6 +49,25 @@ class WeightPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The tensors whose turn it is where a comparison of all of them is spread over `count` refits, by their layers.
+
+    The first number in a tensor's name counts as its layer, so what a model fuses into one tensor has the same turn.
+    """
+
+    index: int  # in [0, count)
+    count: int
+
+    def takes(self, name: str) -> bool:
+        """Whether it is this tensor's turn; one without a number has the first."""
+        layer = next((int(word) for word in name.split(".") if word.isdecimal()), 0)
+        return layer % self.count == self.index
+
+
+ALL = Turn(index=0, count=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeldWeights:
     """A tensor in memory and the checkpoint's parts that make up its rows.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from slipstream.records import RefitCheck
 from slipstream.refit.channel.driver import Delivery, WeightChannel
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import differences, file_fingerprints
+from slipstream.refit.fingerprint import ALL, Turn, differences, file_fingerprints
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class EngineWeights(Protocol):
         """See `VllmEngine.weight_dtypes`."""
         ...
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         ...
 
@@ -44,8 +44,8 @@ class EngineWeights(Protocol):
 class LearnerWeights(Protocol):
     """The learner, as far as the check of a refit needs it."""
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        """Of every tensor, as an engine with these types must have it."""
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        """Of every tensor whose turn it is, as an engine with these types must have it."""
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
@@ -57,9 +57,9 @@ class RefitGate:
     """Has the learner's weights sent to the engines and checks that they arrived, over whichever channel.
 
     After every refit the engines must have read the bytes that the learner sent, hold the new version, and have reset
-    their prefix caches, which they count. Every `check_every_steps`-th refit, the first after a start or resume, and
-    each one over a channel that takes no digest of the bytes also compares fingerprints of all tensors of policy and
-    draft that the engines compute with to the learner's own.
+    their prefix caches, which they count. And the fingerprints of the tensors that they compute with, of policy and
+    draft, must be the learner's own: of all tensors at the first refit after a start or resume and at each one over a
+    channel that takes no digest of the bytes, else of the layers whose turn it is, each once in `check_every_steps`.
 
     An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
     blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
@@ -111,13 +111,13 @@ class RefitGate:
         delivery = self._channel.send(version)
         self._check_states(self._states, delivery, version)
         self._states = delivery.states
-        due = delivery.digest is None or self._num_refits % self._config.check_every_steps == 0
+        count = self._config.check_every_steps
+        is_first = delivery.digest is None or self._num_refits == 0
+        turn = ALL if is_first else Turn(index=self._num_refits % count, count=count)
         self._num_refits += 1
-        if not due:
-            return RefitCheck(num_tensors=0, elapsed_s=0.0)
         start = time.perf_counter()
-        num_tensors = self._check_policy(version) + self._check_draft()
-        difference = self._check_probes(version) if self._dtypes is None else None
+        num_tensors = self._check_policy(version, turn) + self._check_draft(turn)
+        difference = self._check_probes(version) if self._dtypes is None and turn.index == 0 else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
     def _check_states(self, before: Sequence[EngineState], delivery: Delivery, version: int) -> None:
@@ -163,21 +163,22 @@ class RefitGate:
             )
             return None
 
-    def _check_policy(self, version: int) -> int:
+    def _check_policy(self, version: int, turn: Turn) -> int:
         if self._dtypes is None:
             return 0
         # Learner and engine one after the other: on few cores the two slow each other many times over.
-        expected = self._learner.weight_fingerprints(self._dtypes)
-        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False)):
+        expected = self._learner.weight_fingerprints(self._dtypes, turn)
+        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False, turn=turn)):
             _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
         return len(expected)
 
-    def _check_draft(self) -> int:
-        if self._draft_expected is None:
+    def _check_draft(self, turn: Turn) -> int:
+        expected = {name: value for name, value in (self._draft_expected or {}).items() if turn.takes(name)}
+        if not expected:
             return 0
-        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=True)):
-            _compare(self._draft_expected, fingerprints, f"engine {index}", "the draft")
-        return len(self._draft_expected)
+        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=True, turn=turn)):
+            _compare(expected, fingerprints, f"engine {index}", "the draft")
+        return len(expected)
 
     def _check_probes(self, version: int) -> float:
         """Largest over the engines of the mean absolute difference to the learner, in nats a token."""

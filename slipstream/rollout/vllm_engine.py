@@ -16,7 +16,7 @@ from slipstream.config import require
 from slipstream.imports import uncollected
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
-from slipstream.refit.fingerprint import weight_totals
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, read_counters
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Portion, Trace
@@ -274,13 +274,13 @@ class VllmEngine:
             for name, dtype in rank.items()
         }
 
-    def weight_fingerprints(self, *, is_draft: bool) -> dict[str, int]:
-        """Fingerprints of the tensors that the engine computes with, whatever part of them each rank holds.
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
+        """Fingerprints of the tensors that the engine computes with and whose turn it is, whatever each rank holds.
 
         Raises:
             RuntimeError: two ranks hold the same part with different values.
         """
-        return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft,)))
+        return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone."""

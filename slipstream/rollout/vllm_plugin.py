@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from slipstream.refit import engine_transfer, engine_weights
 from slipstream.refit.channel.choice import Location, here
-from slipstream.refit.fingerprint import WeightPart, part_fingerprints
+from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 from slipstream.rollout import vllm_sampler
 
 
@@ -45,9 +45,9 @@ class EngineProbe:
         """The tensors of the policy, or of the draft, that this rank holds parts of, and their types."""
         return {part.name: part.dtype for slot in self._slots(is_draft) for part in slot.parts}
 
-    def weight_fingerprints(self, is_draft: bool) -> dict[WeightPart, int]:
-        """Fingerprints of the parts that this rank computes with."""
-        return part_fingerprints(slot.read() for slot in self._slots(is_draft))
+    def weight_fingerprints(self, is_draft: bool, turn: Turn) -> dict[WeightPart, int]:
+        """Fingerprints of the parts that this rank computes with and whose turn it is."""
+        return part_fingerprints(slot.read() for slot in self._slots(is_draft) if turn.takes(slot.parts[0].name))
 
     def _slots(self, is_draft: bool) -> tuple[engine_weights.Slot, ...]:
         # Both of vLLM's model runners have these two; the attributes behind them differ.

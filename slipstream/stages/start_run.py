@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.cluster.launch import require_fits
+from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import require
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
@@ -28,14 +31,18 @@ def start_run(
     overrides: Mapping[str, Any],
     resume: bool = False,
     reuse_stored: bool = True,
+    cluster: ClusterProfile | None = None,
 ) -> tuple[RunContext, Path]:
     """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run.
 
     Args:
         resume: go on in the directory of `execution`, which must have been started with the same recipe.
         reuse_stored: take data, policy and draft from the store where another execution made them alike.
+        cluster: what the recipe must fit on; None, and one without pods: whatever this machine has.
     """
     recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
+    if cluster is not None and not cluster.is_local:
+        recipe = _on_cluster(recipe, cluster)
     context = RunContext(
         execution=execution,
         root=str(root.resolve()),
@@ -59,6 +66,19 @@ def start_run(
     verb = "goes on" if resume else "starts"
     logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
     return context, resolved
+
+
+def _on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
+    """The recipe tracked by the cluster's server, unless it names one; refused where it does not fit."""
+    require_fits(
+        cluster,
+        nodes=recipe.placement.nodes,
+        gpus_per_node=recipe.placement.gpus_per_node,
+        trains_from_scratch=recipe.policy.scratch is not None,
+    )
+    if cluster.tracking is None or recipe.tracking.uri is not None:
+        return recipe
+    return replace(recipe, tracking=replace(recipe.tracking, uri=cluster.tracking.uri))
 
 
 def _require_same(recipe: Recipe, recorded: Path, execution: str) -> None:

@@ -15,6 +15,7 @@ import ray
 from slipstream.placement.config import Layout
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
+from slipstream.refit.fingerprint import Turn
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import SeenLengths, deal
 from slipstream.rollout.engine import GenerationResult, Portion, Trace
@@ -143,10 +144,11 @@ class RemoteEngine:
         """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
         return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
         """See `VllmEngine.weight_fingerprints`; one dict an engine."""
         return self._crew.ask(
-            self._of("weight_fingerprints"), lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft)
+            self._of("weight_fingerprints"),
+            lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft, turn=turn),
         )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:

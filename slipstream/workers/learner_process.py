@@ -19,7 +19,7 @@ from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.refit.channel import choice
 from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import WeightPart, part_fingerprints
+from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -259,9 +259,10 @@ class LearnerProcess:
             self._sender.close()
         self._sender = None
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[WeightPart, int]:
-        """Fingerprints, as these types, of the parts of the policy that this rank answers for."""
-        return part_fingerprints(self._loaded.held_weights(), dtypes)
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
+        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is."""
+        held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
+        return part_fingerprints(held, dtypes)
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""

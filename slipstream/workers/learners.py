@@ -26,7 +26,7 @@ from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import weight_totals
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
@@ -179,10 +179,10 @@ class RemoteLearner:
         """Leave the channel."""
         self._on_all("close_stream", lambda rank: rank.close_stream.remote())
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        """Fingerprints that an engine with these types must have of every tensor of the policy."""
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        """Fingerprints that an engine with these types must have of the policy's tensors whose turn it is."""
         return weight_totals(
-            self._crew.ask("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes))
+            self._crew.ask("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes, turn))
         )
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:

@@ -21,7 +21,7 @@ from slipstream.ragged import Ragged
 from slipstream.records import CertificateRecord
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import weight_totals
+from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -64,8 +64,8 @@ class OneRank:
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self._process.token_logprobs(Ragged.of(sequences, np.int32)))
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        return weight_totals([self._process.weight_fingerprints(dtypes)])
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        return weight_totals([self._process.weight_fingerprints(dtypes, turn)])
 
 
 @dataclass(frozen=True, repr=False)  # pytest would print tens of thousands of tokens
@@ -269,8 +269,8 @@ class Publisher:
         """The engine's own."""
         return self.bench.engine.refit(path, policy_version=policy_version)
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        return self.bench.exact[self.policy].weight_fingerprints(dtypes)
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        return self.bench.exact[self.policy].weight_fingerprints(dtypes, turn)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)
@@ -329,7 +329,7 @@ def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(
     ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
 
     with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
-        checked._check_policy(1)
+        checked._check_policy(1, ALL)
 
 
 def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(

@@ -13,7 +13,7 @@ from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.ragged import Ragged
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import RefitConfig, RefitError
-from slipstream.refit.fingerprint import weight_totals
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -81,8 +81,8 @@ class Publisher:
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        return weight_totals([self.process.weight_fingerprints(dtypes)])
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        return weight_totals([self.process.weight_fingerprints(dtypes, turn)])
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))

@@ -155,7 +155,7 @@ def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> No
 
     import torch
 
-    from slipstream.refit.fingerprint import held_whole, part_fingerprints
+    from slipstream.refit.fingerprint import ALL, held_whole, part_fingerprints
     from slipstream.rollout.vllm_plugin import EngineProbe
 
     runner_of_vllm = importlib.import_module(module).GPUModelRunner
@@ -178,7 +178,7 @@ def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> No
     probe = EngineProbe()
     probe.model_runner = Runner(policy, draft)  # type: ignore[attr-defined]
     assert probe.weight_dtypes(False) == {"norm.weight": "float32"}
-    assert probe.weight_fingerprints(True) == part_fingerprints([held_whole("norm.weight", torch.ones(3))])
+    assert probe.weight_fingerprints(True, ALL) == part_fingerprints([held_whole("norm.weight", torch.ones(3))])
     probe.model_runner = Runner(policy, None)  # type: ignore[attr-defined]
     with pytest.raises(LookupError, match="the engine drafts without a model"):
         probe.weight_dtypes(True)

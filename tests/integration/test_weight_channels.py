@@ -18,6 +18,7 @@ from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_confi
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig, RefitError
+from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -105,7 +106,7 @@ def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: 
         assert {state.draft_digest for state in delivery.states} == {delivery.draft_digest}
         results[config.channel], digests[config.channel] = ends.sample(), delivery.digest
         for is_draft in (False, True):
-            held = ends.engines.weight_fingerprints(is_draft=is_draft)
+            held = ends.engines.weight_fingerprints(is_draft=is_draft, turn=ALL)
             assert held[0] == held[1]
             results[config.channel, is_draft] = held[0]
     shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]

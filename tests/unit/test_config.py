@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
+from slipstream.config import ConfigError, from_mapping, merge, parse_overrides, require, to_mapping
 
 
 class Method(StrEnum):
@@ -81,12 +81,12 @@ def test_require_without_mend_ends_at_the_value():
 
 def test_unknown_key_offers_the_nearest_name():
     message = refusal(recipe_mapping(gruop_size=4))
-    assert message == "unknown recipe key 'gruop_size'; did you mean 'group_size'?"
+    assert message == "unknown key 'gruop_size'; did you mean 'group_size'?"
 
 
 def test_unknown_nested_key_offers_its_dotted_name():
     message = refusal(recipe_mapping(optimizer={"learning_rat": 1e-4}))
-    assert message == "unknown recipe key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
+    assert message == "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"
 
 
 def test_unknown_key_is_near_where_half_of_the_letters_are_shared():
@@ -97,18 +97,18 @@ def test_unknown_key_is_near_where_half_of_the_letters_are_shared():
 
 def test_unknown_key_near_to_nothing_lists_what_is_known():
     message = refusal(recipe_mapping(optimizer={"zzz": 1}))
-    assert message == "unknown recipe key 'optimizer.zzz'; known: learning_rate, betas"
+    assert message == "unknown key 'optimizer.zzz'; known: learning_rate, betas"
 
 
 def test_key_that_is_no_string_is_refused():
     values: dict[Any, Any] = {**recipe_mapping(), 1: 2}
-    assert refusal(values).startswith("unknown recipe key '1'")
+    assert refusal(values).startswith("unknown key '1'")
 
 
 def test_missing_field_is_named_with_its_path():
-    assert refusal({"name": "tiny", "group_size": 8}) == "draft is required, got None; set it in the recipe"
+    assert refusal({"name": "tiny", "group_size": 8}) == "draft is required, got None; set it"
     message = refusal(recipe_mapping(draft={}))
-    assert message == "draft.method is required, got None; set it in the recipe"
+    assert message == "draft.method is required, got None; set it"
 
 
 def test_path_of_the_mapping_goes_before_every_name():
@@ -240,3 +240,35 @@ def test_every_config_survives_json(recipe: Recipe):
 def test_merging_a_config_over_another_gives_it_back(recipe: Recipe):
     base = to_mapping(Recipe(name="base", group_size=1, draft=Draft(method=Method.NGRAM)))
     assert from_mapping(Recipe, merge(base, to_mapping(recipe))) == recipe
+
+
+def test_overrides_are_read_as_people_type_them():
+    items = ["grpo.group_size=16", "grpo.optimizer.learning_rate=1.0e-6", "eager=true", "ks=[1, 3]", "model=a=b", "x="]
+    assert parse_overrides(items) == {
+        "grpo": {"group_size": 16, "optimizer": {"learning_rate": 1e-6}},
+        "eager": True,
+        "ks": [1, 3],
+        "model": "a=b",
+        "x": None,
+    }
+    assert parse_overrides([]) == {}
+
+
+@pytest.mark.parametrize("item", ["grpo.group_size", "=16", "grpo.=16", "grpo group=1", "", "--grpo.group_size=16"])
+def test_an_override_of_another_form_is_refused(item: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides([item])
+    assert str(caught.value) == f"overrides must read field=value, got {item!r}; as in grpo.group_size=16"
+
+
+@pytest.mark.parametrize("second", ["grpo.group_size=8", "grpo={group_size: 8}", "grpo.group_size.a=1"])
+def test_a_field_is_overridden_once(second: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["grpo.group_size=16", second])
+    assert str(caught.value) == f"overrides must set each field once, got {second!r}; leave one of them out"
+
+
+def test_an_override_whose_value_is_no_yaml_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["ks=[1, 3"])
+    assert str(caught.value) == "overrides must have a YAML value after '=', got 'ks=[1, 3'; quote it"

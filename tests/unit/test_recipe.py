@@ -38,7 +38,7 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
     [
         (
             {"grpo": {"group_sise": 4}},
-            "unknown recipe key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
+            "unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?",
         ),
         (
             {"tuning": {"batch_sizes": [12, 64]}},

@@ -265,7 +265,7 @@ def test_reader_sees_whole_files_while_a_writer_is_at_work_and_killed(tmp_path: 
 
 def test_other_fields_are_refused_with_the_file_named(tmp_path: Path):
     path = write_record(ACCEPTANCE, tmp_path / "acceptance.json")
-    with pytest.raises(ConfigError, match=r"unknown recipe key 'acceptance\.json\.num_drafts'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'acceptance\.json\.num_drafts'"):
         read_record(ScheduleEntry, path)
 
 

@@ -21,9 +21,9 @@ def _registered() -> dict[str, Any]:
 
     from workflows.speculative_rl import speculative_rl
 
-    image = Image(name="default", fqn="slipstream", tag="golden")
+    image = Image(name="cpu", fqn="slipstream", tag="golden")
     settings = SerializationSettings(
-        project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=image, images=[image])
+        project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=None, images=[image])
     )
     entities: OrderedDict[Any, Any] = OrderedDict()
     get_serializable(entities, settings, speculative_rl)  # pyright: ignore[reportArgumentType]

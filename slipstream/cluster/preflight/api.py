@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,7 +78,9 @@ def connect(*, context: str | None, timeout_s: float) -> Api:
     configuration = k8s.Configuration()
     try:
         try:
-            kubeconfig.load_kube_config(context=context, client_configuration=configuration)
+            # Named here, for the client reads the variable once, when it is imported.
+            path = os.environ.get("KUBECONFIG") or None
+            kubeconfig.load_kube_config(config_file=path, context=context, client_configuration=configuration)
         except kubeconfig.ConfigException:
             if context is not None:
                 raise

@@ -67,6 +67,6 @@ def findings_table(findings: Sequence[Finding]) -> str:
     return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
 
 
-def is_ready(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is missing."""
-    return all(finding.state is not State.MISSING for finding in findings)
+def num_missing(findings: Sequence[Finding]) -> int:
+    """How many findings stand in the way of a run."""
+    return sum(finding.state is State.MISSING for finding in findings)

@@ -14,6 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.config import Channel, EngineState, RefitError
+from slipstream.refit.fingerprint import Turn
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -173,9 +174,9 @@ class NotedEngine:
             raise LookupError("hidden")
         return {"w": "float32"}
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
-        self.calls.append("fingerprints")
-        return [{"w": 7}]
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
+        self.calls.append("fingerprints" if turn.takes("w") else "none to compare")
+        return [{"w": 7} if turn.takes("w") else {}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[[-0.95] * (len(sequence) - 1) for sequence in sequences]]

@@ -18,6 +18,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import TrainStats
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.channel.sender import Sent
+from slipstream.refit.fingerprint import Turn
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
@@ -75,8 +76,8 @@ class NotedLearner:
         self.channels.append("published")
         return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        return dict.fromkeys(dtypes, 7)
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        return {name: 7 for name in dtypes if turn.takes(name)}
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from slipstream.refit import fingerprint
 from slipstream.refit.fingerprint import (
+    ALL,
     HeldWeights,
+    Turn,
     WeightPart,
     differences,
     directory_fingerprint,
@@ -287,3 +289,17 @@ def test_a_dtype_is_part_of_what_is_compared() -> None:
     (mine,) = part_fingerprints([zeros]).values()
     (other,) = part_fingerprints([replace(zeros, tensor=zeros.tensor.bfloat16())], {"m": "bfloat16"}).values()
     assert mine != other
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("model.layers.5.mlp.up_proj.weight", 2),
+        ("model.layers.6.mlp.experts.1.weight", 0),
+        ("layers.1.weight", 1),
+        ("norm.weight", 0),
+    ],
+)
+def test_each_tensor_has_the_turn_of_the_first_number_in_its_name(name: str, index: int) -> None:
+    assert [Turn(index=i, count=3).takes(name) for i in range(3)] == [i == index for i in range(3)]
+    assert ALL.takes(name)

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
+from slipstream.refit.fingerprint import Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
 
-DTYPES = {f"w{i}": "float32" for i in range(7)}
+DTYPES = {f"w{i}": "float32" for i in range(5)} | {"w5.2": "float32", "w6.1": "float32"}
 DRAFT_TENSOR = torch.tensor([1.0, 2.0])
 PROBES = ((1, 2, 3), (4, 5))
 LEARNER_LOGPROBS = (-1.0, -2.0, -3.0)
@@ -31,9 +31,9 @@ class Learner:
         self.version = 0
         self.asked: list[object] = []
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
         assert dtypes == DTYPES
-        return dict.fromkeys(dtypes, 100 + self.version)
+        return {name: 100 + self.version for name in dtypes if turn.takes(name)}
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -71,12 +71,13 @@ class Engines:
             raise error
         return {"fc": "float32"} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
         self.asked.append(("fingerprints", is_draft))
         if is_draft:
-            return [self.draft] * 2
+            return [{name: value for name, value in self.draft.items() if turn.takes(name)}] * 2
         right = dict.fromkeys(DTYPES, 100 + self.state.policy_version)
-        return [right, right | dict.fromkeys(list(DTYPES)[: self.num_wrong], 7)]
+        held = [right, right | dict.fromkeys(list(DTYPES)[: self.num_wrong], 7)]
+        return [{name: value for name, value in each.items() if turn.takes(name)} for each in held]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -150,7 +151,7 @@ def test_the_channel_is_asked_to_send_and_then_all_tensors_are_compared(draft: P
 def test_after_an_engine_was_replaced_the_channel_takes_the_new_one_in_and_the_next_refit_is_checked_in_full() -> None:
     engine = Engines()
     checked = gate(engine, config=RefitConfig(check_every_steps=5))
-    assert [checked.refit(version).num_tensors for version in (0, 1)] == [7, 0]
+    assert [checked.refit(version).num_tensors for version in (0, 1)] == [7, 1]
     checked.engines_changed()
     assert engine.asked[-1] == ("engines changed",)
     assert checked.refit(1).num_tensors == 7
@@ -162,12 +163,35 @@ def test_a_policy_without_a_draft_is_checked_alone() -> None:
     assert ("fingerprints", True) not in engine.asked
 
 
-def test_the_first_refit_and_every_nth_after_it_are_checked_in_full() -> None:
+def test_the_first_refit_compares_all_and_each_later_one_the_layers_whose_turn_it_is() -> None:
     checked = gate(Engines(), config=RefitConfig(check_every_steps=3))
-    assert [checked.refit(version).num_tensors for version in range(5)] == [7, 0, 0, 7, 0]
-    unchecked = gate(Engines(), config=RefitConfig(check_every_steps=2))
-    unchecked.refit(0)
-    assert (unchecked.refit(1).elapsed_s, unchecked.refit(2).num_tensors) == (0.0, 7)
+    assert [checked.refit(version).num_tensors for version in range(7)] == [7, 1, 1, 5, 1, 1, 5]
+    every_time = gate(Engines(), config=RefitConfig(check_every_steps=1))
+    assert [every_time.refit(version).num_tensors for version in range(3)] == [7, 7, 7]
+
+
+def test_a_draft_is_compared_when_it_is_its_layers_turn(draft: Path) -> None:
+    engine = Engines()
+    checked = gate(engine, draft=draft, config=RefitConfig(check_every_steps=2))
+    assert [checked.refit(version).num_tensors for version in range(3)] == [8, 1, 7]
+    assert engine.asked.count(("fingerprints", True)) == 2
+
+
+def test_a_fault_in_a_layer_is_found_when_its_turn_comes() -> None:
+    engine = Engines()
+    checked = gate(engine, config=RefitConfig(check_every_steps=2))
+    checked.refit(0)
+    engine.num_wrong = 2
+    assert checked.refit(1).num_tensors == 1
+    with pytest.raises(RefitError, match="2 of 6 tensors differ: w0, w1"):
+        checked.refit(2)
+
+
+def test_an_engine_that_hides_its_tensors_is_probed_once_in_as_many_refits() -> None:
+    engine = Engines()
+    engine.hidden = LookupError("packed")
+    checked = gate(engine, probes=PROBES, config=RefitConfig(check_every_steps=2))
+    assert [checked.refit(version).probe_difference is None for version in range(4)] == [False, True, False, True]
 
 
 def test_every_refit_over_a_channel_that_counts_no_bytes_is_checked_in_full() -> None:

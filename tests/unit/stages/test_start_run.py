@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.cluster.profile import read_profile
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext
@@ -47,3 +48,29 @@ def test_an_unknown_execution_is_refused_and_leaves_nothing(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"^resume_execution must name an execution under .*, got 'run'"):
         start(tmp_path, resume=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def start_on(root: Path, cluster: str, recipe: str, **overrides: Any) -> Path:
+    return start_run(
+        recipe, workload=None, root=root, execution="run", overrides=overrides, cluster=read_profile(cluster)
+    )[1]
+
+
+def test_a_recipe_without_a_server_is_tracked_by_the_clusters(tmp_path: Path) -> None:
+    patience = {"replay_every_s": 0.1, "close_wait_s": 0.0, "request_timeout_s": 1}
+    resolved = start_on(tmp_path, "gb200", "qwen3_8b", tracking=patience)
+    assert load_recipe(str(resolved)).tracking.uri == "http://mlflow.mlflow.svc.cluster.local:5000"
+
+
+def test_a_server_that_the_recipe_names_is_kept(tmp_path: Path) -> None:
+    assert load_recipe(str(start_on(tmp_path, "cpu", "tiny", tracking=UNTRACKED))).tracking.uri == UNTRACKED["uri"]
+
+
+def test_a_recipe_that_does_not_fit_its_cluster_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^placement\.nodes must be <= 1, the nodes of cluster h200, got 8"):
+        start_on(tmp_path, "h200", "qwen3_8b", tracking=UNTRACKED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_machine_takes_any_recipe(tmp_path: Path) -> None:
+    assert start_on(tmp_path, "local", "qwen3_8b", tracking=UNTRACKED).is_file()

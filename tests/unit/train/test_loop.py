@@ -18,6 +18,7 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
+from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
@@ -87,7 +88,7 @@ class NotingEngine:
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         return {} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool) -> list[dict[str, int]]:
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
         return [{} if is_draft else {"weight": 100 + self.version}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -125,8 +126,8 @@ class NotingLearner:
         self.published = version
         return f"digest {version}"
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str]) -> dict[str, int]:
-        self.calls.append(("weight_fingerprints", {"dtypes": dtypes}))
+    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+        self.calls.append(("weight_fingerprints", {"dtypes": dtypes, "turn": turn}))
         return dict.fromkeys(dtypes, 100 + self.published)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
@@ -235,7 +236,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         )
         give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
         assert give == ("give", {"version": step})
-        assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES})
+        assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES, "turn": ALL})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
         update: Update = train[1]["update"]
@@ -383,7 +384,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.weight_fingerprints = lambda dtypes: dict.fromkeys(dtypes, 7)
+    learner.weight_fingerprints = lambda dtypes, turn: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["take"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cluster.preflight.checks import check, findings_table, is_ready
+from slipstream.cluster.preflight.checks import check, findings_table, num_missing
 from slipstream.cluster.preflight.needs import CrdNeed, Finding, GpuNodesNeed, Needs, Permission, SecretNeed, State
 from tests.unit.cluster.preflight.api_server import (
     CORE,
@@ -83,7 +83,7 @@ def test_a_whole_cluster_is_ready() -> None:
     with serving(cluster) as (api, address):
         rows = check(api, replace(NEEDS, mlflow_uri=address))
     assert [row.what for row in rows if row.state is not State.FINE] == []
-    assert is_ready(rows)
+    assert num_missing(rows) == 0
     assert [row.what for row in rows] == [
         "GPU nodes",
         "custom resource rayjobs.ray.io",
@@ -199,7 +199,7 @@ def test_a_bound_claim_needs_no_right_to_see_storage_classes() -> None:
     cluster = whole_cluster()
     cluster.answers[CLASS] = forbidden("get", "storageclasses")
     rows = found(cluster)
-    assert is_ready(rows)
+    assert num_missing(rows) == 0
     assert [row.what for row in rows if row.state is State.UNCHECKED] == ["storage class lustre"]
 
 
@@ -222,7 +222,7 @@ def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback()
     whole = whole_cluster().answers
     cluster.answers = {route: forbidden("do", "anything") for route in whole}
     rows = found(cluster)
-    assert not is_ready(rows)
+    assert num_missing(rows) == len(rows)
     assert {row.state for row in rows} == {State.MISSING}
     assert all(row.fix for row in rows)
 

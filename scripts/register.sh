@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Packages the workflows for one cluster profile and, where a Flyte server is named, registers them there.
+#   IMAGE_CPU=… IMAGE_GPU=… [FLYTE_CONFIG=~/.flyte/config.yaml] scripts/register.sh gb200
+# The images hold the code, so nothing else is uploaded; build and push them first. The version is the git commit.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CLUSTER=${1:?name a cluster profile, as in: make register CLUSTER=gb200}
+VENV=${VENV:-.venv}
+PROJECT=${PROJECT:-slipstream}
+DOMAIN=${DOMAIN:-development}
+VERSION=${VERSION:-$(git describe --always --dirty)}
+export SLIPSTREAM_CLUSTER=$CLUSTER PYTHONPATH=$PWD
+
+# flytekit refuses a role that is missing, but only says which image the first such task wanted.
+images=(--image "cpu=${IMAGE_CPU:?set IMAGE_CPU, built from Dockerfile}")
+if [[ $CLUSTER != local && $CLUSTER != cpu ]]; then
+    images+=(--image "gpu=${IMAGE_GPU:?set IMAGE_GPU, built from images/gpu.Dockerfile}")
+fi
+
+mkdir -p build
+package=build/slipstream-$CLUSTER.tgz
+"$VENV/bin/pyflyte" --pkgs workflows package --force --output "$package" "${images[@]}"
+echo "packaged for $CLUSTER: $package"
+
+if [[ -z ${FLYTE_CONFIG:-} ]]; then
+    echo "no server named, so nothing is registered; FLYTE_CONFIG=~/.flyte/config.yaml names one"
+    exit
+fi
+"$VENV/bin/pyflyte" --config "$FLYTE_CONFIG" register --copy none \
+    --project "$PROJECT" --domain "$DOMAIN" --version "$VERSION" "${images[@]}" workflows
+echo "registered in $PROJECT-$DOMAIN as $VERSION"

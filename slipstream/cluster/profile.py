@@ -1,0 +1,234 @@
+"""A cluster as its platform team describes it once: `configs/clusters/<name>.yaml`, read when tasks are registered.
+
+A recipe says what is computed; a profile says where. The same recipe runs on every cluster whose nodes it fits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+import yaml
+
+import slipstream
+from slipstream.config import ConfigError, from_mapping, require
+
+CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
+CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
+"""Environment variable that names the profile: at registration, and then in every pod."""
+LOCAL = "local"
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
+
+
+class Architecture(StrEnum):
+    """Of the nodes' processors, as the label `kubernetes.io/arch` spells it."""
+
+    ARM64 = "arm64"
+    AMD64 = "amd64"
+
+
+class Scheduler(StrEnum):
+    """Who starts all pods of a Ray cluster together or none."""
+
+    KUEUE = "kueue"
+    VOLCANO = "volcano"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toleration:
+    """A taint of the nodes that pods may ignore."""
+
+    key: str
+    value: str | None = None  # None: any value
+    effect: str = "NoSchedule"
+
+    def __post_init__(self) -> None:
+        known = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+        require(self.effect in known, "tolerations.effect", f"must be one of {', '.join(known)}", self.effect)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodSize:
+    """What one pod asks for; requests and limits are the same."""
+
+    cpus: int
+    memory_gib: int
+    ephemeral_storage_gib: int = 20  # the pod's own disk: downloads, /tmp, Ray's logs
+    shared_memory_gib: int = 0  # of `memory_gib`, as /dev/shm; 0: Kubernetes' 64 MiB
+
+    def __post_init__(self) -> None:
+        for name in ("cpus", "memory_gib", "ephemeral_storage_gib"):
+            value: int = getattr(self, name)
+            require(value >= 1, name, "must be >= 1", value)
+        require(self.shared_memory_gib >= 0, "shared_memory_gib", "must be >= 0", self.shared_memory_gib)
+        require(
+            self.shared_memory_gib < self.memory_gib,
+            "shared_memory_gib",
+            f"must be < memory_gib {self.memory_gib}, of which it is a part",
+            self.shared_memory_gib,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuNodes:
+    """The nodes with GPUs that each task with GPUs takes, all of them."""
+
+    nodes: int
+    gpus_per_node: int
+    product: str  # label nvidia.com/gpu.product, as the GPU operator's feature discovery writes it
+    architecture: Architecture
+    pod: PodSize  # one pod a node
+    clique_label: str | None = None  # nodes with one value of this label share NVLink; None: any nodes will do
+    channel_claim_template: str | None = None  # that the ComputeDomain makes: deploy/base/compute_domain.yaml
+    rdma_resources: dict[str, int] = field(default_factory=dict)  # extended resource -> how many a pod
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "gpu.nodes", "must be >= 1", self.nodes)
+        require(self.gpus_per_node >= 1, "gpu.gpus_per_node", "must be >= 1", self.gpus_per_node, "leave gpu out")
+        _check_name("gpu.channel_claim_template", self.channel_claim_template)
+        require(
+            self.pod.shared_memory_gib > 0,
+            "gpu.pod.shared_memory_gib",
+            "must be >= 1",
+            self.pod.shared_memory_gib,
+            "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself",
+        )
+        for name, count in self.rdma_resources.items():
+            is_sound = "/" in name and count >= 1
+            require(
+                is_sound, "gpu.rdma_resources", "must read vendor/name: count >= 1", {name: count}, "as in rdma/ib: 4"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedStorage:
+    """A volume that every pod mounts: checkpoints, the store of drafts and policies, the tracking spool."""
+
+    claim: str
+    mount_path: str
+    group: int = 1000  # of the files: fsGroup of every pod
+
+    def __post_init__(self) -> None:
+        _check_name("storage.claim", self.claim)
+        is_absolute = PurePosixPath(self.mount_path).is_absolute() and self.mount_path != "/"
+        require(is_absolute, "storage.mount_path", "must be an absolute path below /", self.mount_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Where Ray clusters wait until all of their pods fit."""
+
+    scheduler: Scheduler
+    name: str
+    knows_topology: bool = False  # Kueue's topology-aware scheduling has gpu.clique_label as a level
+
+    def __post_init__(self) -> None:
+        _check_name("queue.name", self.name)
+        is_kueue = self.scheduler is Scheduler.KUEUE
+        require(is_kueue or not self.knows_topology, "queue.knows_topology", "must be false with volcano", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingService:
+    """An MLflow server inside or outside the cluster."""
+
+    uri: str
+    secret: str | None = None  # its keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD
+
+    def __post_init__(self) -> None:
+        is_server = self.uri.startswith(("http://", "https://"))
+        require(is_server, "tracking.uri", "must be http:// or https://", self.uri, "pods share no SQLite file")
+        _check_name("tracking.secret", self.secret)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectStore:
+    """Where Flyte keeps what tasks hand on."""
+
+    prefix: str
+    secret: str | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
+
+    def __post_init__(self) -> None:
+        known = ("s3://", "gs://", "abfs://")
+        rule = f"must start with one of {', '.join(known)}"
+        require(self.prefix.startswith(known), "object_store.prefix", rule, self.prefix)
+        _check_name("object_store.secret", self.secret)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile:
+    """One cluster. Without `storage` it is the machine that the workflow is started on, and nothing else."""
+
+    name: str
+    run_root: str  # where runs lie unless a launch says otherwise; on a cluster below storage.mount_path
+    cpu: PodSize  # of tasks without GPUs
+    head: PodSize | None = None  # Ray's head, which runs the task's own process; with gpu only
+    gpu: GpuNodes | None = None
+    recipe_8b: str = "qwen3_8b"  # what the launch plans rl-*-8b start: a recipe that fits the nodes
+    labels: dict[str, str] = field(default_factory=dict)  # that nodes must have, of every pod
+    tolerations: tuple[Toleration, ...] = ()
+    storage: SharedStorage | None = None
+    queue: Queue | None = None
+    tracking: TrackingService | None = None
+    object_store: ObjectStore | None = None
+    service_account: str | None = None
+    ray_token_secret: str | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
+
+    def __post_init__(self) -> None:
+        _check_name("service_account", self.service_account)
+        _check_name("ray_token_secret", self.ray_token_secret)
+        if self.storage is None:
+            self._check_local()
+            return
+        root, mount = PurePosixPath(self.run_root), PurePosixPath(self.storage.mount_path)
+        rule = f"must lie below storage.mount_path {mount}"
+        require(root.is_relative_to(mount), "run_root", rule, self.run_root, "pods share nothing else")
+        if self.gpu is not None:
+            require(self.head is not None, "head", "is required with gpu", None, "Ray's head runs the task's process")
+            fix = "name a secret with the key auth_token: without it anybody in the network may run code"
+            require(self.ray_token_secret is not None, "ray_token_secret", "is required with gpu", None, fix)
+
+    def _check_local(self) -> None:
+        for name in ("gpu", "head", "queue", "tracking", "object_store", "service_account", "ray_token_secret"):
+            value = getattr(self, name)
+            require(value is None, name, "must be left out without storage", value, "pods need a shared volume")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether tasks run in this process rather than in pods."""
+        return self.storage is None
+
+
+def read_profile(name: str) -> ClusterProfile:
+    """The profile `configs/clusters/<name>.yaml`, or the file `name`.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken; the error names the file.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
+    known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.yaml")))
+    require(path.is_file(), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
+    try:
+        values = yaml.safe_load(path.read_text())
+        require(isinstance(values, Mapping), "profile", "must be a mapping", type(values).__name__)
+        profile = from_mapping(ClusterProfile, values)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"cluster profile {path}: {error}") from error
+    rule = f"must be the file's name {path.stem!r}"
+    require(profile.name == path.stem, f"cluster profile {path}: name", rule, profile.name)
+    return profile
+
+
+def active_profile() -> ClusterProfile:
+    """The profile that SLIPSTREAM_CLUSTER names, by default `local`."""
+    return read_profile(os.environ.get(CLUSTER_VARIABLE) or LOCAL)
+
+
+def _check_name(name: str, value: str | None) -> None:
+    rule = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
+    require(value is None or bool(_NAME.fullmatch(value)), name, rule, value)

@@ -1,0 +1,148 @@
+"""What deploy/ ships is what the profiles name, and what Kubernetes and the drivers take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes.client import ApiClient
+
+from slipstream.cluster import pods
+from slipstream.cluster.profile import CLUSTERS, read_profile
+from slipstream.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+SCHEMAS = Path(__file__).with_name("schemas")
+OF_KUBERNETES = {
+    "v1",
+    "networking.k8s.io/v1",
+    "admissionregistration.k8s.io/v1",
+}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def folder(name: str) -> list[dict[str, Any]]:
+    """The objects of a kustomization, those of the folders that it names too."""
+    directory = DEPLOY / name
+    (kustomization,) = documents(directory / "kustomization.yaml")
+    found: list[dict[str, Any]] = []
+    for resource in kustomization["resources"]:
+        path = (directory / resource).resolve()
+        found += folder(str(path.relative_to(DEPLOY))) if path.is_dir() else documents(path)
+    return found
+
+
+def names(objects: list[dict[str, Any]], kind: str) -> set[str]:
+    return {item["metadata"]["name"] for item in objects if item["kind"] == kind}
+
+
+FOLDERS = sorted(path.parent.name for path in DEPLOY.glob("*/kustomization.yaml"))
+
+
+def test_every_file_belongs_to_a_kustomization_but_the_examples() -> None:
+    assert FOLDERS == ["base", "gb200", "h200", "old_propeller", "ray_token"]
+    for name in FOLDERS:
+        (kustomization,) = documents(DEPLOY / name / "kustomization.yaml")
+        listed = {item for item in kustomization["resources"] if item.endswith(".yaml")}
+        assert listed == {path.name for path in (DEPLOY / name).glob("*.yaml")} - {"kustomization.yaml"}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_kubernetes_takes_its_own_kinds(name: str) -> None:
+    objects = [item for item in folder(name) if item["apiVersion"] in OF_KUBERNETES]
+    assert objects
+    for item in objects:
+        kubernetes_validate.validate(item, "1.37", strict=True)
+
+
+def test_the_example_secrets_are_secrets_without_content() -> None:
+    for secret in documents(DEPLOY / "examples" / "secrets.yaml"):
+        kubernetes_validate.validate(secret, "1.37", strict=True)
+        assert all(value.startswith(("<", "https://<")) for value in secret["stringData"].values())
+
+
+def test_the_compute_domain_is_one_that_the_driver_takes() -> None:
+    (domain,) = [item for item in folder("gb200") if item["kind"] == "ComputeDomain"]
+    jsonschema.validate(domain, json.loads((SCHEMAS / "compute_domain.json").read_text()))
+    profile = read_profile("gb200")
+    assert profile.gpu is not None
+    assert domain["spec"]["channel"]["resourceClaimTemplate"]["name"] == profile.gpu.channel_claim_template
+
+
+@pytest.mark.parametrize("name", ["cpu", "gb200", "h200"])
+def test_what_a_profile_names_is_shipped(name: str) -> None:
+    profile = read_profile(name)
+    objects = folder("base" if name == "cpu" else name)
+    assert profile.storage is not None and profile.tracking is not None and profile.object_store is not None
+    assert names(objects, "PersistentVolumeClaim") == {profile.storage.claim}
+    assert names(objects, "ServiceAccount") == {profile.service_account}
+    wanted = {profile.tracking.secret, profile.object_store.secret, profile.ray_token_secret} - {None}
+    assert wanted <= names(documents(DEPLOY / "examples" / "secrets.yaml"), "Secret")
+    if profile.queue is not None:
+        assert names(objects, {"kueue": "LocalQueue", "volcano": "Queue"}[profile.queue.scheduler]) == {
+            profile.queue.name
+        }
+
+
+def test_the_service_account_is_bound_to_nothing_and_the_volume_is_shared() -> None:
+    objects = folder("gb200")
+    assert {item["kind"] for item in objects} == {
+        "ServiceAccount",
+        "PersistentVolumeClaim",
+        "NetworkPolicy",
+        "ComputeDomain",
+        "LocalQueue",
+    }
+    (account,) = [item for item in objects if item["kind"] == "ServiceAccount"]
+    assert account["automountServiceAccountToken"] is False
+    (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_rays_ports_are_open_to_its_own_pods_and_to_the_operators_poll_alone() -> None:
+    policies = {item["metadata"]["name"]: item["spec"] for item in folder("base") if item["kind"] == "NetworkPolicy"}
+    ray = policies["slipstream-ray"]
+    assert ray["podSelector"]["matchLabels"] == pods.labels("ray")
+    own, operator = ray["ingress"]
+    assert own["from"] == [{"podSelector": {"matchLabels": pods.labels("ray")}}]
+    assert operator["ports"] == [{"protocol": "TCP", "port": 8265}]
+    assert policies["slipstream-cpu"]["podSelector"]["matchLabels"] == pods.labels("cpu")
+    assert "ingress" not in policies["slipstream-cpu"]
+
+
+def test_the_operator_is_given_the_secret_that_the_pods_ask_with() -> None:
+    (policy,) = [item for item in folder("ray_token") if item["kind"] == "MutatingAdmissionPolicy"]
+    expression = policy["spec"]["mutations"][0]["applyConfiguration"]["expression"]
+    secret = read_profile("gb200").ray_token_secret
+    assert f'authOptions{{mode: "token", secretName: "{secret}"}}' in expression
+    lock = (ROOT / "requirements" / "gpu.lock").read_text()
+    version = next(line.removeprefix("ray==") for line in lock.splitlines() if line.startswith("ray=="))
+    assert f'rayVersion: "{version}"' in expression
+
+
+def test_an_old_propeller_is_repaired_with_what_the_workers_ask_for() -> None:
+    (policy,) = [item for item in folder("old_propeller") if item["kind"] == "MutatingAdmissionPolicy"]
+    expression = policy["spec"]["mutations"][0]["jsonPatch"]["expression"]
+    spec = ApiClient().sanitize_for_serialization(pods.worker_overlay(read_profile("gb200")))
+    (claim,) = spec["resourceClaims"]
+    (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    named = [*claim.values(), term["topologyKey"], *term["matchLabelKeys"], *term["labelSelector"]["matchLabels"]]
+    assert len(named) == 5
+    for value in named:
+        assert f'"{value}"' in expression
+
+
+def test_profiles_of_other_names_are_not_shipped_with_a_folder_by_accident() -> None:
+    for name in {"gb200", "h200"} & set(FOLDERS):
+        assert (CLUSTERS / f"{name}.yaml").is_file()
+    with pytest.raises(ConfigError):
+        read_profile("base")

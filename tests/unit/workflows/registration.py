@@ -1,0 +1,157 @@
+"""What a cluster's Flyte is sent at registration, decoded, and the pods that it makes of it.
+
+Run as `python -m tests.unit.workflows.registration FILE`, it writes what the profile in SLIPSTREAM_CLUSTER registers.
+Tasks read the profile when they are imported, so each profile takes a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PLANS = ("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async", "certify", "projection")
+_APPENDED = "containers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """Decoded messages by name."""
+
+    tasks: dict[str, dict[str, Any]]
+    workflows: dict[str, dict[str, Any]]
+    plans: dict[str, dict[str, Any]]
+
+
+def registration(profile: str, path: Path) -> Registration:
+    """What `profile` registers."""
+    command = [sys.executable, "-m", "tests.unit.workflows.registration", str(path)]
+    environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    return Registration(**json.loads(path.read_text()))
+
+
+def pods(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pods of a task by kind, as Flyte's propeller makes them: of a Ray job, or the one `task`.
+
+    The merge is that of mergo's WithOverride and WithAppendSlice, containers by name, as in
+    flytek8s.MergeOverlayPodSpecOntoBase.
+    """
+    base = task["k8sPod"]["podSpec"]
+    if task["type"] != "ray":
+        return {"task": _pod(base, task["k8sPod"]["metadata"])}
+    cluster = task["custom"]["rayCluster"]
+    metadata = task["k8sPod"]["metadata"]
+    made = {"submitter": _pod(base, metadata)}
+    groups = {"ray-head": cluster["headGroupSpec"], "ray-worker": cluster["workerGroupSpec"][0]}
+    for name, group in groups.items():
+        renamed = copy.deepcopy(base)
+        renamed["containers"][0] |= {"name": name, "args": []}
+        merged = _lay_over(renamed, group["k8sPod"]["podSpec"])
+        own = {
+            kind: metadata.get(kind, {}) | group["k8sPod"]["metadata"].get(kind, {})
+            for kind in ("labels", "annotations")
+        }
+        made[name] = _pod(merged, own)
+    return made
+
+
+def ray_job(task: dict[str, Any]) -> dict[str, Any]:
+    """The RayJob of a task as propeller's Ray plugin makes it, with the token as deploy/ray_token adds it."""
+    made = pods(task)
+    custom = _integers(task["custom"])
+    head, worker = custom["rayCluster"]["headGroupSpec"], custom["rayCluster"]["workerGroupSpec"][0]
+
+    def template(kind: str) -> dict[str, Any]:
+        return {"metadata": made[kind]["metadata"], "spec": made[kind]["spec"]}
+
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": "f0123456789abcdef012-n0-0", "labels": task["k8sPod"]["metadata"]["labels"]},
+        "spec": {
+            "entrypoint": " ".join(made["submitter"]["spec"]["containers"][0]["args"]),
+            "shutdownAfterJobFinishes": custom["shutdownAfterJobFinishes"],
+            "ttlSecondsAfterFinished": custom.get("ttlSecondsAfterFinished", 0),
+            "submitterPodTemplate": template("submitter"),
+            "rayClusterSpec": {
+                "rayVersion": "2.60.0",
+                "authOptions": {"mode": "token", "secretName": "slipstream-ray"},
+                "headGroupSpec": {"rayStartParams": head["rayStartParams"], "template": template("ray-head")},
+                "workerGroupSpecs": [
+                    {key: worker[key] for key in ("groupName", "replicas", "minReplicas", "maxReplicas")}
+                    | {"rayStartParams": worker["rayStartParams"], "template": template("ray-worker")}
+                ],
+            },
+        },
+    }
+
+
+def _pod(spec: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **metadata}, "spec": spec}
+    return _integers(whole)
+
+
+def _lay_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(base)
+    for key, value in overlay.items():
+        if key == _APPENDED:
+            by_name = {container["name"]: container for container in value}
+            merged[key] = [_lay_over(container, by_name.get(container["name"], {})) for container in base[key]]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _lay_over(merged[key], value)
+        elif isinstance(value, list):
+            merged[key] = [*merged.get(key, []), *value]
+        else:
+            merged[key] = value
+    return merged
+
+
+def _integers(value: Any) -> Any:
+    """Protobuf's structs know floats alone; Kubernetes' decoder takes whole ones for integers."""
+    if isinstance(value, dict):
+        return {key: _integers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _registered() -> dict[str, dict[str, Any]]:
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.models.admin.workflow import WorkflowSpec
+    from flytekit.models.launch_plan import LaunchPlan
+    from flytekit.models.task import TaskSpec
+    from flytekit.tools.translator import get_serializable
+    from google.protobuf.json_format import MessageToDict
+
+    from workflows import launch_plans
+
+    images = [Image(name=role, fqn=f"registry.example/slipstream-{role}", tag="v1") for role in ("cpu", "gpu")]
+    settings = SerializationSettings(
+        project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=None, images=images)
+    )
+    entities: OrderedDict[Any, Any] = OrderedDict()
+    for name in PLANS:
+        get_serializable(entities, settings, vars(launch_plans)[name])
+    found: dict[str, dict[str, Any]] = {"tasks": {}, "workflows": {}, "plans": {}}
+    for model in entities.values():
+        sent = model.to_flyte_idl()
+        decoded = MessageToDict(type(sent).FromString(sent.SerializeToString()))
+        if isinstance(model, LaunchPlan):
+            found["plans"][decoded["id"]["name"]] = decoded
+        elif isinstance(model, TaskSpec | WorkflowSpec):
+            template = decoded["template"]
+            name = template["id"]["name"].rpartition(".")[2]
+            found["tasks" if isinstance(model, TaskSpec) else "workflows"][name] = template
+    return found
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(_registered()))
