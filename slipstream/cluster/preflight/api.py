@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import urllib3.exceptions
 from kubernetes import client as k8s
@@ -14,8 +14,6 @@ from kubernetes import config as kubeconfig
 
 from slipstream.cluster.preflight.needs import Finding, State
 from slipstream.config import ConfigError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +53,11 @@ class Api:
     client: k8s.ApiClient
     timeout_s: float
 
-    def ask(self, call: Callable[..., T], *arguments: object, **options: object) -> T | Refusal:
-        """What `call` answers within the time limit, or why it does not."""
+    def ask(self, call: Callable[..., Any], *arguments: object, **options: object) -> Any:
+        """What `call` answers within the time limit, or a `Refusal`.
+
+        The client types every field of an answer as optional, also those that the API always sets: hence `Any`.
+        """
         try:
             return call(*arguments, _request_timeout=self.timeout_s, **options)
         except k8s.ApiException as error:
@@ -93,7 +94,7 @@ def connect(*, context: str | None, timeout_s: float) -> Api:
 
 def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
     """The API server of a configuration. A call is made once: a silent server would be waited for thrice otherwise."""
-    configuration.retries = False  # type: ignore[assignment]  # the client hands it to urllib3, which takes a bool
+    configuration.retries = False
     return Api(client=k8s.ApiClient(configuration), timeout_s=timeout_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from kubernetes import client as k8s
 from kubernetes.utils.quantity import parse_quantity
@@ -44,13 +45,13 @@ def check_nodes(api: Api, need: GpuNodesNeed) -> list[Finding]:
     ]
 
 
-def _clique(node: k8s.V1Node, label: str | None) -> str:
+def _clique(node: Any, label: str | None) -> str:
     if label is None:
         return ""
     return (node.metadata.labels or {}).get(label, "no clique")
 
 
-def _unusable(node: k8s.V1Node, need: GpuNodesNeed) -> str:
+def _unusable(node: Any, need: GpuNodesNeed) -> str:
     """Why no worker can run here; empty if one can."""
     ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
     if ready != "True":

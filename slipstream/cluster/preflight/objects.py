@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kubernetes import client as k8s
 
 from slipstream.cluster.preflight.api import Api, Refusal
@@ -34,7 +36,7 @@ def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
     return rows
 
 
-def _class_row(name: str, answer: k8s.V1StorageClass | Refusal | None, *, is_bound: bool) -> Finding:
+def _class_row(name: str, answer: Any, *, is_bound: bool) -> Finding:
     what, needed = f"storage class {name}", "present"
     if isinstance(answer, Refusal):
         if is_bound and not answer.is_absent:  # storage classes belong to the cluster: few accounts may see them

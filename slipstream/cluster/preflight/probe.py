@@ -74,22 +74,22 @@ def probe_pod(needs: Needs) -> dict[str, Any]:
 
 def _wait(api: Api, needs: Needs, name: str, sleep: Callable[[float], None]) -> tuple[str, bool]:
     """What became of the pod, and whether it could write."""
-    waited_s, reason = 0.0, "no status"
+    waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < needs.probe_timeout_s:
         pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, needs.namespace)
         if isinstance(pod, Refusal):
             return pod.reason, False
         if pod.status.phase == "Succeeded":
             return "written, read and removed", True
-        reason = _reason(pod)
+        phase, reason = pod.status.phase, _reason(pod)
         if pod.status.phase == "Failed":
             return f"failed: {reason}", False
         sleep(_EVERY_S)
         waited_s += _EVERY_S
-    return f"{pod.status.phase} after {needs.probe_timeout_s:g} s: {reason}", False
+    return f"{phase} after {needs.probe_timeout_s:g} s: {reason}", False
 
 
-def _reason(pod: k8s.V1Pod) -> str:
+def _reason(pod: Any) -> str:
     """The pod's own words: of its container, else of a condition that does not hold."""
     for status in pod.status.container_statuses or ():
         state = status.state

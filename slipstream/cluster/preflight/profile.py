@@ -126,7 +126,8 @@ def _manifest(component: str, spec: dict[str, Any], image: str) -> dict[str, Any
 
 
 def _plain(spec: k8s.V1PodSpec) -> dict[str, Any]:
-    return k8s.ApiClient(k8s.Configuration()).sanitize_for_serialization(spec)
+    plain: Any = k8s.ApiClient(k8s.Configuration()).sanitize_for_serialization(spec)
+    return plain
 
 
 def laid_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:

@@ -31,9 +31,8 @@ class Server(HTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Server
-
     def do_POST(self) -> None:
+        assert isinstance(self.server, Server)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body, self.headers.get("Authorization")))
         if self.path.endswith("/experiments/search"):
