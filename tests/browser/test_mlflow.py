@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -63,13 +64,17 @@ def tracked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (root / "server.log").open("wb") as log:
         server = subprocess.Popen(
-            [*command, "--backend-store-uri", store], cwd=root, stdout=log, stderr=subprocess.STDOUT
+            [*command, "--backend-store-uri", store],
+            cwd=root,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             _wait_for(f"{address}/health", server)
             yield Tracked(uri=store, address=address)
         finally:
-            server.terminate()
+            os.killpg(server.pid, signal.SIGKILL)  # the server's own workers too
             server.wait(30)
 
 
