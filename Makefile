@@ -9,7 +9,9 @@ include scripts/env
 export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-fast demo bench bench-learning bench-setup mutants mutants-setup lock register clean
+PORT := 5000
+
+.PHONY: help setup check format test test-fast demo mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,10 @@ test-fast: setup ## run the unit tests alone
 
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)
+
+mlflow: setup ## open MLflow on runs/: prints the tables of executions and of arms, then serves (PORT=5000)
+	@$(VENV)/bin/slipstream views --run-root runs --server http://127.0.0.1:$(PORT)
+	$(VENV)/bin/mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
 
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock

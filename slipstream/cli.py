@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import demo, logs
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.placement.assessment import assess
 from slipstream.placement.cluster import parse_cluster
@@ -56,10 +56,27 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     cluster = commands.add_parser("cluster", help="what the Ray cluster has that RAY_ADDRESS names, else this machine")
     cluster.set_defaults(run=_cluster)
+    preflight = commands.add_parser("preflight", help="what a Kubernetes cluster lacks for the runs of a profile")
+    preflight.add_argument("--cluster", required=True, help="a profile of configs/clusters/, or a path to one")
+    preflight.add_argument("--namespace", default="slipstream-development", help="of Flyte's project and domain")
+    preflight.add_argument("--context", default=None, help="of the kubeconfig; default: its current one, or this pod's")
+    preflight.add_argument("--image", default=None, help="starts a pod that tries to write under the shared root")
+    preflight.add_argument("--timeout-s", type=float, default=10.0, help="that each question may take")
+    preflight.set_defaults(run=_preflight)
     replay = commands.add_parser("replay", help="bring spooled points to a tracking server")
     replay.add_argument("run_root")
     replay.add_argument("--uri", default=None, help="default: the SQLite store under run_root")
     replay.set_defaults(run=_replay)
+    compare = commands.add_parser("compare", help="executions side by side, from the tracking store alone")
+    compare.add_argument("--experiment", default=None, help="of this one alone; default: of all")
+    compare.add_argument("--runs", nargs="+", default=[], metavar="EXECUTION", help="these, in this order")
+    _add_store(compare)
+    compare.add_argument("--html", default="comparison.html", help="the page that is written")
+    compare.set_defaults(run=_compare)
+    views = commands.add_parser("views", help="the addresses of MLflow's tables of executions and arms")
+    _add_store(views)
+    views.add_argument("--server", required=True, help="address of the MLflow server on that store")
+    views.set_defaults(run=_views)
     simulator.add_parser(commands, fetch_run=_fetch_run)
     return parser
 
@@ -84,7 +101,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _show(root: Path) -> None:
-    from slipstream.report import speedup_table
+    from slipstream.report.terminal import speedup_table
 
     latest = root / "latest"
     record = read_record(RunRecord, latest / "run.json")
@@ -132,6 +149,19 @@ def _cluster(_: argparse.Namespace) -> int:
     return 0
 
 
+def _preflight(options: argparse.Namespace) -> int:
+    from slipstream.cluster.preflight.api import connect
+    from slipstream.cluster.preflight.checks import check, findings_table, num_missing
+    from slipstream.cluster.preflight.profile import needs_of
+    from slipstream.cluster.profile import read_profile
+
+    needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
+    findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
+    print(findings_table(findings))
+    print(f"\n{num_missing(findings)} missing")
+    return 1 if num_missing(findings) else 0
+
+
 def _sizes(recipe: Recipe) -> str:
     """Prompts kept in each set where they can be made here and now, large enough for what the stages take."""
     sources = (*recipe.data.train, *recipe.data.draft_in_domain, *recipe.data.draft_general, *recipe.data.validation)
@@ -153,6 +183,48 @@ def _replay(options: argparse.Namespace) -> int:
     root = Path(options.run_root)
     uri = options.uri or store_uri(TrackingConfig(), root)
     print(replay(spool_directory(root), uri))
+    return 0
+
+
+def _add_store(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run-root", default="runs", help="holds the SQLite store that is read without --uri")
+    command.add_argument("--uri", default=None, help="MLflow server, or sqlite:///FILE")
+
+
+def _store(options: argparse.Namespace) -> str:
+    from slipstream.tracking import TrackingConfig, store_uri
+
+    return options.uri or store_uri(TrackingConfig(), Path(options.run_root))
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from slipstream.report.comparison import comparison_table
+    from slipstream.report.comparison_page import write_comparison
+    from slipstream.tracking import TrackingError, read_executions
+
+    uri = _store(options)
+    try:
+        executions = read_executions(uri, experiment=options.experiment, names=options.runs)
+    except TrackingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    require(bool(executions), "experiment", "must have executions", options.experiment, f"none is on {uri}")
+    print(comparison_table(executions))
+    print(f"\npage: {write_comparison(executions, Path(options.html), uri=uri)}")
+    return 0
+
+
+def _views(options: argparse.Namespace) -> int:
+    from slipstream.tracking import TrackingError, experiment_names, view_addresses
+
+    try:
+        experiments = experiment_names(_store(options))
+    except TrackingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for experiment_id, name in sorted(experiments.items()):
+        for view, address in view_addresses(options.server, experiment_id).items():
+            print(f"{name}, {view}: {address}")
     return 0
 
 

@@ -216,6 +216,19 @@ def write_recipe(recipe: Recipe, path: Path) -> Path:
     return path
 
 
+def parameters(recipe: Recipe) -> dict[str, str]:
+    """Every field of the recipe as text under its dotted name, as a tracking server takes them: lists are JSON.
+
+    Where a run is tracked is no part of it.
+    """
+    values = _leaves(to_mapping(recipe))
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+        if not name.startswith("tracking.")
+    }
+
+
 def difference(recipe: Recipe, other: Recipe) -> tuple[str, Any, Any] | None:
     """The first field that two recipes do not share, and both its values; None if they are the same experiment.
 

@@ -82,6 +82,26 @@ def bootstrap_ratio(
     return Estimate(value=value, ci95=(float(low), float(high)))
 
 
+def bootstrap_difference(
+    baseline_N: Sequence[float], candidate_N: Sequence[float], *, num_resamples: int = 10_000, seed: int = 0
+) -> Estimate:
+    """`mean(candidate - baseline)` over pairs with its 95 % percentile interval, resampled over pairs.
+
+    Raises:
+        ValueError: an arm is empty, or the arms differ in length.
+    """
+    _check_not_empty(baseline_N)
+    if len(baseline_N) != len(candidate_N):
+        raise ValueError(f"paired arms must have equally many steps, got {len(baseline_N)} and {len(candidate_N)}")
+    differences_N = np.asarray(candidate_N, dtype=np.float64) - np.asarray(baseline_N, dtype=np.float64)
+    value = float(differences_N.mean())
+    if len(differences_N) < 2:
+        return Estimate(value=value, ci95=None)
+    indices_RN = np.random.default_rng(seed).integers(len(differences_N), size=(num_resamples, len(differences_N)))
+    low, high = np.percentile(differences_N[indices_RN].mean(axis=-1), [2.5, 97.5])
+    return Estimate(value=value, ci95=(float(low), float(high)))
+
+
 def amdahl(share: float, speedup: float) -> float:
     """Speedup of the whole when a part of `share` becomes `speedup` times as fast.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,29 @@ class ReportPaths:
 
     html: Path
     json: Path
+    figures: tuple[Path, ...]
 
 
-def render(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> str:
-    """The page. A run with one arm, one step or no draft in it gets a page that says so."""
+def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
+    """The page's figures, as SVG by name."""
+    return _figures(record, summarise_run(record), reference) | _projection_figures(projection)
+
+
+def render(
+    record: RunRecord,
+    reference: Reference,
+    projection: ProjectionRecord | None = None,
+    *,
+    drawn: Mapping[str, str] | None = None,
+) -> str:
+    """The page. A run with one arm, one step or no draft in it gets a page that says so.
+
+    Args:
+        drawn: what `draw` gave, if the caller has it.
+    """
     run = summarise_run(record)
     workload = reference.workloads.get(record.workload)
-    drawn = _figures(record, run, reference) | _projection_figures(projection)
+    drawn = draw(record, reference, projection) if drawn is None else drawn
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -101,9 +118,18 @@ def write_report(
     reference: Reference | None = None,
     projection: ProjectionRecord | None = None,
 ) -> ReportPaths:
-    """Write `report.html` and `report.json` into `directory`, each atomically."""
-    paths = ReportPaths(html=directory / "report.html", json=directory / "report.json")
-    write_atomic(paths.html, render(record, reference or read_reference(), projection).encode())
+    """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
+    reference = reference or read_reference()
+    drawn = draw(record, reference, projection)
+    files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
+    paths = ReportPaths(
+        html=directory / "report.html",
+        json=directory / "report.json",
+        figures=tuple(files),
+    )
+    for path, svg in files.items():
+        write_atomic(path, svg.encode())
+    write_atomic(paths.html, render(record, reference, projection, drawn=drawn).encode())
     write_atomic(paths.json, json.dumps(summarise(record), indent=1, allow_nan=False).encode())
     return paths
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from slipstream.records import AcceptanceStats, ArmRecord, EvaluationRecord, Run
 from slipstream.rollout.acceptance import combine
 from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +134,18 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def last_quarter(values: Sequence[T]) -> Sequence[T]:
+    """The last quarter of `values`, rounded down, and at least one of them."""
+    return values[-_quarter(values) :]
+
+
+def _quarter(values: Sequence[Any]) -> int:
+    return max(1, len(values) // 4)
+
+
 def _summarise_arm(arm: ArmRecord) -> ArmSummary:
     steps = arm.timed_steps
     rewards = tuple(step.reward_mean for step in arm.steps)
-    quarter = max(1, len(rewards) // 4)
     return ArmSummary(
         arm=arm.arm,
         k=arm.num_speculative_tokens,
@@ -144,8 +154,8 @@ def _summarise_arm(arm: ArmRecord) -> ArmSummary:
         left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
         rewards=rewards,
-        reward_first_quarter=float(np.mean(rewards[:quarter])),
-        reward_last_quarter=float(np.mean(rewards[-quarter:])),
+        reward_first_quarter=float(np.mean(rewards[: _quarter(rewards)])),
+        reward_last_quarter=float(np.mean(last_quarter(rewards))),
         num_rollouts=sum(step.num_rollouts for step in arm.steps),
         num_response_tokens=sum(step.num_response_tokens for step in arm.steps),
         num_truncated=sum(step.num_truncated for step in arm.steps),

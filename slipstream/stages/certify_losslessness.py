@@ -15,8 +15,9 @@ from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
+from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
-from slipstream.stages.support import draft_model, end_execution, recipe_engine, settled, tracked, versions
+from slipstream.stages.support import draft_model, recipe_engine, settled, tracked, versions
 from slipstream.types import Dtype
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect

@@ -17,10 +17,12 @@ from slipstream.records import (
     read_record,
     write_record,
 )
-from slipstream.report import summarise, write_report
+from slipstream.report.page import write_report
+from slipstream.report.summary import summarise
 from slipstream.simulator.project.records import ProjectionRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import end_execution, numerics, recipe_layout, settled, tracked, versions
+from slipstream.stages.execution import end_reported_execution
+from slipstream.stages.support import numerics, recipe_layout, settled, tracked, versions
 from slipstream.tracking import store_uri
 from slipstream.workers.session import machine
 
@@ -61,14 +63,14 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")
         projected = read_record(ProjectionRecord, projection / "projection.json")
-        write_report(record, directory, projection=projected)
+        report = write_report(record, directory, projection=projected)
         if record.numerics is not None:
             tracker.log_params({"dtype": record.numerics.dtype, "dtype_reason": record.numerics.reason})
         speedup = summarise(record)["speedup"]
         tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
         for name in ("report.html", "report.json", "run.json"):
             tracker.log_artifact(directory / name)
-    end_execution(context, recipe, record.certificate)
+    end_reported_execution(context, recipe, record, report)
     _link_latest(Path(context.root), directory)
     return directory
 

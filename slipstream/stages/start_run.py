@@ -11,8 +11,10 @@ from typing import Any
 from slipstream.cluster.launch import require_fits
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import require
-from slipstream.recipe import Recipe, difference, load_recipe, write_recipe
+from slipstream.recipe import Recipe, difference, load_recipe, parameters, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.execution import NOTE, started_text
+from slipstream.stages.origin import origin_tags
 from slipstream.stages.support import execution_run
 from slipstream.tracking import RunStatus
 from slipstream.types import Workload
@@ -52,7 +54,9 @@ def start_run(
     if resume:
         _require_same(recipe, path, execution)
     resolved = write_recipe(recipe, path)
-    tracker = execution_run(context, recipe)
+    tracker = execution_run(
+        context, recipe, {**origin_tags(), NOTE: started_text(recipe, execution)}, parameters(recipe)
+    )
     try:
         tracker.log_artifact(resolved)
     except BaseException as error:

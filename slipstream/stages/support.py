@@ -15,13 +15,13 @@ from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftInit, speculative_config
-from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
-from slipstream.records import CertificateRecord, LayoutRecord, NumericsRecord, read_record, write_record
+from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
-from slipstream.tracking import RunStatus, Tracker, was_ended
+from slipstream.stages.origin import origin_tags
+from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, RunStatus, Tracker, has_ended
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_WITHOUT_GPUS = ("start_run", "prepare_data", "report_speedup")
 
 _VERSIONED = (
     "slipstream",
@@ -44,14 +46,27 @@ _VERSIONED = (
 
 
 @contextmanager
-def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, str] | None = None) -> Iterator[Tracker]:
+def tracked(
+    context: RunContext,
+    recipe: Recipe,
+    node: str,
+    tags: Mapping[str, str] | None = None,
+    *,
+    name: str | None = None,
+    params: Mapping[str, str] | None = None,
+    gpu: str = "",
+) -> Iterator[Tracker]:
     """The MLflow run of a task, below the execution's; a retried task finds the one of its first attempt.
 
-    An exception or an interrupt ends the execution's run too, and what the execution does after that opens it again.
+    An exception or an interrupt ends the execution's run too; an attempt after that opens it again.
+
+    Args:
+        name: of the run; the node's if None.
+        gpu: the type of the accelerators that the task uses.
     """
     interrupts.raise_on_signals()
-    if was_ended(recipe.tracking, root=Path(context.root), experiment=context.experiment, key=context.execution):
-        execution_run(context, recipe).detach()  # another attempt or task failed, and the execution goes on
+    if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
+        execution_run(context, recipe).detach()
     try:
         with Tracker.open(
             recipe.tracking,
@@ -59,13 +74,16 @@ def tracked(context: RunContext, recipe: Recipe, node: str, tags: Mapping[str, s
             experiment=context.experiment,
             key=context.key(node),
             parent_key=context.execution,
-            name=node,
+            name=name or node,
             tags={
                 "workload": context.workload,
                 "seed": str(recipe.grpo.seed),
+                GPUS_TAG: str(num_gpus(recipe, node)),
                 **dtype_tags(recipe),
+                **origin_tags(gpu=gpu),
                 **(tags or {}),
             },
+            params=params,
         ) as tracker:
             try:
                 yield tracker
@@ -83,7 +101,23 @@ def dtype_tags(recipe: Recipe) -> dict[str, str]:
     return {name: dtype.value for name, dtype in dtypes.items() if dtype is not Dtype.AUTO}
 
 
-def execution_run(context: RunContext, recipe: Recipe) -> Tracker:
+def num_gpus(recipe: Recipe, node: str) -> int:
+    """GPUs that are reserved while the task `node` runs."""
+    uses_none = node in _WITHOUT_GPUS or (node == "prepare_policy" and recipe.policy.scratch is None)
+    return 0 if uses_none or not recipe.layout.has_gpus else recipe.layout.num_gpus
+
+
+def experiment_name(context: RunContext, recipe: Recipe) -> str:
+    """The MLflow experiment of an execution's runs."""
+    return recipe.tracking.experiment or context.experiment
+
+
+def execution_run(
+    context: RunContext,
+    recipe: Recipe,
+    tags: Mapping[str, str] | None = None,
+    params: Mapping[str, str] | None = None,
+) -> Tracker:
     """The MLflow run of the execution, to which those of its tasks belong: opened, or attached to."""
     return Tracker.open(
         recipe.tracking,
@@ -91,14 +125,9 @@ def execution_run(context: RunContext, recipe: Recipe) -> Tracker:
         experiment=context.experiment,
         key=context.execution,
         name=context.execution,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed)},
+        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: EXECUTION, **(tags or {})},
+        params=params,
     )
-
-
-def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateRecord) -> None:
-    """End the execution's run: it failed if its speculation was not shown to be lossless."""
-    is_lossless = certificate.verdict == LOSSLESS
-    execution_run(context, recipe).close(RunStatus.FINISHED if is_lossless else RunStatus.FAILED)
 
 
 def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:

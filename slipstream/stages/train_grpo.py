@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.recipe import Recipe
+from slipstream.recipe import Recipe, parameters
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked, versions
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
+from slipstream.workers.cluster import accelerators
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,17 @@ def train_grpo(
     directory = context.directory(node)
     chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
     logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
-    tags = {"arm": arm.value, "k": str(chosen_k), "draft.method": recipe.draft.method.value}
+    labels = arm_labels(recipe, arm, chosen_k)
     connect()
-    with tracked(context, recipe, node, tags) as tracker:
+    with tracked(
+        context,
+        recipe,
+        node,
+        labels,
+        name=f"{context.execution} {arm.value}",
+        params={**parameters(recipe), **labels},
+        gpu=accelerators(),
+    ) as tracker:
         record = train(
             recipe,
             ArmPlan(
@@ -49,5 +58,12 @@ def train_grpo(
             directory=directory,
             log=tracker.log,
         )
-        write_record(replace(record, versions=versions()), directory / "arm.json")
+        record = replace(record, versions=versions())
+        tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory
+
+
+def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
+    """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
+    drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
+    return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}

@@ -8,22 +8,34 @@ Importing this package costs nothing: MLflow (4-8 s) is imported by the first `T
 """
 
 from slipstream.tracking.artifacts import fetch_artifact
-from slipstream.tracking.config import TrackingConfig, store_uri
-from slipstream.tracking.ending import end_open_runs, unsent, was_ended
+from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
+from slipstream.tracking.ending import end_open_runs, has_ended, unsent
+from slipstream.tracking.executions import Execution, experiment_names, read_executions
 from slipstream.tracking.replay import ReplayResult, TrackingError, replay
+from slipstream.tracking.spent import GPUS_TAG, Spent, spent
 from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
+from slipstream.tracking.views import view_addresses
 
 __all__ = [
+    "EXECUTION",
+    "GPUS_TAG",
+    "KIND_TAG",
+    "Execution",
     "ReplayResult",
     "RunStatus",
+    "Spent",
     "Tracker",
     "TrackingConfig",
     "TrackingError",
     "end_open_runs",
+    "experiment_names",
     "fetch_artifact",
+    "has_ended",
+    "read_executions",
     "replay",
+    "spent",
     "spool_directory",
     "store_uri",
     "unsent",
-    "was_ended",
+    "view_addresses",
 ]

@@ -10,6 +10,13 @@ from pathlib import Path
 
 from slipstream.config import require
 
+KEY_TAG = "slipstream.key"
+"""Tag of every run: what it is found by."""
+
+KIND_TAG = "slipstream.kind"
+EXECUTION = "execution"
+"""`KIND_TAG` of the run of a whole execution; those of its tasks have none."""
+
 # Stricter than MLflow's own rule, so that nothing spooled today is refused by the server at replay.
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
 _TIME_UNITS = ("_s", "_ms")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.tracking.config import TrackingConfig
 from slipstream.tracking.replay import sent_bytes
 from slipstream.tracking.spool import Event, Spool, read_spool, spool_path
 from slipstream.tracking.tracker import RunStatus, now_ms, spool_directory
@@ -23,9 +22,9 @@ def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
     return ended
 
 
-def was_ended(config: TrackingConfig, *, root: Path, experiment: str, key: str) -> bool:
-    """Whether the run with `key` was opened and has ended."""
-    path = spool_path(spool_directory(root), experiment=config.experiment or experiment, key=key)
+def has_ended(root: Path, experiment: str, key: str) -> bool:
+    """Whether the run `key` was opened before and nobody has it open now."""
+    path = spool_path(spool_directory(root), experiment=experiment, key=key)
     return path.is_file() and not _state(path)[1]
 
 

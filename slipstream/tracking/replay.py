@@ -100,7 +100,7 @@ class SpoolReplay:
             case "tags":
                 self._store.send_tags(run_id, event.fields)
             case "artifact":
-                self._store.send_artifact(run_id, self._path.parent / event.path)
+                self._store.send_artifact(run_id, self._path.parent / event.path, folder=event.folder)
             case "end":
                 self._store.end(run_id, status=event.status, time_ms=event.time_ms)
 

@@ -42,6 +42,7 @@ class Event:
     metrics: dict[str, float] = field(default_factory=dict)  # metrics
     fields: dict[str, str] = field(default_factory=dict)  # params, tags
     path: str = ""  # artifact, relative to the spool's directory
+    folder: str = ""  # artifact: where it lies among the run's
     status: str = ""  # end
 
 

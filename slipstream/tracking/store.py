@@ -11,15 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from slipstream.tracking.config import KEY_TAG
 from slipstream.tracking.spool import RunHeader
+from slipstream.tracking.views import experiment_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 T = TypeVar("T")
 
-KEY_TAG = "slipstream.key"
-_SQLITE = "sqlite:///"
+SQLITE = "sqlite:///"
 _MAX_METRICS_A_BATCH = 1000
 _MAX_FIELDS_A_BATCH = 100
 
@@ -51,8 +52,8 @@ class MlflowStore:
         from mlflow.tracking import MlflowClient
 
         self.uri = uri
-        if uri.startswith(_SQLITE):
-            Path(uri.removeprefix(_SQLITE)).parent.mkdir(parents=True, exist_ok=True)
+        if uri.startswith(SQLITE):
+            Path(uri.removeprefix(SQLITE)).parent.mkdir(parents=True, exist_ok=True)
         with _translated(uri):
             self._client = MlflowClient(tracking_uri=uri)
 
@@ -92,10 +93,10 @@ class MlflowStore:
         with _translated(self.uri):
             self._send_tags(run_id, tags)
 
-    def send_artifact(self, run_id: str, path: Path) -> None:
-        """Upload one file."""
+    def send_artifact(self, run_id: str, path: Path, *, folder: str) -> None:
+        """Upload one file into `folder` of the run's artifacts; empty is the top."""
         with _translated(self.uri):
-            self._client.log_artifact(run_id, str(path))
+            self._client.log_artifact(run_id, str(path), folder or None)
 
     def fetch_artifact(self, key: str, name: str, directory: Path) -> Path:
         """Download the artifact `name` of the run with `key` into `directory`; its path there.
@@ -123,18 +124,27 @@ class MlflowStore:
 
         found = self._client.get_experiment_by_name(name)
         if found is not None:
+            self._offer_views(found.experiment_id, found.tags)
             return found.experiment_id
         location = None
-        if self.uri.startswith(_SQLITE):
-            location = (Path(self.uri.removeprefix(_SQLITE)).parent / "artifacts").as_uri()
+        if self.uri.startswith(SQLITE):
+            location = (Path(self.uri.removeprefix(SQLITE)).parent / "artifacts").as_uri()
         try:
-            return self._client.create_experiment(name, artifact_location=location)
+            created = self._client.create_experiment(name, artifact_location=location)
         except MlflowException:
             # Another task of this execution may have been quicker; if not, the first error was the real one.
             found = self._client.get_experiment_by_name(name)
             if found is None:
                 raise
             return found.experiment_id
+        self._offer_views(created, {})
+        return created
+
+    def _offer_views(self, experiment_id: str, known: Mapping[str, str]) -> None:
+        """Columns and filters that make the experiment's table of runs readable; what somebody changed stays."""
+        for name, value in experiment_tags(experiment_id).items():
+            if name not in known:
+                self._client.set_experiment_tag(experiment_id, name, value)
 
     def _find_or_create(self, experiment_id: str, key: str, *, start_ms: int | None) -> str:
         existing = self._find(experiment_id, key)

@@ -126,14 +126,18 @@ class Tracker:
         check_tags(tags)
         self._append(Event(kind="tags", time_ms=now_ms(), fields=dict(tags)))
 
-    def log_artifact(self, path: Path) -> None:
-        """Log one file as it is now: a copy goes into the spool, so the original may change or vanish."""
+    def log_artifact(self, path: Path, *, folder: str = "") -> None:
+        """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.
+
+        Args:
+            folder: where the file lies among the run's artifacts; empty is the top.
+        """
         require(path.is_file(), "artifact", "must be a file", str(path))
-        copy = self._spool.path.with_suffix(".artifacts") / path.name
-        copy.parent.mkdir(exist_ok=True)
+        copy = self._spool.path.with_suffix(".artifacts") / folder / path.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         relative = copy.relative_to(self._spool.path.parent)
-        self._append(Event(kind="artifact", time_ms=now_ms(), path=str(relative)))
+        self._append(Event(kind="artifact", time_ms=now_ms(), path=str(relative), folder=folder))
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive.

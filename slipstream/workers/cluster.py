@@ -19,6 +19,7 @@ NVLINK_LABEL = "ray.io/gpu-domain"
 NUMA_LABEL = "slipstream.io/numa"
 """NUMA node of each GPU in their order, as in `0-0-1-1`; given with `ray start --labels`."""
 
+_TYPE_LABEL = "ray.io/accelerator-type"  # set by Ray on nodes with accelerators
 _GPU, _CPU, _STORE = "GPU", "CPU", "object_store_memory"
 
 
@@ -41,6 +42,11 @@ def ray_nodes() -> list[RayNode]:
     free = available_resources_per_node()
     nodes = [_node(values, free.get(values["NodeID"], {})) for values in ray.nodes() if values["Alive"]]
     return sorted(nodes, key=lambda node: (_numeric(node.address), node.id))
+
+
+def accelerators() -> str:
+    """The types of the cluster's accelerators as Ray calls them, as in `H200`; empty without any."""
+    return " ".join(sorted({node.labels[_TYPE_LABEL] for node in ray_nodes() if _TYPE_LABEL in node.labels}))
 
 
 def as_cluster(nodes: Sequence[RayNode]) -> Cluster:

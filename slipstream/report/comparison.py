@@ -1,0 +1,145 @@
+"""Executions side by side, from what their MLflow runs carry: which arm, how much faster, at which reward and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from slipstream.placement.table import table
+from slipstream.report.formats import interval, speedup
+from slipstream.statistics import Estimate
+from slipstream.tracking import Execution
+from slipstream.types import Arm
+
+NOTHING = "-"
+
+HEADINGS = (
+    "execution",
+    "started",
+    "status",
+    "k",
+    "generation speedup",
+    "step speedup",
+    "reward, AR",
+    "reward, spec",
+    "difference",
+    "AIME, AR",
+    "AIME, spec",
+    "acceptance length",
+    "lossless",
+    "hours",
+    "GPU hours",
+)
+_MAX_COLUMNS = 6  # executions whose values stand side by side in a terminal; the page shows those of more
+_TELLING_TAGS = ("git.commit", "image", "node", "gpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A parameter or tag that is not the same in all executions; what an execution lacks is `-`."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+def comparison_table(executions: Sequence[Execution]) -> str:
+    """Plain text: a row an execution, then what was not the same in all of them, then each answer in a sentence."""
+    parts = [table([list(HEADINGS), *[cells(execution) for execution in executions]])]
+    differing = differences(executions)
+    if len(executions) > _MAX_COLUMNS:
+        parts.append(f"not the same in all: {', '.join(item.name for item in differing) or 'nothing'}")
+    elif differing:
+        names = [execution.name for execution in executions]
+        parts.append(table([["not the same", *names], *[[item.name, *item.values] for item in differing]]))
+    parts.append("\n".join(f"{execution.name}: {answer(execution)}" for execution in executions))
+    return "\n\n".join(parts)
+
+
+def cells(execution: Execution) -> list[str]:
+    """One execution under `HEADINGS`."""
+    started = datetime.fromtimestamp(execution.start_ms / 1000, tz=UTC)
+    return [
+        execution.name,
+        f"{started:%Y-%m-%d %H:%M}",
+        execution.status.lower(),
+        _number(execution, "num_speculative_tokens", ".0f"),
+        _ratio(execution, "generation_speedup"),
+        _ratio(execution, "step_speedup"),
+        _number(execution, f"reward_{Arm.AUTOREGRESSIVE.value}", ".3f"),
+        _number(execution, f"reward_{Arm.SPECULATIVE.value}", ".3f"),
+        _number(execution, "reward_difference", "+.3f"),
+        _number(execution, f"aime24_{Arm.AUTOREGRESSIVE.value}", ".3f"),
+        _number(execution, f"aime24_{Arm.SPECULATIVE.value}", ".3f"),
+        _number(execution, "mean_acceptance_length", ".2f"),
+        {1.0: "yes", 0.0: "NO"}.get(execution.metrics.get("result/lossless", -1.0), NOTHING),
+        _number(execution, "hours", ".2f"),
+        _number(execution, "gpu_hours", ".1f"),
+    ]
+
+
+def answer(execution: Execution) -> str:
+    """Which arm was faster, by how much, and whether both reached the same reward."""
+    generation, step = _estimate(execution, "generation_speedup"), _estimate(execution, "step_speedup")
+    if generation is None or step is None:
+        return {"RUNNING": "goes on, no result yet."}.get(execution.status, f"{execution.status.lower()}, no result.")
+    k = execution.metrics.get("result/num_speculative_tokens", 0.0)
+    if k == 0:
+        return "speculation lost in tuning, so both arms ran without it."
+    ratios = f"generation {speedup(generation.value)} ({interval(generation)}), step {speedup(step.value)}"
+    return f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}."
+
+
+def differences(executions: Sequence[Execution]) -> list[Difference]:
+    """The parameters and the telling tags that are not the same in all executions."""
+    if len(executions) < 2:
+        return []
+    params = sorted({name for execution in executions for name in execution.params})
+    columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
+    columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
+    return [Difference(name=name, values=tuple(values)) for name, values in columns.items() if len(set(values)) > 1]
+
+
+def _faster(generation: Estimate) -> str:
+    if generation.ci95 is None:
+        return "one timed step an arm says nothing of the noise"
+    low, high = generation.ci95
+    if low > 1:
+        return "the speculative arm was faster"
+    return "the speculative arm was slower" if high < 1 else "no difference beyond the noise"
+
+
+def _reward(execution: Execution) -> str:
+    difference = _estimate(execution, "reward_difference")
+    if difference is None:
+        return "rewards unknown"
+    if difference.ci95 is None:
+        return f"reward {difference.value:+.3f}, no interval"
+    low, high = difference.ci95
+    same = "same reward within the noise" if low <= 0 <= high else "ANOTHER reward"
+    return f"{same} ({difference.value:+.3f}, {low:+.3f} to {high:+.3f})"
+
+
+def _proof(execution: Execution) -> str:
+    lossless = execution.metrics.get("result/lossless")
+    return "" if lossless is None else ", lossless" if lossless == 1 else ", NOT shown to be lossless"
+
+
+def _estimate(execution: Execution, name: str) -> Estimate | None:
+    value, low, high = (execution.metrics.get(f"result/{name}{end}") for end in ("", "_low", "_high"))
+    if value is None:
+        return None
+    return Estimate(value=value, ci95=None if low is None or high is None else (low, high))
+
+
+def _ratio(execution: Execution, name: str) -> str:
+    estimate = _estimate(execution, name)
+    if estimate is None:
+        return NOTHING
+    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
+    return f"{speedup(estimate.value)}{ends}"
+
+
+def _number(execution: Execution, name: str, form: str) -> str:
+    value = execution.metrics.get(f"result/{name}")
+    return NOTHING if value is None else format(value, form)

@@ -1,0 +1,232 @@
+"""A small run whose figures can be worked by hand, and runs that lack something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.records import (
+    AcceptanceStats,
+    ArmRecord,
+    CertificateRecord,
+    DataSetRecord,
+    DraftRecord,
+    EvaluationRecord,
+    Finding,
+    GreedyRecord,
+    Mismatch,
+    PolicyRecord,
+    Power,
+    RefitCheck,
+    RunRecord,
+    ScheduleEntry,
+    StepRecord,
+    SweepPoint,
+    TrainStats,
+    TuningRecord,
+)
+from slipstream.types import Arm, StageTimes
+
+
+def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:
+    """A step whose other stages take exactly 2 s: 0.1 data, 0.2 prepare, 0.5 logprob, 1.2 train."""
+    times = StageTimes(
+        data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
+    )
+    return StepRecord(
+        step=index,
+        times=times,
+        reward_mean=reward,
+        num_rollouts=10,
+        num_response_tokens=100,
+        num_truncated=1,
+        num_reward_timeouts=2,
+        num_reward_crashes=0,
+        num_zero_signal_groups=3,
+        train=TrainStats(loss=0.0, grad_norm=1.0, kl=0.0, clip_fraction=0.0, num_tokens=0, learning_rate=1e-4),
+        mismatch=Mismatch(k1=1e-4, k3=1e-4, mean=1e-3, largest=1e-2, outside_fraction=0.0),
+        acceptance=acceptance,
+        policy_version=index,
+        draft_version=None,
+        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
+    )
+
+
+def accepted(num_drafts: int, *by_position: int) -> AcceptanceStats:
+    total = sum(by_position)
+    return AcceptanceStats(
+        num_drafts=num_drafts,
+        num_draft_tokens=num_drafts * len(by_position),
+        num_accepted_tokens=total,
+        accepted_by_position=by_position,
+        mean_acceptance_length=1 + total / num_drafts,
+        acceptance_rate=total / (num_drafts * len(by_position)),
+        rate_by_position=tuple(count / num_drafts for count in by_position),
+    )
+
+
+def point(k: int, speedup: float) -> SweepPoint:
+    return SweepPoint(
+        k=k,
+        batch=16,
+        generation_s=6.0 / speedup,
+        generation_p10_s=5.9 / speedup,
+        generation_p90_s=6.2 / speedup,
+        num_repeats=3,
+        autoregressive_s=6.0,
+        speedup=speedup,
+        mean_acceptance_length=1 + 0.5 * k,
+        rate_by_position=(0.5,) * k,
+    )
+
+
+def evaluation(policy: str, value: float) -> EvaluationRecord:
+    return EvaluationRecord(
+        policy=policy,
+        num_problems=30,
+        k=4,
+        avg_at_k=value,
+        maj_at_k=value,
+        ci95=(value - 0.05, value + 0.05),
+        truncated_fraction=0.25,
+        num_timeouts=1,
+        prompt_hash="abc123",
+        correct_by_problem=(1,) * 30,
+    )
+
+
+def arms() -> tuple[ArmRecord, ArmRecord]:
+    """Generation after the warm-up: 6, 6, 9 s against 3, 3, 3 s; the warm-up steps would change every figure."""
+    rewards = (0.1, 0.2, 0.3, 0.5)
+    base = [
+        step(i, generation_s=s, reward=r) for i, (s, r) in enumerate(zip((50.0, 6.0, 6.0, 9.0), rewards, strict=True))
+    ]
+    drafted = (accepted(10, 9, 5), accepted(10, 8, 4), accepted(20, 14, 6), accepted(10, 9, 5))
+    spec = [
+        step(i, generation_s=s, reward=r, acceptance=a)
+        for i, (s, r, a) in enumerate(zip((50.0, 3.0, 3.0, 3.0), rewards, drafted, strict=True))
+    ]
+    return (
+        ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=tuple(base)),
+        ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=2, steps=tuple(spec)),
+    )
+
+
+CERTIFICATE = CertificateRecord(
+    verdict="lossless",
+    reason="none of 2 tests rejects",
+    claim="Tokens follow the policy.",
+    family_level=0.01,
+    power=0.9,
+    max_detectable_bias=0.1,
+    num_speculative_tokens=2,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    seed=0,
+    num_tokens=20_000,
+    num_baseline_tokens=20_001,
+    findings=(
+        Finding(
+            name="pit, bonus token",
+            num_observations=900,
+            statistic=0.01,
+            p_value=0.4,
+            p_value_corrected=0.8,
+            reject=False,
+        ),
+        Finding(
+            name="first token",
+            num_observations=512,
+            statistic=99.0,
+            p_value=1e-5,
+            p_value_corrected=2e-5,
+            reject=True,
+        ),
+    ),
+    control=(),
+    detectable=(Power(alternative="sharper", detectable_total_variation=0.012, detectable_fraction=0.1),),
+    greedy=GreedyRecord(num_responses=32, num_equal=31, num_near_ties=1, largest_gap_nats=0.1, near_tie_nats=0.25),
+    pit_histograms={"no draft": (10, 12), "bonus token": (11, 9)},
+    policy_fingerprint="aaaa",
+    draft_fingerprint="bbbb",
+    versions={},
+    elapsed_s=60.0,
+)
+RECORD = RunRecord(
+    recipe="tiny",
+    workload="rl_zero",
+    execution="exec-1",
+    tracking_uri="sqlite:////runs/mlflow.db",
+    versions={"torch": "2.13.0"},
+    machine="2 cores <no GPU>",
+    policy=PolicyRecord(
+        model="from scratch",
+        architecture="Qwen3ForCausalLM",
+        num_parameters=3_600_000,
+        vocab_size=64,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        pretrain_steps=3,
+        pretrain_loss=0.2,
+        pretrain_losses=(3.0, 1.0, 0.2),
+        elapsed_s=12.0,
+    ),
+    data=(
+        DataSetRecord(
+            name="train",
+            source="synthetic",
+            num_read=100,
+            num_kept=90,
+            num_duplicates=4,
+            num_conflicting=3,
+            num_unparseable=2,
+            num_too_long=1,
+            num_held_out=0,
+        ),
+    ),
+    draft=DraftRecord(
+        method="eagle3",
+        init="in_domain",
+        num_parameters=500_000,
+        num_training_tokens=10_000,
+        num_steps=3,
+        losses=(2.0, 1.0, 0.5),
+        heldout_rate_by_position=(0.8, 0.5),
+        heldout_mean_acceptance_length=2.2,
+        elapsed_s=30.0,
+    ),
+    tuning=TuningRecord(
+        chosen_k=2,
+        reason="k=2 was fastest",
+        points=(point(0, 1.0), point(2, 2.0), point(5, 0.75), point(7, 0.5)),
+        schedule=(ScheduleEntry(batch_from=1, batch_to=16, num_speculative_tokens=2),),
+    ),
+    arms=arms(),
+    evaluations=(evaluation("start", 0.1), evaluation("autoregressive", 0.3), evaluation("speculative", 0.31)),
+    certificate=CERTIFICATE,
+)
+LOST = replace(
+    RECORD,
+    tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
+    arms=(
+        RECORD.arms[0],
+        replace(
+            RECORD.arms[1],
+            num_speculative_tokens=0,
+            steps=tuple(replace(s, acceptance=None) for s in RECORD.arms[1].steps),
+        ),
+    ),
+)
+ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))
+TWO_STEPS = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:2]) for arm in RECORD.arms))
+ONE_ARM = replace(RECORD, arms=RECORD.arms[:1], evaluations=())
+BARE = replace(
+    RECORD,
+    workload="other",
+    arms=(),
+    data=(),
+    evaluations=(),
+    tuning=TuningRecord(chosen_k=0, reason="not swept", points=(), schedule=()),
+    policy=replace(RECORD.policy, pretrain_steps=0, pretrain_losses=()),
+    draft=replace(RECORD.draft, losses=(), heldout_rate_by_position=()),
+)

@@ -1,0 +1,114 @@
+"""What `compare` says of executions, from their metrics, parameters and tags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.report.comparison import answer, cells, comparison_table, differences
+from slipstream.report.comparison_page import render_comparison
+from slipstream.report.results import result_metrics
+from slipstream.tracking import Execution
+from tests.unit.report.handmade import LOST, RECORD
+
+DONE = Execution(
+    run_id="1",
+    name="tiny-1",
+    experiment="tiny",
+    status="FINISHED",
+    start_ms=1_700_000_000_000,  # 2023-11-14 22:13:20 UTC
+    metrics={
+        **result_metrics(RECORD, hours=1.25, gpu_hours=40.0),
+        "result/reward_difference": 0.01,
+        "result/reward_difference_low": -0.02,
+        "result/reward_difference_high": 0.04,
+    },
+    params={"grpo.seed": "0", "draft.method": "eagle3"},
+    tags={"git.commit": "abc", "flyte.execution_url": "https://flyte/console/x"},
+)
+RUNNING = replace(DONE, name="tiny-2", status="RUNNING", metrics={}, params={**DONE.params, "grpo.seed": "1"})
+
+
+def changed(**metrics: float) -> Execution:
+    return replace(DONE, metrics={**DONE.metrics, **{f"result/{name}": value for name, value in metrics.items()}})
+
+
+def test_a_row_holds_speedups_rewards_and_cost() -> None:
+    assert cells(DONE) == [
+        "tiny-1",
+        "2023-11-14 22:13",
+        "finished",
+        "2",
+        "2.00x [2.00, 3.00]",
+        "1.60x [1.60, 2.20]",
+        "0.500",
+        "0.500",
+        "+0.010",
+        "0.300",
+        "0.310",
+        "2.20",
+        "yes",
+        "1.25",
+        "40.0",
+    ]
+
+
+def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -> None:
+    assert answer(DONE) == (
+        "the speculative arm was faster (k = 2): generation 2.00x (2.00 to 3.00), step 1.60x (1.60 to 2.20); "
+        "same reward within the noise (+0.010, -0.020 to +0.040), lossless."
+    )
+
+
+def test_the_answer_says_what_is_wrong() -> None:
+    lost = changed(generation_speedup=0.8, generation_speedup_low=0.7, generation_speedup_high=0.9)
+    assert answer(lost).startswith("the speculative arm was slower")
+    assert answer(changed(generation_speedup_low=0.9)).startswith("no difference beyond the noise")
+    assert "ANOTHER reward (+0.010, +0.005 to +0.040)" in answer(changed(reward_difference_low=0.005))
+    assert "NOT shown to be lossless" in answer(changed(lossless=0.0))
+    assert cells(changed(lossless=0.0))[12] == "NO"
+
+
+@pytest.mark.parametrize(
+    ("execution", "said"),
+    [
+        (RUNNING, "goes on, no result yet."),
+        (replace(RUNNING, status="FAILED"), "failed, no result."),
+        (replace(DONE, metrics=result_metrics(LOST, hours=1.0, gpu_hours=0.0)), "speculation lost in tuning"),
+    ],
+)
+def test_an_execution_without_a_speedup_says_why(execution: Execution, said: str) -> None:
+    assert answer(execution).startswith(said)
+    assert cells(replace(RUNNING))[4:] == ["-"] * 11
+
+
+def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:
+    found = differences([DONE, replace(RUNNING, tags={})])
+    assert [(item.name, item.values) for item in found] == [("grpo.seed", ("0", "1")), ("git.commit", ("abc", "-"))]
+    assert differences([DONE]) == []
+
+
+def test_table_and_page_hold_rows_differences_and_answers() -> None:
+    text = comparison_table([DONE, RUNNING])
+    assert text.splitlines()[2].startswith("tiny-1     2023-11-14 22:13  finished  2")
+    assert "\ngrpo.seed     0       1" in text
+    page = render_comparison([DONE, RUNNING], uri="sqlite:///x")
+    assert f"<b>tiny-1</b>: {answer(DONE)}" in page
+    assert "<td>2.00x [2.00, 3.00]</td>" in page
+    assert '<a href="https://flyte/console/x">tiny-1</a>' in page
+    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td></tr>" in page
+
+
+def test_many_executions_have_the_names_of_what_differs_in_the_terminal_and_the_values_on_the_page() -> None:
+    many = [replace(DONE, name=f"tiny-{seed}", params={**DONE.params, "grpo.seed": str(seed)}) for seed in range(7)]
+    assert "\n\nnot the same in all: grpo.seed\n\n" in comparison_table(many)
+    page = render_comparison(many, uri="sqlite:///x")
+    assert "<tr><th>grpo.seed</th><td>0</td><td>1</td><td>2</td><td>3</td><td>4</td><td>5</td><td>6</td></tr>" in page
+
+
+def test_a_tag_that_is_no_web_address_becomes_no_link() -> None:
+    hostile = replace(DONE, name="<b>", tags={"flyte.execution_url": "javascript:alert(1)"})
+    page = render_comparison([hostile], uri="sqlite:///x")
+    assert "javascript:" not in page
+    assert "&lt;b&gt;" in page

@@ -1,0 +1,84 @@
+"""What an execution's MLflow run carries, worked by hand from the small record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.records import RunRecord
+from slipstream.report.results import description, result_metrics, reward_difference
+from tests.unit.report.handmade import CERTIFICATE, LOST, ONE_ARM, RECORD, TWO_STEPS
+
+
+def with_spec_rewards(*rewards: float) -> RunRecord:
+    """Eight steps an arm, the baseline's rewards all 0.5: a quarter is two steps."""
+    base, spec = RECORD.arms
+    steps = [replace(base.steps[0], step=index, reward_mean=0.5) for index in range(8)]
+    other = [replace(spec.steps[0], step=index, reward_mean=reward) for index, reward in enumerate(rewards)]
+    return replace(RECORD, arms=(replace(base, steps=tuple(steps)), replace(spec, steps=tuple(other))))
+
+
+def test_the_metrics_are_those_worked_by_hand() -> None:
+    assert result_metrics(RECORD, hours=1.5, gpu_hours=6.0) == pytest.approx(
+        {
+            "result/hours": 1.5,
+            "result/gpu_hours": 6.0,
+            "result/mean_acceptance_length": 2.2,
+            "result/num_speculative_tokens": 2,
+            "result/reward_autoregressive": 0.5,
+            "result/reward_speculative": 0.5,
+            "result/generation_speedup": 2.0,
+            "result/generation_speedup_low": 2.0,
+            "result/generation_speedup_high": 3.0,
+            "result/step_speedup": 1.6,
+            "result/step_speedup_low": 1.6,
+            "result/step_speedup_high": 2.2,
+            "result/reward_difference": 0.0,  # a quarter of four steps is one: no interval
+            "result/aime24_start": 0.1,
+            "result/aime24_start_low": 0.05,
+            "result/aime24_start_high": 0.15,
+            "result/aime24_autoregressive": 0.3,
+            "result/aime24_autoregressive_low": 0.25,
+            "result/aime24_autoregressive_high": 0.35,
+            "result/aime24_speculative": 0.31,
+            "result/aime24_speculative_low": 0.26,
+            "result/aime24_speculative_high": 0.36,
+            "result/lossless": 1.0,
+        }
+    )
+
+
+def test_the_reward_difference_is_of_the_last_quarter_with_its_interval() -> None:
+    estimate = reward_difference(with_spec_rewards(9, 9, 9, 9, 9, 9, 0.6, 0.8))
+    # Differences 0.1 and 0.3; resampled means are 0.1, 0.2 and 0.3 with 1/4, 1/2 and 1/4.
+    assert estimate.value == pytest.approx(0.2)
+    assert estimate.ci95 == pytest.approx((0.1, 0.3))
+
+
+def test_steps_that_one_arm_lacks_are_left_out_of_the_difference() -> None:
+    assert reward_difference(with_spec_rewards(9, 9, 0.4, 0.6)).value == pytest.approx(0.1)
+
+
+def test_what_a_run_lacks_is_left_out() -> None:
+    alone = result_metrics(ONE_ARM, hours=0.0, gpu_hours=0.0)
+    assert not [name for name in alone if "speedup" in name or "difference" in name or "aime" in name]
+    assert "result/reward_speculative" not in alone
+    assert "result/generation_speedup_low" not in result_metrics(TWO_STEPS, hours=0.0, gpu_hours=0.0)
+    assert result_metrics(LOST, hours=0.0, gpu_hours=0.0)["result/num_speculative_tokens"] == 0
+
+
+@pytest.mark.parametrize("verdict", ["biased", "too weak"])
+def test_any_verdict_but_lossless_is_zero(verdict: str) -> None:
+    record = replace(RECORD, certificate=replace(CERTIFICATE, verdict=verdict))
+    assert result_metrics(record, hours=0.0, gpu_hours=0.0)["result/lossless"] == 0.0
+
+
+def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
+    text = description(RECORD, execution_url="https://flyte/console/x")
+    assert text.startswith("Speculation (eagle3, k = 2) sped rollout generation up 2.00x (95 % interval 2.00 to 3.00)")
+    assert "| generation speedup | 2.00x | 2.00 to 3.00 |" in text.splitlines()
+    assert "| reward, speculative - autoregressive | +0.000 | one step, no interval |" in text.splitlines()
+    assert "| losslessness | lossless |  |" in text.splitlines()
+    assert text.endswith("[The execution in Flyte](https://flyte/console/x)")
+    assert "Flyte" not in description(RECORD)
