@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 200 << 20
 # Ray would give way to every other process: timed work must not.
 _LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+_NUM_STARTS = 3
+_START_TIMED_OUT = "timed out during startup"  # of Ray's error, which has no class of its own
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
 
 
@@ -25,6 +27,9 @@ def connect() -> None:
     """Connect this process to Ray, once: to the cluster that `RAY_ADDRESS` names, else to a local instance.
 
     A local instance takes seconds to start, so the stages of one process share it; it ends with the process.
+
+    Raises:
+        TimeoutError: no local instance started; see `start_patiently`.
     """
     if ray.is_initialized():
         return
@@ -37,7 +42,26 @@ def connect() -> None:
     logger.info("starting Ray")
     for name, value in _LOCAL_RAY.items():
         os.environ.setdefault(name, value)
-    ray.init(include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, _node_ip_address="127.0.0.1", **quiet)
+    local: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    start_patiently(lambda: ray.init(object_store_memory=_OBJECT_STORE_BYTES, **local, **quiet))
+
+
+def start_patiently(start: Callable[[], object]) -> None:
+    """Start a local Ray, again where its processes do not answer within the 30 s that it grants them.
+
+    Raises:
+        TimeoutError: they did not in several attempts.
+    """
+    for attempt in range(1, _NUM_STARTS + 1):
+        try:
+            start()
+        except Exception as error:
+            if _START_TIMED_OUT not in str(error):
+                raise
+            logger.warning("Ray did not start within its 30 s, attempt %d of %d", attempt, _NUM_STARTS)
+        else:
+            return
+    raise TimeoutError(f"Ray must start within 30 s, and in {_NUM_STARTS} attempts it did not: see what else runs here")
 
 
 def actor_environment(own: dict[str, str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from slipstream.types import Workload
 
 # Nothing listens there: points stay in the spool, and no store is set up.
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
-FEW_ROWS = {"data": {"synthetic": {"num_draft_rows": 1800}}}
+FEW_ROWS = {"data": {"synthetic": {"num_draft_rows": 1200}}}
 
 
 def context(root: Path, recipe: Recipe) -> RunContext:
@@ -143,7 +143,7 @@ def test_too_few_draft_prompts_are_refused_before_there_is_a_policy(tmp_path: Pa
     recipe = replace(load_recipe("tiny", workload=Workload.RL_THINK, overrides=FEW_ROWS), tracking=UNTRACKED)
     message = (
         r"draft\.num_prompts \+ draft\.num_heldout_prompts must be <= \d+, the number of distinct prompts in "
-        r"data\.draft_in_domain, got 1152; of 1800 rows read \d+ duplicates were dropped: lower it, or read more rows "
+        r"data\.draft_in_domain, got 1152; of 1200 rows read \d+ duplicates were dropped: lower it, or read more rows "
         r"\(synthetic: raise data\.synthetic\.num_draft_rows;"
     )
     with pytest.raises(ConfigError, match=message):
@@ -154,7 +154,7 @@ def test_check_refuses_too_few_draft_prompts_of_any_workload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
-    values["workloads"]["rl_think"]["data"]["synthetic"]["num_draft_rows"] = 1800
+    values["workloads"]["rl_think"]["data"]["synthetic"]["num_draft_rows"] = 1200
     path = tmp_path / "few.yaml"
     path.write_text(yaml.safe_dump(values))
 

@@ -1,9 +1,43 @@
-"""What a machine is called."""
+"""How a local Ray is started, and what a machine is called."""
 
 from __future__ import annotations
 
+import pytest
+
 from slipstream.workers.calls import Worker, machines
-from slipstream.workers.session import counted, machine
+from slipstream.workers.session import counted, machine, start_patiently
+
+
+class Starting:
+    """A Ray that fails to start as often as told."""
+
+    def __init__(self, num_failures: int, message: str) -> None:
+        self.num_failures, self.message, self.num_starts = num_failures, message, 0
+
+    def __call__(self) -> None:
+        self.num_starts += 1
+        if self.num_starts <= self.num_failures:
+            raise Exception(self.message)
+
+
+def test_a_ray_that_is_slow_to_start_is_started_again() -> None:
+    start = Starting(2, "The current node timed out during startup.")
+    start_patiently(start)
+    assert start.num_starts == 3
+
+
+def test_a_ray_that_never_starts_is_an_error_that_another_attempt_may_outlive() -> None:
+    start = Starting(9, "The current node timed out during startup.")
+    with pytest.raises(TimeoutError, match="must start within 30 s, and in 3 attempts it did not"):
+        start_patiently(start)
+    assert start.num_starts == 3
+
+
+def test_another_error_of_ray_is_raised_at_once() -> None:
+    start = Starting(9, "no such address")
+    with pytest.raises(Exception, match="no such address"):
+        start_patiently(start)
+    assert start.num_starts == 1
 
 
 def test_what_there_is_more_than_once_is_counted() -> None:
