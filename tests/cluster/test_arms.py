@@ -28,7 +28,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def arms(cluster: Cluster) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-") as directory:  # all hosts see it
-        return cluster.call("arms", "train_arms", directory, _LAYOUTS, "split", timeout_s=330)
+        return cluster.call("arms", "train_arms", directory, _LAYOUTS, "split", timeout_s=900)
 
 
 def test_split_learner_and_engines_share_no_host(arms: dict[str, Any]) -> None:

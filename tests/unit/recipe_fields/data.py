@@ -80,7 +80,7 @@ CHECKS = {
     "data.synthetic.min_terms": Check(4, synthetic_corpus),
     "data.synthetic.max_terms": Check(8, synthetic_corpus),
     "data.synthetic.terms_decay": Check(0.5, synthetic_corpus),
-    "data.synthetic.max_term": Check(50, synthetic_corpus),
+    "data.synthetic.max_term": Check(50, synthetic_corpus, {"data.synthetic.one_digit_rate": 0.5}),
     "data.synthetic.one_digit_rate": Check(0.9, synthetic_corpus),
     "data.synthetic.subtraction_rate": Check(0.5, synthetic_corpus),
     "data.synthetic.noise_rate": Check(0.5, synthetic_corpus),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from slipstream.simulator.project.published import project_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
@@ -13,7 +14,7 @@ from slipstream.simulator.project.scenarios import ProjectionRequest
 def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
     from workflows.projection import projection
 
-    path = projection(
+    projected: Any = projection(
         model="mimo-7b",
         hardware="h200",
         num_gpus=64,
@@ -33,6 +34,6 @@ def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
         generation_fraction=0.5,
         mean_tokens=1500.0,
     )
-    assert json.loads(Path(str(path)).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
+    assert json.loads(Path(projected.projection).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
     interface = projection.python_interface  # pyright: ignore[reportFunctionMemberAccess]
     assert all(type(default) in (str, int, float) for default in interface.default_inputs_as_kwargs.values())
