@@ -58,4 +58,6 @@ def _route(experiment_id: str, view: str) -> str:
 def _view(search_filter: str, metrics: Sequence[str], *, params: Sequence[str]) -> str:
     columns = ["attributes.`Duration`", *(f"params.`{name}`" for name in params)]
     columns += [f"metrics.`{name}`" for name in metrics]
-    return json.dumps({"searchFilter": search_filter, "selectedColumns": columns})
+    # Sorted by anything but the start, the table does not fold runs below their parents.
+    order = {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": True}
+    return json.dumps({"searchFilter": search_filter, "selectedColumns": columns, **order})
