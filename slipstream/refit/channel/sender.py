@@ -103,8 +103,8 @@ def open_sender(
         from slipstream.refit.channel import vllm
 
         return vllm.open_ipc(settings, engines=engines, source=source, rank=rank)
+    source.metas()  # collective, so on all ranks or on none: one that gathered alone would wait for ever
     if rank > 0:
-        source.metas()  # as rank 0 does
         return Follower()
     if settings.channel is Channel.NCCL:
         from slipstream.refit.channel import vllm
