@@ -8,6 +8,7 @@ that was killed. Needs the right to make namespaces, util-linux and iproute2.
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import queue
@@ -274,7 +275,10 @@ def _init(name: str, environment: Mapping[str, str]) -> Iterator[int]:
 
 def _host_environment() -> dict[str, str]:
     """What every process of a run's hosts gets: nothing that names a Ray or a place of the machine itself."""
-    kept = sorted({str(path) for path in (ROOT, Path(sys.prefix).resolve()) if path.is_relative_to("/tmp")})
+    # What vLLM has torch compile, 20 s an engine, is kept there; else every engine of every host would compile it anew.
+    compiled = Path("/tmp") / f"torchinductor_{getpass.getuser()}"
+    compiled.mkdir(exist_ok=True)
+    kept = sorted({str(path) for path in (ROOT, Path(sys.prefix).resolve(), compiled) if path.is_relative_to("/tmp")})
     passed_on = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTEST_"))}
     passed_on.pop("TMPDIR", None)
     return {
@@ -282,6 +286,7 @@ def _host_environment() -> dict[str, str]:
         "KEPT": " ".join(kept),
         "SHM_MIB": str(_SHM_MIB),
         "TMP_MIB": str(_TMP_MIB),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

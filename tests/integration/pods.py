@@ -6,6 +6,7 @@ in a pod, and uses another attempt where the error document, or its absence, say
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import subprocess
@@ -135,6 +136,8 @@ class Cluster:
             "FLYTE_AWS_ACCESS_KEY_ID": "key",
             "FLYTE_AWS_SECRET_ACCESS_KEY": "secret",
             "TMPDIR": scratch,
+            # Else each pod would have torch compile what vLLM samples with, for 20 s.
+            "TORCHINDUCTOR_CACHE_DIR": str(Path("/tmp") / f"torchinductor_{getpass.getuser()}"),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
             **self.environment,
         }
