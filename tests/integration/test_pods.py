@@ -66,7 +66,6 @@ def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(tmp_path: Path
     assert json.loads(files["report.json"])["recipe"] == "smoke"
     moved = {node.id: pods.uploaded_bytes(node.id) for node in speculative_rl.nodes}
     assert max(moved.values()) < _MAX_RECORD_BYTES, moved
-    assert not any((pods.directory / attempt.node).exists() for attempt in pods.attempts)
     for attempt in pods.attempts:
-        working = pods.directory / f"{attempt.node}-{attempt.number}"
+        working = pods.directory / pods.execution / f"{attempt.node}-{attempt.number}"
         assert not list(working.iterdir()), f"{attempt.node} left files in its pod"
