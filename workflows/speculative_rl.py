@@ -86,7 +86,7 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
         for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE)
     )
     if CLUSTER.runs_one_at_a_time:
-        baseline >> speculative  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
+        baseline >> speculative  # pyright: ignore[reportUnusedExpression]
     evaluations = [
         evaluate_aime(**shared, data=data, model=model, policy=name)
         .with_overrides(name=f"evaluate {name}", node_name=f"evaluate-{name}")

@@ -91,7 +91,8 @@ class Cluster:
                 return dict(LiteralMap.from_flyte_idl(Proto.FromString(written)).literals)
             if attempt.kind == "NON_RECOVERABLE":
                 break
-        raise TaskFailed(f"{node}: {attempt.kind}: {attempt.message or attempt.log[-3000:]}")
+        last = self.attempts[-1]
+        raise TaskFailed(f"{node}: {last.kind}: {last.message or last.log[-3000:]}")
 
     def uploaded_bytes(self, node: str) -> int:
         """What the pods of a node have put into the object store."""
@@ -199,7 +200,8 @@ def _command(task: Any, node: str, number: int, execution: str) -> list[str]:
         "{{.checkpointOutputPrefix}}": f"s3://{_BUCKET}/checkpoints/{node}/{number}",
         "{{.prevCheckpointPrefix}}": "",
     }
-    program, *arguments = (values.get(word, word) for word in task.get_default_command(settings))
+    words: list[str] = task.get_default_command(settings)
+    program, *arguments = [values.get(word, word) for word in words]
     return [str(Path(sys.executable).with_name(program)), *arguments]
 
 

@@ -26,7 +26,7 @@ def _registered() -> dict[str, Any]:
         project="p", domain="d", version="v", env={}, image_config=ImageConfig(default_image=None, images=[image])
     )
     entities: OrderedDict[Any, Any] = OrderedDict()
-    get_serializable(entities, settings, speculative_rl)  # pyright: ignore[reportArgumentType]
+    get_serializable(entities, settings, speculative_rl)
     found: dict[str, Any] = {"tasks": {}}
     for spec in entities.values():
         if isinstance(spec, TaskSpec):
