@@ -31,6 +31,10 @@ COPY requirements ./requirements
 COPY scripts ./scripts
 RUN scripts/setup.sh --packages-only && rm -rf /root/.cache
 
+# --build-arg GIT_COMMIT=$(git describe --always --dirty --abbrev=12): runs are tagged with it, for an image holds no repository.
+ARG GIT_COMMIT=
+ENV SLIPSTREAM_GIT_COMMIT=$GIT_COMMIT
+
 COPY --chown=flytekit:flytekit . .
 RUN python -m uv pip install --no-cache --no-deps --no-build-isolation --editable .
 

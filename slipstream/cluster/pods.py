@@ -15,7 +15,15 @@ from collections.abc import Sequence
 
 from kubernetes import client as k8s
 
-from slipstream.cluster.profile import CLUSTER_VARIABLE, ClusterProfile, GpuNodes, PodSize, Scheduler, SharedStorage
+from slipstream.cluster.profile import (
+    CLUSTER_VARIABLE,
+    NODE_VARIABLE,
+    ClusterProfile,
+    GpuNodes,
+    PodSize,
+    Scheduler,
+    SharedStorage,
+)
 
 PRIMARY = "primary"
 RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
@@ -107,6 +115,12 @@ def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
     return {"kueue.x-k8s.io/podset-required-topology": label} if label else {}
 
 
+def _own_node() -> k8s.V1EnvVar:
+    """The node that the pod is on: inside it the host's name is the pod's."""
+    field = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")
+    return k8s.V1EnvVar(name=NODE_VARIABLE, value_from=k8s.V1EnvVarSource(field_ref=field))
+
+
 def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = ()) -> k8s.V1PodSpec:
     storage = _storage(profile)
     shared = {
@@ -116,7 +130,7 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
     container = k8s.V1Container(
         name=PRIMARY,
         resources=_resources(size),
-        env=[*(k8s.V1EnvVar(name=name, value=value) for name, value in shared.items()), *env],
+        env=[*(k8s.V1EnvVar(name=name, value=value) for name, value in shared.items()), _own_node(), *env],
         volume_mounts=[k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)],
         security_context=k8s.V1SecurityContext(
             allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"])

@@ -18,6 +18,9 @@ import slipstream
 from slipstream.config import ConfigError, from_mapping, require
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
+NODE_VARIABLE = "SLIPSTREAM_NODE"
+"""Set in a pod from `spec.nodeName`: inside it the host's name is the pod's."""
+
 CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
 """Environment variable that names the profile: at registration, and then in every pod."""
 LOCAL = "local"

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import slipstream
+from slipstream.cluster.profile import NODE_VARIABLE
 
 COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
 """Set in an image when it is built: an image holds no repository."""
-
-NODE_VARIABLE = "SLIPSTREAM_NODE"
-"""Set in a pod from `spec.nodeName`: inside it the host's name is the pod's."""
 
 _IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # set by flytepropeller and flytekit
 _URL_VARIABLE = "FLYTE_EXECUTION_URL"  # set by flytepropeller where the console's address is configured

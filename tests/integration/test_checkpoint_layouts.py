@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
+import random
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +126,15 @@ def _deal_out_optimizer(policy: MegatronPolicy, case: Case) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Free, and below those that the system gives whoever asks for any: some of these are opened a minute later."""
+    ports: list[int] = []
+    for port in random.sample(range(20_000, 32_768), 2000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError(f"{count} free ports are needed, found {ports}")
 
 
 def _model(case: Case, directory: Path) -> Path:
@@ -149,7 +153,13 @@ def _model(case: Case, directory: Path) -> Path:
 def _on_two_ranks(function: Any, *args: Any) -> list[Any]:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         ranks = [pool.submit(function, rank, *args) for rank in range(2)]
-        return [rank.result(timeout=240) for rank in ranks]
+        done, waiting = wait(ranks, timeout=240, return_when=FIRST_EXCEPTION)
+        if waiting:  # for a rank that has failed, or for ever
+            for process in pool._processes.values():
+                process.kill()
+        for rank in done:
+            rank.result()  # the first error, not that of the rank which was killed for it
+        return [rank.result() for rank in ranks]
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from slipstream.stages.origin import COMMIT_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 IMAGES = [ROOT / "Dockerfile", *sorted((ROOT / "images").glob("*.Dockerfile"))]
 images = pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
@@ -55,6 +57,13 @@ def test_image_sets_the_environment_of_scripts_env(image: Path):
     given = {item for name, value in instructions(image) if name == "ENV" for item in value.split()}
     assert wanted - given == {"RAY_AUTH_MODE=disabled"}  # for an instance on the loopback interface alone
     assert not any(item.startswith("RAY_AUTH") for item in given)
+
+
+@images
+def test_image_takes_the_commit_that_its_runs_are_tagged_with(image: Path):
+    found = instructions(image)
+    assert ("ARG", "GIT_COMMIT=") in found
+    assert ("ENV", f"{COMMIT_VARIABLE}=$GIT_COMMIT") in found
 
 
 @images

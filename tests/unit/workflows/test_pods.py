@@ -94,6 +94,7 @@ def test_every_pod_mounts_the_shared_volume_and_knows_its_cluster(registered: Re
             assert {"name": "runs", "mountPath": "/mnt/slipstream"} in primary(pod)["volumeMounts"]
             assert environment(pod)["SLIPSTREAM_CLUSTER"] == profile
             assert environment(pod)["HF_HOME"] == "/mnt/slipstream/hub"
+            assert environment(pod)["SLIPSTREAM_NODE"]["fieldRef"]["fieldPath"] == "spec.nodeName"
 
 
 @on_pods
