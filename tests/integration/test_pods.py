@@ -13,6 +13,7 @@ from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
 
+_MAX_REPORT_BYTES = 1_000_000  # a page with its figures in it
 _MAX_RECORD_BYTES = 200_000  # of a task's records; the data, with prompts and tokenizer, has the most
 
 
@@ -65,6 +66,7 @@ def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(tmp_path: Path
     assert set(files) == {"report.html", "report.json", "run.json", "deliverable.json"}
     assert json.loads(files["report.json"])["recipe"] == "smoke"
     moved = {node.id: pods.uploaded_bytes(node.id) for node in speculative_rl.nodes}
+    assert moved.pop("report-speedup") < _MAX_REPORT_BYTES
     assert max(moved.values()) < _MAX_RECORD_BYTES, moved
     for attempt in pods.attempts:
         working = pods.directory / pods.execution / f"{attempt.node}-{attempt.number}"
