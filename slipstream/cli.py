@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--experiment", default=None, help="of this one alone; default: of all")
     compare.add_argument("--runs", nargs="+", default=[], metavar="EXECUTION", help="these, in this order")
     _add_store(compare)
-    compare.add_argument("--html", default="comparison.html", help="the page that is written")
+    compare.add_argument(
+        "--html", default=None, help="the page that is written; default: comparison.html in --run-root"
+    )
     compare.set_defaults(run=_compare)
     views = commands.add_parser("views", help="the addresses of MLflow's tables of executions and arms")
     _add_store(views)
@@ -210,7 +212,8 @@ def _compare(options: argparse.Namespace) -> int:
         return 1
     require(bool(executions), "experiment", "must have executions", options.experiment, f"none is on {uri}")
     print(comparison_table(executions))
-    print(f"\npage: {write_comparison(executions, Path(options.html), uri=uri)}")
+    page = Path(options.html or f"{options.run_root}/comparison.html")
+    print(f"\npage: {write_comparison(executions, page, uri=uri)}")
     return 0
 
 

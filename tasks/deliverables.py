@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -45,9 +44,8 @@ def model_of(context: RunContext, directory: FlyteDirectory) -> Path:
     name = hashlib.sha256(folder.uri.encode()).hexdigest()[:16]
     target = Path(context.root) / context.execution / "received" / name
     if not target.is_dir():
-        part = target.with_suffix(f".{os.getpid()}.part")
-        folder.fetch("", part)
-        part.rename(target)
+        with deliverables.put(target) as part:
+            folder.fetch("", part)
     return target
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
 from slipstream.stages.support import draft_model, recipe_engine, settled, tracked, versions
-from slipstream.types import Dtype
+from slipstream.types import Dtype, Prompt
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
@@ -53,40 +54,23 @@ def certify_losslessness(
     directory = context.directory(_NODE)
     check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
     prompts = read_prompt_sets(data).train
-    config, sampling = recipe.losslessness, recipe.sampling
-    batch = min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size)
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": str(k)}) as tracker:
-        samples: list[Sample] = []
-        for num_tokens, start in ((k, policy), (0, trained)):
-            with (
-                recipe_engine(recipe, start, draft, num_tokens) as engine,
-                progress(f"{_NODE} k={num_tokens}", total=config.num_tokens, unit="token") as bar,
-            ):
-                engine.refit(trained, policy_version=recipe.grpo.num_steps)
-                seed = config.seed + len(samples) * (config.num_tokens + 1)  # engines must not share their randomness
-                samples.append(
-                    draw(
-                        engine,
-                        prompts,
-                        config=config,
-                        sampling=sampling,
-                        batch=batch,
-                        seed=seed,
-                        on_drawn=bar.advance,
-                    )
-                )
-            logger.info("certify_losslessness: k=%d drew %d tokens", num_tokens, samples[-1].num_tokens)
-        logger.info("certify_losslessness: the learner judges %d responses", sum(len(s.traces) for s in samples))
+        # The engines must not share their randomness.
+        speculative = _drawn(recipe, policy, trained, draft, k, prompts, seed=recipe.losslessness.seed)
+        seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
+        baseline = _drawn(recipe, trained, trained, draft, 0, prompts, seed=seed)
+        num_responses = len(speculative.traces) + len(baseline.traces)
+        logger.info("certify_losslessness: the learner judges %d responses", num_responses)
         with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
             learner.load(trained, None)
             record = certify(
-                samples[0],
-                samples[1],
+                speculative,
+                baseline,
                 learner,
-                config=config,
-                sampling=sampling,
+                config=recipe.losslessness,
+                sampling=recipe.sampling,
                 subject=Subject(
                     num_speculative_tokens=k,
                     policy_fingerprint=directory_fingerprint(trained),
@@ -102,6 +86,29 @@ def certify_losslessness(
         tracker.log_artifact(write_record(record, directory / "certificate.json"))
     logger.info("certify_losslessness: %s: %s", record.verdict, record.reason)
     return directory
+
+
+def _drawn(  # what an engine is made of
+    recipe: Recipe, start: Path, trained: Path, draft: Path, k: int, prompts: Sequence[Prompt], *, seed: int
+) -> Sample:
+    """What an engine with k draft tokens, started with one policy and refitted to the trained one, says."""
+    config = recipe.losslessness
+    with (
+        recipe_engine(recipe, start, draft, k) as engine,
+        progress(f"{_NODE} k={k}", total=config.num_tokens, unit="token") as bar,
+    ):
+        engine.refit(trained, policy_version=recipe.grpo.num_steps)
+        sample = draw(
+            engine,
+            prompts,
+            config=config,
+            sampling=recipe.sampling,
+            batch=min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size),
+            seed=seed,
+            on_drawn=bar.advance,
+        )
+    logger.info("certify_losslessness: k=%d drew %d tokens", k, sample.num_tokens)
+    return sample
 
 
 def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:

@@ -81,7 +81,7 @@ def deliver(
     root = Path(context.root)
     kept = tuple(_keep(root, directory, at) for at in weights)
     target = root / context.execution / "deliverables" / node
-    with _put(target, replace=True) as folder:
+    with put(target, replace=True) as folder:
         paths = sorted({path for pattern in records for path in directory.glob(pattern) if path.is_file()})
         assert paths, f"{directory} has no {' or '.join(records)}"
         for path in paths:
@@ -122,7 +122,7 @@ def assemble(context: RunContext, records: Path, fetch: Fetch) -> Path:
     target = root / context.execution / "received" / name
     if target.is_dir():
         return target
-    with _put(target) as view:
+    with put(target) as view:
         for record in contents:
             (view / record).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(records / record, view / record)
@@ -151,7 +151,7 @@ def _keep(root: Path, directory: Path, at: str) -> Weights:
     size = sum((source / name).stat().st_size for name in contents)
     model = Weights(at=at, identity=identity, num_bytes=size)
     if not _stored(root, model).is_dir():
-        with _put(_stored(root, model)) as folder:
+        with put(_stored(root, model)) as folder:
             for name in contents:
                 _link(source / name, folder / name)
     return model
@@ -168,7 +168,7 @@ def _ensure(root: Path, model: Weights, fetch: Fetch | None) -> None:
     fix = "mount the same storage at the same path in every pod, or set upload_weights in the cluster profile"
     require(fetch is not None, "run_root", "must be storage that every task sees", stored, fix)
     assert fetch is not None
-    with _put(stored) as folder:
+    with put(stored) as folder:
         fetch(f"{WEIGHTS}/{model.identity}", folder)
         got = _digest(_contents(folder))
         require(got == model.identity, "weights", f"must be those of {model.identity}", got, "upload them again")
@@ -179,7 +179,7 @@ def _stored(root: Path, model: Weights) -> Path:
 
 
 @contextmanager
-def _put(target: Path, *, replace: bool = False) -> Iterator[Path]:
+def put(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A path to make a directory at, which then becomes `target` in one rename.
 
     What is there already stays, for it has the same content and is in use, unless it is to be replaced.

@@ -1,0 +1,66 @@
+"""What every task and workflow is declared with: read off the registered objects, for a pod meets nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from flytekit import WorkflowFailurePolicy
+from flytekit.core.python_function_task import PythonFunctionTask
+
+import tasks
+from slipstream.stages.context import RunContext
+from tasks import deliverables as handover
+from tasks.fail_run import fail_run
+from tasks.recoverable import recoverable
+from tasks.resources import CLUSTER
+from workflows.speculative_rl import speculative_rl
+
+_ATTEMPT = recoverable(lambda: None).__code__
+
+
+def _declared() -> list[PythonFunctionTask]:
+    """Every task that a module of `tasks` defines."""
+    modules = (importlib.import_module(f"tasks.{module.name}") for module in pkgutil.iter_modules(tasks.__path__))
+    entities = (entity for module in modules for entity in vars(module).values())
+    found = {entity.name: entity for entity in entities if isinstance(entity, PythonFunctionTask)}
+    return [found[name] for name in sorted(found)]
+
+
+TASKS = _declared()
+
+
+def test_the_tasks_are_found() -> None:
+    assert len(TASKS) >= 13
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name.rpartition(".")[2])
+def test_every_task_says_which_failures_another_attempt_may_outlive(task: PythonFunctionTask) -> None:
+    assert task.task_function.__code__ is _ATTEMPT
+
+
+def test_a_failed_node_of_the_chain_ends_no_other_and_the_run_is_closed() -> None:
+    speculative_rl.compile()
+
+    assert speculative_rl.failure_node is not None
+    assert speculative_rl.failure_node.flyte_entity is fail_run
+    assert speculative_rl.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_the_profile_decides_whether_weights_are_handed_on_as_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upload: bool
+) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "model.safetensors").write_text("0123456789")
+    (tmp_path / "arm.json").write_text("{}")
+    monkeypatch.setattr(handover, "CLUSTER", replace(CLUSTER, upload_weights=upload))
+    context = RunContext(execution="e", root=str(tmp_path / "runs"), experiment="x", workload="rl_zero")
+
+    folder = handover.handed_on(context, "train_grpo", tmp_path, records=("arm.json",), weights=("policy",))
+
+    names = {path.name for path in Path(str(folder.path)).rglob("*") if path.is_file()}
+    assert names == {"arm.json", "deliverable.json"} | ({"model.safetensors"} if upload else set())
