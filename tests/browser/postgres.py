@@ -30,7 +30,7 @@ def programs() -> Path | None:
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
-    """Its address as SQLAlchemy takes it; the data are gone afterwards."""
+    """Its address as SQLAlchemy takes it, driver included: its default is another one. The data are gone afterwards."""
     folder = programs()
     assert folder is not None
     with tempfile.TemporaryDirectory(prefix="slipstream-postgres-") as name:  # pytest's are closed to other users
@@ -46,7 +46,7 @@ def postgres_server() -> Iterator[str]:
         server = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **owner)
         try:
             _wait_for(folder, server, port)
-            yield f"postgresql://{_USER}@127.0.0.1:{port}/postgres"
+            yield f"postgresql+psycopg2://{_USER}@127.0.0.1:{port}/postgres"
         finally:
             server.send_signal(signal.SIGINT)  # a fast shutdown: clients are cut off
             server.wait(30)

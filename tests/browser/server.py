@@ -51,10 +51,11 @@ def served(root: Path, store: str) -> Iterator[Served]:
             start_new_session=True,
         )
         try:
-            _wait_for(f"{address}/health", server)
+            _wait_for(f"{address}/health", server, root / "server.log")
             yield Served(uri=store, address=address)
         finally:
-            os.killpg(server.pid, signal.SIGKILL)  # the server's own workers too
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)  # the server's own workers too
             server.wait(30)
 
 
@@ -91,10 +92,10 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
-        assert server.poll() is None, "the server ended; see server.log"
+        assert server.poll() is None, f"the server ended:\n{log.read_text()[-2000:]}"
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
