@@ -1,17 +1,15 @@
-"""Summaries of repeated measurements: percentiles, ratios of two arms with a bootstrap interval, prediction intervals.
+"""Summaries of repeated timings: percentiles, and ratios of two arms with a bootstrap interval.
 
 Legend: `N` steps of the baseline, `M` steps of the candidate, `R` resamples.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 Statistic = Callable[..., NDArray[np.float64]]
 """Reduces the last axis, as `np.median` and `np.mean` do with `axis=-1`."""
@@ -102,27 +100,6 @@ def bootstrap_difference(
     indices_RN = np.random.default_rng(seed).integers(len(differences_N), size=(num_resamples, len(differences_N)))
     low, high = np.percentile(differences_N[indices_RN].mean(axis=-1), [2.5, 97.5])
     return Estimate(value=value, ci95=(float(low), float(high)))
-
-
-def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
-    """Where one further value lies with probability `level`, if all are drawn from one normal distribution.
-
-    mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
-    with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.
-
-    Raises:
-        ValueError: fewer than two values, or a level outside (0, 1).
-    Source:
-        Hahn and Meeker, Statistical Intervals (1991), chapter 4: prediction interval for one future observation.
-    """
-    if len(values_N) < 2:
-        raise ValueError(f"values must hold at least two observations, got {len(values_N)}")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
-    values = np.asarray(values_N, dtype=np.float64)
-    quantile = special.stdtrit(len(values) - 1, (1 + level) / 2)
-    half = quantile * float(values.std(ddof=1)) * math.sqrt(1 + 1 / len(values))
-    return float(values.mean() - half), float(values.mean() + half)
 
 
 def amdahl(share: float, speedup: float) -> float:

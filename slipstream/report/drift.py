@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
 from slipstream.recipe import OPERATION
 from slipstream.records import DriftFinding, DriftRecord, RunRecord
-from slipstream.statistics import prediction_interval
 from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"
@@ -87,6 +87,27 @@ def comparable(subject: Subject, executions: Iterable[Execution], config: DriftC
         newest.setdefault(_seeds(execution.params), execution)
     chosen = own if len(own) >= min(config.min_executions, len(newest)) else list(newest.values())
     return chosen[: config.num_executions]
+
+
+def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
+    """Where one further value lies with probability `level`, if all are drawn from one normal distribution.
+
+    mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
+    with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.
+
+    Raises:
+        ValueError: fewer than two values, or a level outside (0, 1).
+    Source:
+        Hahn and Meeker, Statistical Intervals (1991), chapter 4: prediction interval for one future observation.
+    """
+    if len(values_N) < 2:
+        raise ValueError(f"values must hold at least two observations, got {len(values_N)}")
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    values = np.asarray(values_N, dtype=np.float64)
+    quantile = special.stdtrit(len(values) - 1, (1 + level) / 2)
+    half = quantile * float(values.std(ddof=1)) * math.sqrt(1 + 1 / len(values))
+    return float(values.mean() - half), float(values.mean() + half)
 
 
 def drift_metrics(drift: DriftRecord) -> dict[str, float]:

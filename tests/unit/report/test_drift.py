@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.records import DriftRecord
-from slipstream.report.drift import Subject, comparable, drift_metrics, drift_tags, find_drift, hardware
+from slipstream.report.drift import (
+    Subject,
+    comparable,
+    drift_metrics,
+    drift_tags,
+    find_drift,
+    hardware,
+    prediction_interval,
+)
 from slipstream.report.page import render
 from slipstream.report.reference import read_reference
 from slipstream.tracking import DriftConfig, Execution
@@ -45,6 +55,58 @@ def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
 def judged(value: float, earlier: list[float], *, config: DriftConfig = CONFIG, name: str = "step_speedup") -> Any:
     (finding,) = find_drift(subject(**{name: value}), before(earlier, name), config).findings
     return finding
+
+
+def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
+    # [1, 2, 3]: mean 2, s 1, t of 2 degrees of freedom 4.3027 at 95 %: 2 -+ 4.3027 sqrt(4 / 3) = 2 -+ 4.9683.
+    assert prediction_interval([1.0, 2.0, 3.0], level=0.95) == pytest.approx((-2.9683, 6.9683), abs=1e-4)
+    # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
+    assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
+
+
+def test_a_prediction_interval_of_equal_values_has_no_width() -> None:
+    assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)
+
+
+def test_a_prediction_interval_holds_the_next_value_as_often_as_its_level_says() -> None:
+    random = np.random.default_rng(11)
+    hits = 0
+    for _ in range(500):
+        *earlier, following = random.normal(2.0, 0.3, 6).tolist()
+        low, high = prediction_interval(earlier, level=0.9)
+        hits += low <= following <= high
+    assert 430 <= hits <= 470  # 450, with a standard deviation of 6.7
+
+
+@given(
+    st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=12),
+    st.floats(0.01, 100.0),
+    st.floats(-50.0, 50.0),
+    st.floats(0.05, 0.98),
+)
+def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_their_order(
+    values: list[float], factor: float, shift: float, level: float
+) -> None:
+    low, high = prediction_interval(values, level=level)
+    moved = prediction_interval([factor * value + shift for value in reversed(values)], level=level)
+    assert moved == pytest.approx((factor * low + shift, factor * high + shift), rel=1e-6, abs=1e-6)
+    assert low <= np.mean(values) + 1e-9 and np.mean(values) - 1e-9 <= high
+    wider = prediction_interval(values, level=level + 0.01)
+    assert wider[0] <= low + 1e-9 and high <= wider[1] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "level", "message"),
+    [
+        ([1.0], 0.95, "values must hold at least two observations, got 1"),
+        ([1.0, 2.0], 0.0, "level must lie between 0 and 1, got 0.0"),
+        ([1.0, 2.0], 1.0, "level must lie between 0 and 1, got 1.0"),
+    ],
+)
+def test_what_no_prediction_interval_can_be_had_of_is_refused(values: list[float], level: float, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prediction_interval(values, level=level)
+    assert str(caught.value) == message
 
 
 def test_a_band_is_the_prediction_interval_of_the_executions_before() -> None:
