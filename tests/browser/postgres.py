@@ -60,7 +60,7 @@ def _owner() -> dict[str, Any]:
     return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
 
 
-def _wait_for(folder: Path, server: subprocess.Popen[bytes], port: int) -> None:
+def _wait_for(folder: Path, server: subprocess.Popen[Any], port: int) -> None:
     ask = [str(folder / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
     deadline_s = time.monotonic() + _START_S
     while subprocess.run(ask, check=False).returncode != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,10 @@ def subject(**results: float) -> Subject:
 
 
 def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
+    return with_results(name, results, seed=seed)
+
+
+def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
     return Execution(
         run_id=name,
         name=name,
@@ -49,7 +54,7 @@ def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
 
 
 def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
-    return [execution(f"e{index}", **{name: value}) for index, value in enumerate(values)]
+    return [with_results(f"e{index}", {name: value}) for index, value in enumerate(values)]
 
 
 def judged(value: float, earlier: list[float], *, config: DriftConfig = CONFIG, name: str = "step_speedup") -> Any:
@@ -226,7 +231,7 @@ def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
     alarms = 0
     for _ in range(400):
         drawn = [dict(zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
-        earlier = [execution(str(i), **values) for i, values in enumerate(drawn[1:])]
+        earlier = [with_results(str(i), values) for i, values in enumerate(drawn[1:])]
         alarms += bool(find_drift(subject(**drawn[0]), earlier, config).outside)
     # 1 - (1 - 0.2 / 4)^4 = 0.185 of 400 are 74, with a standard deviation of 7.8.
     assert 50 <= alarms <= 98

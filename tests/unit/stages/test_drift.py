@@ -14,6 +14,7 @@ from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift import DriftError, drift_of, require_no_drift
 from slipstream.stages.execution import end_reported_execution
+from slipstream.stages.fail_run import fail_run
 from slipstream.stages.start_run import start_run
 from slipstream.tracking import TrackingConfig, read_executions, store_uri
 from slipstream.tracking.config import DriftConfig
@@ -66,6 +67,15 @@ def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_wha
     assert (run.metrics["drift/num_outside"], run.metrics["drift/generation_speedup"]) == (3.0, -1.0)
     assert run.tags["hardware"] == "2 cores <no GPU>"
     assert run.status == "FINISHED"
+
+    # The alert ends the run as failed; its results stay, and count for the next.
+    fail_run(tmp_path, "tiny-3", node="require-no-drift", message=f"DriftError: {drift.summary}")
+    (run,) = read_executions(store_uri(TrackingConfig(), tmp_path), names=["tiny-3"])
+    assert (run.status, run.tags["failed.node"]) == ("FAILED", "require-no-drift")
+    assert run.metrics["result/generation_speedup"] == 1.0
+    drift, _, _ = execute(tmp_path, "tiny-4", RECORD)
+    assert drift.executions == ("tiny-3", "tiny-2", "tiny-1", "tiny-0")
+    assert drift.outside == ()  # the spread has it
 
 
 def test_a_store_that_cannot_be_read_is_said_so_and_sinks_nothing(tmp_path: Path) -> None:
