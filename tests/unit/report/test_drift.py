@@ -226,7 +226,7 @@ def test_what_drifted_is_named_with_its_value_and_band() -> None:
 
 def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
     random = np.random.default_rng(3)
-    names = ("step_speedup", "generation_speedup", "mean_acceptance_length", "reward_speculative")
+    names: tuple[str, ...] = ("step_speedup", "generation_speedup", "mean_acceptance_length", "reward_speculative")
     config = replace(CONFIG, false_alarm_rate=0.2, min_change=0.0)
     alarms = 0
     for _ in range(400):
