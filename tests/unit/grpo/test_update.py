@@ -88,9 +88,9 @@ def test_one_update_may_leave_the_logprobs_to_its_own_pass_and_two_may_not() -> 
 
 def test_a_ranks_part_is_its_rollouts_in_arrays() -> None:
     part = part_of(UPDATE, [4, 1])
-    assert [row.tolist() for row in part.batch.token_ids] == [[4, 7, 2], [1, 7, 2]]
+    assert [np.asarray(row).tolist() for row in part.batch.token_ids] == [[4, 7, 2], [1, 7, 2]]
     assert part.batch.prompt_lengths == [2, 1]
-    assert [row.tolist() for row in part.batch.rollout_logprobs] == [[-0.5, -4.0], [-0.5, -1.0]]
+    assert [np.asarray(row).tolist() for row in part.batch.rollout_logprobs] == [[-0.5, -4.0], [-0.5, -1.0]]
     assert part.batch.advantages == [4.0, 1.0]
     assert part.trainer_logprobs is not None and part.ref_logprobs is not None
     assert [row.tolist() for row in part.trainer_logprobs] == [[-4.0, -4.0], [-1.0, -1.0]]
