@@ -226,11 +226,11 @@ def test_what_drifted_is_named_with_its_value_and_band() -> None:
 
 def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
     random = np.random.default_rng(3)
-    names: tuple[str, ...] = ("step_speedup", "generation_speedup", "mean_acceptance_length", "reward_speculative")
+    names = ("step_speedup", "generation_speedup", "mean_acceptance_length", "reward_speculative")
     config = replace(CONFIG, false_alarm_rate=0.2, min_change=0.0)
     alarms = 0
     for _ in range(400):
-        drawn = [dict(zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
+        drawn = [dict[str, float](zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
         earlier = [with_results(str(i), values) for i, values in enumerate(drawn[1:])]
         alarms += bool(find_drift(subject(**drawn[0]), earlier, config).outside)
     # 1 - (1 - 0.2 / 4)^4 = 0.185 of 400 are 74, with a standard deviation of 7.8.
