@@ -36,7 +36,7 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
 
 @task(**on_cpus(CHECKING))
 @recoverable
-def fail_certificate(
+def fail_certificate(  # noqa: PLR0913  # as above
     policy: FlyteDirectory,
     draft: FlyteDirectory,
     recipe: str,

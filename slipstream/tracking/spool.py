@@ -120,7 +120,9 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _without_defaults(event: Event) -> Mapping[str, Any]:
-    values = {name: value for name, value in asdict(event).items() if value not in (None, "", {}) and value is not False}
+    values = {
+        name: value for name, value in asdict(event).items() if value not in (None, "", {}) and value is not False
+    }
     if event.kind != "metrics":
         del values["step"]
     return values

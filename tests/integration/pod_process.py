@@ -1,6 +1,6 @@
 """The process of a pod: forked from a server that has imported the packages which tasks import, 10 s each time else.
 
-None of our modules is imported before the fork, so that each is read under the pod's own environment, as in a container.
+None of our modules is imported before the fork: each is read under the pod's own environment, as in a container.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IMPORTED = (
     "mlflow.store.tracking.sqlalchemy_store",
     "tests.integration.pod_process",
 )
-_POLL_S = 0.001
+_OFTEN_S = 0.02
 _CLONE_NEWNS = 0x00020000  # of sched.h
 
 
@@ -51,12 +51,12 @@ class Running:
     pod: Pod
     process: BaseProcess
 
-    def wait_until(self, is_so: Callable[[], bool]) -> bool:
+    def wait_until(self, is_so: Callable[[], bool], *, every_s: float = _OFTEN_S) -> bool:
         """Wait for something to happen; False if the pod ended before."""
         while self.process.is_alive():
             if is_so():
                 return True
-            time.sleep(_POLL_S)
+            time.sleep(every_s)
         return False
 
     def says(self, text: str) -> bool:
@@ -78,6 +78,7 @@ def server() -> ForkServerContext:
 
 def start(pod: Pod) -> Running:
     """Start a pod in a process of its own."""
+    pod.log.touch()  # a watcher may read it before the pod writes
     process = server().Process(target=_execute, args=(pod,), daemon=True)
     process.start()
     return Running(pod=pod, process=process)

@@ -30,16 +30,16 @@ _RECIPE: dict[str, Any] = {
     "learner": {"max_restarts": 0, "dtype": "float32"},
     "grpo": {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 2},
     "draft": {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "checkpoint_every_steps": 2},
-    # The policy learns to box a digit, which is right now and then: without rewards that differ no step would learn.
+    # The policy learns to box a number, which is right now and then: without rewards that differ no step would learn.
     "policy": {"scratch": {"num_steps": 40}},
+    "sampling": {"max_response_tokens": 32},
     "data": {
         "synthetic": {
             "num_train_problems": 40,
             "num_draft_rows": 60,
             "min_terms": 2,
             "max_terms": 3,
-            "subtraction_rate": 1.0,
-            "careless_rate": 1.0,
+            "careless_rate": 0.0,
         }
     },
     "tracking": {"replay_every_s": 1.0},
@@ -150,7 +150,8 @@ def _kills_all(checkpoint: Path) -> Watcher:
         assert pod.wait_until(lambda: pod.says("going on from step")), pod.pod.log.read_text()[-3000:]
         learners = ray_processes("LearnerProcess", of=pod)
         assert learners
-        assert pod.wait_until(checkpoint.is_dir), f"{checkpoint} was never begun: {pod.pod.log.read_text()[-3000:]}"
+        was_begun = pod.wait_until(checkpoint.is_dir, every_s=0.001)  # it is there for milliseconds
+        assert was_begun, f"{checkpoint} was never begun: {pod.pod.log.read_text()[-3000:]}"
         for pid in learners:
             os.kill(pid, signal.SIGKILL)
         pod.kill()

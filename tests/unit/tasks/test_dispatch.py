@@ -21,13 +21,23 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
+from slipstream.cluster.preflight.inside import PreflightRecord
+from slipstream.cluster.preflight.needs import Finding, State
+from slipstream.cluster.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, write_recipe
+from slipstream.records import write_record
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm, Workload
 from tests.unit.tasks.declared import declared_tasks
 
 TASKS = declared_tasks()
 LENGTH = 7
+FOUND = PreflightRecord(
+    cluster="gb200",
+    namespace="n",
+    findings=(Finding(what="quota", found="none", needed="room", state=State.MISSING, fix="raise it"),),
+)
+_FILES = {"recipe": "recipe.yaml", "findings": "findings.json"}  # by input
 _MARK = "made_by.json"  # in each input: its name
 
 
@@ -58,6 +68,9 @@ class Stages:
             fail_run=self._fail_run,
             require_lossless=self._require_lossless,
             tuned_length=self._tuned_length,
+            preflight=self._preflight,
+            require_ready=self._require_ready,
+            PreflightRecord=PreflightRecord,
         )
 
     def _writes(self, names: tuple[str, ...]) -> Callable[..., Path]:
@@ -82,6 +95,13 @@ class Stages:
 
     def _require_lossless(self, certificate: Path) -> None:
         self.seen["certificate"] = _read(certificate)
+
+    def _preflight(self, profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
+        self.seen |= {"cluster": profile.name, "root": root, "timeout_s": timeout_s}
+        return FOUND
+
+    def _require_ready(self, record: PreflightRecord) -> None:
+        self.seen["findings"] = record
 
     def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
         self.seen["tuning"] = _read(tuning)
@@ -128,9 +148,7 @@ _FAILED = {"node": "train-speculative", "message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
 CASES = {
-    "start_run": Case(
-        values=_FORM, seen={"recipe": "tiny", "workload": Workload.RL_THINK}, handed_on=("recipe.yaml",)
-    ),
+    "start_run": Case(values=_FORM, seen={"recipe": "tiny", "workload": Workload.RL_THINK}, handed_on=("recipe.yaml",)),
     "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
     "prepare_data_for": Case(
         seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
@@ -169,6 +187,10 @@ CASES = {
     ),
     "fail_run": Case(values=_FORM, seen=_FAILED, handed_on=()),
     "fail_certificate": Case(values=_FORM, seen=_FAILED, handed_on=()),
+    "preflight": Case(
+        values={"timeout_s": 2.0}, seen={"cluster": "local", "timeout_s": 2.0}, handed_on=("findings.json",)
+    ),
+    "require_ready": Case(seen={"findings": FOUND}, handed_on=()),
     "project_request": Case(
         values={
             "model": "qwen3-8b",
@@ -213,7 +235,8 @@ def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
 def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, root: Path) -> dict[str, Any]:
     """For each input its value, or a file or folder in the store."""
     files = fsspec.filesystem("memory")
-    files.pipe_file(f"{store}/in/recipe.yaml", stages.recipe.read_bytes())
+    for path in (stages.recipe, write_record(FOUND, root.parent / "findings.json")):
+        files.pipe_file(f"{store}/in/{path.name}", path.read_bytes())
     given: dict[str, Any] = {}
     for name, kind in task.python_interface.inputs.items():
         if kind in (FlyteDirectory, list[FlyteDirectory]):
@@ -222,7 +245,7 @@ def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, ro
             folder = FlyteDirectory.from_source(f"{store}/in/{name}")
             given[name] = folder if kind is FlyteDirectory else [folder, folder]
         elif kind is FlyteFile:
-            given[name] = FlyteFile.from_source(f"{store}/in/recipe.yaml")
+            given[name] = FlyteFile.from_source(f"{store}/in/{_FILES[name]}")
         else:
             given[name] = {"context": _context(root), "run_root": str(root), **case.values}[name]
     return given
