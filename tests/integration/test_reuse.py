@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ class Executions:
         from tasks.tune_draft_length import tune_draft_length
 
         self.monkeypatch.setenv(EXECUTION_VARIABLE, name)
-        started = start_run(
+        # flytekit types what a task gives as all that it may give anywhere.
+        started: Any = start_run(
             recipe=str(self.recipe),
             workload=Workload.RL_ZERO,
             num_steps=0,
@@ -44,11 +46,12 @@ class Executions:
             reuse_stored=True,
         )
         shared = {"context": started.context, "recipe": started.recipe}
-        data = prepare_data(**shared).data
-        policy = prepare_policy(**shared, data=data).policy
-        draft = pretrain_draft(**shared, policy=policy, data=data).draft
+        prepared: Any = prepare_data(**shared)
+        made: Any = prepare_policy(**shared, data=prepared.data)
+        models = {"policy": made.policy, "data": prepared.data}
+        trained: Any = pretrain_draft(**shared, **models)
         if measures:
-            tune_draft_length(**shared, policy=policy, data=data, draft=draft)
+            tune_draft_length(**shared, **models, draft=trained.draft)
 
     def makers(self, name: str) -> dict[str, str]:
         """Which execution made what the execution `name` uses, by stage."""
