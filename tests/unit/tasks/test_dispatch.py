@@ -60,13 +60,14 @@ class Stages:
             "certify_losslessness": ("certificate.json",),
             "certify_alone": ("certificate.json",),
             "project_speedup": ("projection.json",),
-            "report_speedup": ("report.html", "report.json", "run.json"),
+            "report_speedup": ("report.html", "report.json", "run.json", "drift.json"),
         }
         return SimpleNamespace(
             **{name: self._writes(names) for name, names in written.items()},
             start_run=self._start_run,
             fail_run=self._fail_run,
             require_lossless=self._require_lossless,
+            require_no_drift=self._require_no_drift,
             tuned_length=self._tuned_length,
             preflight=self._preflight,
             require_ready=self._require_ready,
@@ -95,6 +96,9 @@ class Stages:
 
     def _require_lossless(self, certificate: Path) -> None:
         self.seen["certificate"] = _read(certificate)
+
+    def _require_no_drift(self, recipe: Recipe, report: Path) -> None:
+        self.seen |= {"drift of": recipe.name, "report": _read(report)}
 
     def _preflight(self, profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
         self.seen |= {"cluster": profile.name, "root": root, "timeout_s": timeout_s}
@@ -176,6 +180,7 @@ CASES = {
         values={"k": 3}, seen={**_marks("policy", "data", "draft"), "k": 3}, handed_on=(_CERTIFICATE, _DELIVERED)
     ),
     "require_lossless": Case(seen=_marks("certificate"), handed_on=()),
+    "require_no_drift": Case(seen={"drift of": "tiny", **_marks("report")}, handed_on=()),
     "project_speedup": Case(seen={**_marks("tuning"), **_ARMS}, handed_on=(_DELIVERED, "projection.json")),
     "report_speedup": Case(
         seen={
@@ -183,7 +188,7 @@ CASES = {
             **_ARMS,
             "evaluations": ["evaluations", "evaluations"],
         },
-        handed_on=(_DELIVERED, "report.html", "report.json", "run.json"),
+        handed_on=(_DELIVERED, "drift.json", "report.html", "report.json", "run.json"),
     ),
     "fail_run": Case(values=_FORM, seen=_FAILED, handed_on=()),
     "fail_certificate": Case(values=_FORM, seen=_FAILED, handed_on=()),
