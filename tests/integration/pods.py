@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,13 +60,14 @@ class Cluster:
     execution: str
     environment: dict[str, str] = field(default_factory=dict)
     ray_address: str = ""  # of a Ray that outlives the pods; empty: each starts its own
+    num_at_once: int = 2  # pods; each starts on one core, for as long as it works
     attempts: list[Attempt] = field(default_factory=list)
 
     def execute(self, workflow: Any, inputs: Mapping[str, Any], *, last: str = "") -> dict[str, dict[str, Any]]:
-        """Run the nodes of `workflow`, one after the other; outputs of each node as literals, by node and name.
+        """Run each node of `workflow` as soon as its inputs are there; outputs as literals, by node and name.
 
         Args:
-            last: the node to stop after; empty runs all.
+            last: the node to stop after, in the order in which they are written; empty runs all.
         Raises:
             TaskFailed: a task failed, and no attempt is left.
         """
@@ -77,11 +79,17 @@ class Cluster:
         given = {name: inputs.get(name, default) for name, (_, default) in known.items()}
         types = {name: kind for name, (kind, _) in known.items()}
         literals = {_START: dict(TypeEngine.dict_to_literal_map(context, given, types).literals)}
-        for node in workflow.nodes:
-            bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
-            literals[node.id] = self.run(node.flyte_entity, bound, node=node.id)
-            if node.id == last:
-                break
+        ids = [node.id for node in workflow.nodes]
+        waiting = workflow.nodes[: ids.index(last) + 1] if last else list(workflow.nodes)
+        running: dict[Future[dict[str, Any]], str] = {}
+        with ThreadPoolExecutor(self.num_at_once) as pool:
+            while waiting or running:
+                for node in [node for node in waiting if _is_ready(node, literals)]:
+                    waiting.remove(node)
+                    bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
+                    running[pool.submit(self.run, node.flyte_entity, bound, node=node.id)] = node.id
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    literals[running.pop(done)] = done.result()
         return literals
 
     def run(
@@ -223,6 +231,10 @@ def _command(task: Any, node: str, number: int, execution: str) -> list[str]:
     words: list[str] = task.get_default_command(settings)
     assert words[0] == "pyflyte-execute"
     return [values.get(word, word) for word in words]
+
+
+def _is_ready(node: Any, literals: Mapping[str, Any]) -> bool:
+    return all(upstream.id in literals for upstream in node.upstream_nodes)
 
 
 def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:
