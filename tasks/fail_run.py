@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flytekit import task
+from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from slipstream import logs
@@ -30,10 +31,32 @@ def fail_run(  # noqa: PLR0913  # Flyte asks for every input of the workflow, an
 ) -> None:
     """failure.md and failure.json beside the execution's stages, and as artifacts of its MLflow run."""
     del workload, num_steps, seed, overrides, max_off_policy_steps, reuse_stored
+    _fail(resume_execution or execution_name(recipe), run_root, err)
+
+
+@task(**on_cpus(CHECKING))
+@recoverable
+def fail_certificate(  # noqa: PLR0913  # as above
+    policy: FlyteDirectory,
+    draft: FlyteDirectory,
+    recipe: str,
+    workload: Workload,
+    num_speculative_tokens: int,
+    seed: int,
+    overrides: list[str],
+    run_root: str,
+    err: FlyteError | None = None,
+) -> None:
+    """The same for an execution that certifies alone."""
+    del policy, draft, workload, num_speculative_tokens, seed, overrides
+    _fail(execution_name(recipe), run_root, err)
+
+
+def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:
     logs.configure()
     stage.fail_run(
         shared_root(run_root, CLUSTER, is_local=runs_locally()),
-        resume_execution or execution_name(recipe),
-        node=err.failed_node_id if err is not None else "",
-        message=err.message if err is not None else "",
+        execution,
+        node=error.failed_node_id if error is not None else "",
+        message=error.message if error is not None else "",
     )

@@ -25,6 +25,16 @@ def cpu_template(profile: ClusterProfile) -> PodTemplate:
     )
 
 
+def preflight_template(profile: ClusterProfile) -> PodTemplate:
+    """The pod of a preflight."""
+    return PodTemplate(
+        pod_spec=pods.preflight_pod(profile),
+        primary_container_name=pods.PRIMARY,
+        labels=pods.labels(_CPU),
+        annotations={},
+    )
+
+
 def ray_template(profile: ClusterProfile) -> PodTemplate:
     """The base of all pods of a Ray job; its labels are those of the job, where queues look for them."""
     return PodTemplate(

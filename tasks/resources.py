@@ -46,6 +46,15 @@ def on_cpus(timeout: timedelta, *, retries: int = RETRIES) -> dict[str, Any]:
     return {**shared, "pod_template": cpu_template(CLUSTER)}
 
 
+def on_cpus_with_token(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `task` for one that asks the Kubernetes API, under the account of a preflight."""
+    if CLUSTER.is_local:
+        return on_cpus(timeout)
+    from tasks.pods import preflight_template
+
+    return {**on_cpus(timeout), "pod_template": preflight_template(CLUSTER)}
+
+
 def on_gpus(timeout: timedelta) -> dict[str, Any]:
     """Arguments of `task` for one that runs engines or the learner: over all GPU nodes, where the cluster has any."""
     if CLUSTER.gpu is None:

@@ -15,18 +15,20 @@ from flytekit import LaunchPlan
 from flytekit.models.common import RawOutputDataConfig
 from flytekit.models.security import Identity, SecurityContext
 
+from slipstream.cluster.pods import PREFLIGHT_ACCOUNT
 from slipstream.types import Workload
 from tasks.resources import CLUSTER
 from workflows.losslessness import certify as certify_workflow
+from workflows.preflight import preflight as preflight_workflow
 from workflows.projection import projection as projection_workflow
 from workflows.speculative_rl import speculative_rl
 
 
-def _on_cluster() -> dict[str, Any]:
+def _on_cluster(account: str | None = CLUSTER.service_account) -> dict[str, Any]:
     """As whom pods run, and where Flyte keeps what they hand on."""
     settings: dict[str, Any] = {}
-    if CLUSTER.service_account is not None:
-        settings["security_context"] = SecurityContext(run_as=Identity(k8s_service_account=CLUSTER.service_account))
+    if account is not None and not CLUSTER.is_local:
+        settings["security_context"] = SecurityContext(run_as=Identity(k8s_service_account=account))
     if CLUSTER.object_store is not None:
         settings["raw_output_data_config"] = RawOutputDataConfig(CLUSTER.object_store.prefix)
     return settings
@@ -70,3 +72,4 @@ rl_think_8b_async = LaunchPlan.get_or_create(
 )
 certify = LaunchPlan.get_or_create(workflow=certify_workflow, name="certify", **_on_cluster())
 projection = LaunchPlan.get_or_create(workflow=projection_workflow, name="projection", **_on_cluster())
+preflight = LaunchPlan.get_or_create(workflow=preflight_workflow, name="preflight", **_on_cluster(PREFLIGHT_ACCOUNT))

@@ -10,12 +10,13 @@ from flytekit.types.directory import FlyteDirectory
 
 from slipstream.types import Workload
 from tasks.certify_losslessness import Report, certify_draft, require_lossless
+from tasks.fail_run import fail_certificate
 from tasks.prepare_data import prepare_data_for
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_certificate)
 def certify(
     policy: FlyteDirectory,
     draft: FlyteDirectory,

@@ -36,6 +36,17 @@ _RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
 _GPU = "nvidia.com/gpu"
 
 
+PREFLIGHT_ACCOUNT = "slipstream-preflight"  # of deploy/preflight: it may read what a preflight asks for
+
+
+def preflight_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """The pod of a preflight: of a task without GPUs, but with a token of the cluster."""
+    pod = cpu_pod(profile)
+    pod.service_account_name = PREFLIGHT_ACCOUNT
+    pod.automount_service_account_token = True
+    return pod
+
+
 def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
     """The pod of a task without GPUs; any Ray in it is a local instance on the loopback interface."""
     pod = _base(profile, profile.cpu)
@@ -151,7 +162,7 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
             seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
         ),
         service_account_name=profile.service_account,
-        automount_service_account_token=False,  # no task asks Kubernetes for anything
+        automount_service_account_token=False,  # no task but the preflight asks Kubernetes for anything
         enable_service_links=False,
     )
 

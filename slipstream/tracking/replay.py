@@ -35,6 +35,28 @@ class _Cursor:
     offset: int
 
 
+class _Points:
+    """Tells the points that an attempt makes again, as it goes on from a checkpoint, from those that are new.
+
+    A server never forgets a point, and would draw both. The first stays: it is there while the second is still unknown.
+    The spool has both.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = 0  # how often the run was opened so far
+        self._made_by: dict[str, dict[int, int]] = {}  # the attempt that made the point first, by metric and step
+
+    def new(self, event: Event) -> dict[str, float]:
+        """Take note of the next event of a spool; the metrics of it that no earlier attempt has made for its step."""
+        self.attempt += event.kind == "open"
+        if event.is_result:
+            return event.metrics
+        return {name: value for name, value in event.metrics.items() if self._is_new(name, event.step)}
+
+    def _is_new(self, name: str, step: int) -> bool:
+        return self._made_by.setdefault(name, {}).setdefault(step, self.attempt) == self.attempt
+
+
 class SpoolReplay:
     """Moves one spool to a server, batch by batch, and remembers on disk how far it came."""
 
@@ -42,6 +64,8 @@ class SpoolReplay:
         self._path = path
         self._store = store
         self._offset = 0
+        self._points = _Points()
+        self._attempt = 0  # at `_offset`
         self.run_id: str | None = None
         self.num_points = 0
         self.num_broken_lines = 0
@@ -58,15 +82,23 @@ class SpoolReplay:
         part = read_spool(self._path, offset=self._offset)
         if part.end_offset == self._offset:
             return False
+        self._points.attempt, num_points = self._attempt, 0  # a slice that failed is sent again as a whole
         for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
             if is_metrics:
-                points = ((n, v, event.time_ms, event.step) for event in events for n, v in event.metrics.items())
+                points = [
+                    (name, value, event.time_ms, event.step)
+                    for event in events
+                    for name, value in self._points.new(event).items()
+                ]
                 self._store.send_metrics(self.run_id, points)
+                num_points += len(points)
             else:
                 for event in events:
+                    self._points.new(event)
                     self._send(self.run_id, event)
         self._offset = part.end_offset
-        self.num_points += sum(len(event.metrics) for event in part.events)
+        self._attempt = self._points.attempt
+        self.num_points += num_points
         if part.num_broken_lines:
             self.num_broken_lines += part.num_broken_lines
             log.warning("%s: left out %d line(s) that a crash cut off", self._path, part.num_broken_lines)
@@ -87,8 +119,19 @@ class SpoolReplay:
         self.run_id = self._store.attach(opened.header, start_ms=opened.time_ms)
         cursor = _read_cursor(self._path)
         if cursor is not None and (cursor.uri, cursor.run_id) == (self._store.uri, self.run_id):
-            self._offset = cursor.offset
+            self._skip(cursor.offset)
         return True
+
+    def _skip(self, offset: int) -> None:
+        """Go on from `offset`, with what lies before it noted."""
+        while self._offset < offset:
+            # `readlines` stops with the line that takes it beyond its limit: one byte less, and that is the last one.
+            part = read_spool(self._path, offset=self._offset, max_bytes=max(1, offset - self._offset - 1))
+            if part.end_offset == self._offset:
+                break
+            for event in part.events:
+                self._points.new(event)
+            self._offset, self._attempt = part.end_offset, self._points.attempt
 
     def _send(self, run_id: str, event: Event) -> None:
         match event.kind:

@@ -39,6 +39,7 @@ class Event:
     time_ms: int
     header: RunHeader | None = None  # open
     step: int = 0  # metrics
+    is_result: bool = False  # metrics: of the whole run, so that a later attempt's take their place
     metrics: dict[str, float] = field(default_factory=dict)  # metrics
     fields: dict[str, str] = field(default_factory=dict)  # params, tags
     path: str = ""  # artifact, relative to the spool's directory
@@ -119,7 +120,9 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _without_defaults(event: Event) -> Mapping[str, Any]:
-    values = {name: value for name, value in asdict(event).items() if value not in (None, "", {})}
+    values = {
+        name: value for name, value in asdict(event).items() if value not in (None, "", {}) and value is not False
+    }
     if event.kind != "metrics":
         del values["step"]
     return values

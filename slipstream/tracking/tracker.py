@@ -105,15 +105,16 @@ class Tracker:
         """MLflow's id of the run; None if the server fails or takes over `timeout_s` (`key` then stands for it)."""
         return self._thread.wait_run_id(timeout_s)
 
-    def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log one value a metric for `step`, at the present time. Costs one write to the page cache.
 
+        Args:
+            step: an attempt that repeats steps of an earlier one adds no second point for them; None is a result of
+                the whole run, for which the last attempt's value stands.
         Raises:
             ConfigError: a name is not `area/name` or a value is not finite.
         """
-        check_metrics(metrics, step)
-        values = {name: float(value) for name, value in metrics.items()}
-        self._append(Event(kind="metrics", time_ms=now_ms(), step=step, metrics=values))
+        self._log(metrics, step or 0, is_result=step is None)
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
         """Log parameters: one a knob, as they are compared by value."""
@@ -146,7 +147,7 @@ class Tracker:
         """
         summaries, last_step = _summaries(self._spool.path)
         if summaries:
-            self.log(summaries, last_step)
+            self._log(summaries, last_step, is_result=True)
         self._append(Event(kind="end", time_ms=now_ms(), status=status.value))
         wait_s = self._config.close_wait_s
         self._release(min(wait_s, _KILLED_WAIT_S) if status is RunStatus.KILLED else wait_s)
@@ -170,6 +171,11 @@ class Tracker:
             self.close()
         else:
             self.close(RunStatus.of_error(kind))
+
+    def _log(self, metrics: Mapping[str, float], step: int, *, is_result: bool) -> None:
+        check_metrics(metrics, step)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append(Event(kind="metrics", time_ms=now_ms(), step=step, is_result=is_result, metrics=values))
 
     def _append(self, event: Event) -> None:
         self._spool.append(event)

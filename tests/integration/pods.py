@@ -7,23 +7,30 @@ in a pod, and uses another attempt where the error document, or its absence, say
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.integration.pod_process import Pod, Running, start
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BUCKET = "flyte"
 _START = "start-node"  # whose outputs are the workflow's inputs
-_SMALL_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"', "sh")
+_MAX_LOST = 3  # pods of a node that the propeller replaces beside the task's own retries: its default
+_LOST = "LOST"
+
+
+Watcher = Callable[[Running], None]
+"""Is told of a pod as soon as it runs, and may kill it or what it started."""
 
 
 class TaskFailed(Exception):  # noqa: N818  # a task did, not this
@@ -34,6 +41,7 @@ class TaskFailed(Exception):  # noqa: N818  # a task did, not this
 class Attempt:
     """One pod."""
 
+    execution: str
     node: str
     number: int
     kind: str  # "", "RECOVERABLE", "NON_RECOVERABLE", or "LOST" without any document
@@ -51,13 +59,15 @@ class Cluster:
     directory: Path  # empty: working directories and logs of pods go there
     execution: str
     environment: dict[str, str] = field(default_factory=dict)
+    ray_address: str = ""  # of a Ray that outlives the pods; empty: each starts its own
+    num_at_once: int = 2  # pods; each starts on one core, for as long as it works
     attempts: list[Attempt] = field(default_factory=list)
 
     def execute(self, workflow: Any, inputs: Mapping[str, Any], *, last: str = "") -> dict[str, dict[str, Any]]:
-        """Run the nodes of `workflow`, one after the other; outputs of each node as literals, by node and name.
+        """Run each node of `workflow` as soon as its inputs are there; outputs as literals, by node and name.
 
         Args:
-            last: the node to stop after; empty runs all.
+            last: the node to stop after, in the order in which they are written; empty runs all.
         Raises:
             TaskFailed: a task failed, and no attempt is left.
         """
@@ -69,30 +79,43 @@ class Cluster:
         given = {name: inputs.get(name, default) for name, (_, default) in known.items()}
         types = {name: kind for name, (kind, _) in known.items()}
         literals = {_START: dict(TypeEngine.dict_to_literal_map(context, given, types).literals)}
-        for node in workflow.nodes:
-            bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
-            literals[node.id] = self.run(node.flyte_entity, bound, node=node.id)
-            if node.id == last:
-                break
+        ids = [node.id for node in workflow.nodes]
+        waiting = workflow.nodes[: ids.index(last) + 1] if last else list(workflow.nodes)
+        running: dict[Future[dict[str, Any]], str] = {}
+        with ThreadPoolExecutor(self.num_at_once) as pool:
+            while waiting or running:
+                for node in [node for node in waiting if _is_ready(node, literals)]:
+                    waiting.remove(node)
+                    bound = {binding.var: _resolved(binding.binding, literals) for binding in node.bindings}
+                    running[pool.submit(self.run, node.flyte_entity, bound, node=node.id)] = node.id
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    literals[running.pop(done)] = done.result()
         return literals
 
-    def run(self, task: Any, inputs: Mapping[str, Any], *, node: str) -> dict[str, Any]:
-        """Run one task with all attempts that it has; its outputs as literals."""
+    def run(
+        self, task: Any, inputs: Mapping[str, Any], *, node: str, watchers: Sequence[Watcher] = ()
+    ) -> dict[str, Any]:
+        """Run one task with all attempts that it has; its outputs as literals.
+
+        Args:
+            watchers: what is done while the first, second, ... attempt runs.
+        """
         from flyteidl.core.literals_pb2 import LiteralMap as Proto
         from flytekit.models.literals import LiteralMap
 
         prefix = f"metadata/{self.execution}/{node}"
         self._write(f"{prefix}/data/inputs.pb", LiteralMap(dict(inputs)).to_flyte_idl().SerializeToString())
-        for number in range(task.metadata.retries + 1):
-            attempt = self._attempt(task, node, number)
+        num_left = {_LOST: _MAX_LOST, "RECOVERABLE": task.metadata.retries, "NON_RECOVERABLE": 0}
+        for number in itertools.count():
+            attempt = self._attempt(task, node, number, watchers[number] if number < len(watchers) else None)
             self.attempts.append(attempt)
             if not attempt.kind:
                 written = self._read(f"{prefix}/data/{number}/outputs.pb")
                 return dict(LiteralMap.from_flyte_idl(Proto.FromString(written)).literals)
-            if attempt.kind == "NON_RECOVERABLE":
-                break
-        last = self.attempts[-1]
-        raise TaskFailed(f"{node}: {last.kind}: {last.message or last.log[-3000:]}")
+            if not num_left[attempt.kind]:
+                raise TaskFailed(f"{node}: {attempt.kind}: {attempt.message or attempt.log[-3000:]}")
+            num_left[attempt.kind] -= 1
+        raise AssertionError("the last attempt returns or raises")
 
     def uploaded_bytes(self, node: str) -> int:
         """What the pods of a node have put into the object store."""
@@ -105,30 +128,49 @@ class Cluster:
         found = self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])
         return {item["Key"].removeprefix(prefix): self._read(item["Key"]) for item in found}
 
-    def _attempt(self, task: Any, node: str, number: int) -> Attempt:
+    def _attempt(self, task: Any, node: str, number: int, watcher: Watcher | None) -> Attempt:
         from flyteidl.core.errors_pb2 import ErrorDocument
 
         prefix = f"metadata/{self.execution}/{node}/data/{number}"
         start_s = time.perf_counter()
-        status, log = self._pod(_command(task, node, number, self.execution), task, f"{node}-{number}")
+        status, log = self._pod(_command(task, node, number, self.execution), task, f"{node}-{number}", watcher)
         elapsed_s = time.perf_counter() - start_s
-        kind, message = "LOST", f"exit status {status}"
+        kind, message = _LOST, f"exit status {status}"
         names = {item["Key"] for item in self.client.list_objects_v2(Bucket=_BUCKET, Prefix=prefix).get("Contents", [])}
         if f"{prefix}/outputs.pb" in names:
             kind, message = "", ""
         elif f"{prefix}/error.pb" in names:
             error = ErrorDocument.FromString(self._read(f"{prefix}/error.pb")).error
             kind, message = type(error).Kind.Name(error.kind), error.message
-        return Attempt(node=node, number=number, kind=kind, message=message, log=log, elapsed_s=elapsed_s)
+        return Attempt(
+            execution=self.execution, node=node, number=number, kind=kind, message=message, log=log, elapsed_s=elapsed_s
+        )
 
-    def _pod(self, command: list[str], task: Any, name: str) -> tuple[int, str]:
+    def _pod(self, command: Sequence[str], task: Any, name: str, watcher: Watcher | None) -> tuple[int | None, str]:
         """Run a container's command; its exit status and what it wrote."""
         working = self.directory / self.execution / name
         working.mkdir(parents=True)
         scratch = tempfile.mkdtemp(prefix="pod", dir="/tmp")  # short: sockets lie in it
+        pod = Pod(
+            command=tuple(command),
+            working=working,
+            log=working.parent / f"{name}.log",
+            environment=self._environment(task, working) | {"TMPDIR": scratch},
+            has_small_shm=os.geteuid() == 0 and not self.ray_address,  # Ray's processes are not the pod's otherwise
+        )
+        try:
+            running = start(pod)
+            if watcher is not None:
+                watcher(running)
+            running.process.join()
+            return running.process.exitcode, pod.log.read_text()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _environment(self, task: Any, working: Path) -> dict[str, str]:
         module, _, task_name = task.name.rpartition(".")
         identity = {"PROJECT": "p", "DOMAIN": "d", "NAME": f"{module}.{task_name}", "VERSION": "v"}
-        environment = {
+        return {
             **os.environ,
             **{f"FLYTE_INTERNAL_TASK_{part}": value for part, value in identity.items()},
             "FLYTE_INTERNAL_EXECUTION_PROJECT": "p",
@@ -137,27 +179,13 @@ class Cluster:
             "FLYTE_AWS_ENDPOINT": self.endpoint,
             "FLYTE_AWS_ACCESS_KEY_ID": "key",
             "FLYTE_AWS_SECRET_ACCESS_KEY": "secret",
-            "TMPDIR": scratch,
             # Else each pod would have torch compile what vLLM samples with, for 20 s.
             "TORCHINDUCTOR_CACHE_DIR": str(Path("/tmp") / f"torchinductor_{getpass.getuser()}"),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+            # With the working directory, as every process that the pod starts has it too, and is known by it.
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), str(working), os.environ.get("PYTHONPATH")))),
+            **({"RAY_ADDRESS": self.ray_address} if self.ray_address else {}),
             **self.environment,
         }
-        isolated = _SMALL_SHM if os.geteuid() == 0 else ()
-        try:
-            with (working.parent / f"{name}.log").open("w+") as log:
-                done = subprocess.run(
-                    [*isolated, *command],
-                    cwd=working,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                )
-                log.seek(0)
-                return done.returncode, log.read()
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def _write(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=_BUCKET, Key=key, Body=data)
@@ -201,8 +229,12 @@ def _command(task: Any, node: str, number: int, execution: str) -> list[str]:
         "{{.prevCheckpointPrefix}}": "",
     }
     words: list[str] = task.get_default_command(settings)
-    program, *arguments = [values.get(word, word) for word in words]
-    return [str(Path(sys.executable).with_name(program)), *arguments]
+    assert words[0] == "pyflyte-execute"
+    return [values.get(word, word) for word in words]
+
+
+def _is_ready(node: Any, literals: Mapping[str, Any]) -> bool:
+    return all(upstream.id in literals for upstream in node.upstream_nodes)
 
 
 def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:

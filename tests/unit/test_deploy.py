@@ -23,6 +23,7 @@ OF_KUBERNETES = {
     "v1",
     "networking.k8s.io/v1",
     "admissionregistration.k8s.io/v1",
+    "rbac.authorization.k8s.io/v1",
 }
 
 
@@ -49,7 +50,7 @@ FOLDERS = sorted(path.parent.name for path in DEPLOY.glob("*/kustomization.yaml"
 
 
 def test_every_file_belongs_to_a_kustomization_but_the_examples() -> None:
-    assert FOLDERS == ["base", "gb200", "h200", "old_propeller", "ray_token"]
+    assert FOLDERS == ["base", "gb200", "h200", "old_propeller", "preflight", "ray_token"]
     for name in FOLDERS:
         (kustomization,) = documents(DEPLOY / name / "kustomization.yaml")
         listed = {item for item in kustomization["resources"] if item.endswith(".yaml")}
@@ -106,6 +107,36 @@ def test_the_service_account_is_bound_to_nothing_and_the_volume_is_shared() -> N
     assert account["automountServiceAccountToken"] is False
     (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_preflight_may_look_at_what_it_asks_for_and_change_nothing() -> None:
+    """A right that a check needs, and that no rule gives, would be a row that is MISSING on every cluster."""
+    objects = folder("preflight")
+    assert names(objects, "ServiceAccount") == {pods.PREFLIGHT_ACCOUNT}
+    rights = {
+        (rule_of["kind"], verb, resource)
+        for rule_of in objects
+        for rule in rule_of.get("rules", [])
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    assert rights == {
+        ("ClusterRole", "list", "nodes"),
+        ("ClusterRole", "get", "storageclasses"),
+        ("ClusterRole", "get", "customresourcedefinitions"),
+        ("Role", "get", "persistentvolumeclaims"),
+        ("Role", "get", "serviceaccounts"),
+        ("Role", "list", "resourcequotas"),
+        ("Role", "get", "secrets"),
+        ("Role", "get", "resourceclaimtemplates"),
+        ("Role", "create", "pods"),  # of a dry run
+    }
+    (named,) = [rule["resourceNames"] for item in objects for rule in item.get("rules", []) if "resourceNames" in rule]
+    profile = read_profile("gb200")
+    assert profile.tracking is not None and profile.object_store is not None
+    assert set(named) == {profile.tracking.secret, profile.object_store.secret, profile.ray_token_secret}
+    for binding in (item for item in objects if item["kind"].endswith("Binding")):
+        assert [subject["name"] for subject in binding["subjects"]] == [pods.PREFLIGHT_ACCOUNT]
 
 
 def test_rays_ports_are_open_to_its_own_pods_and_to_the_operators_poll_alone() -> None:

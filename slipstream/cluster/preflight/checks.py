@@ -17,7 +17,7 @@ from slipstream.cluster.preflight.objects import (
     check_secrets,
     check_service_account,
 )
-from slipstream.cluster.preflight.probe import check_root
+from slipstream.cluster.preflight.probe import check_own_root, check_root
 from slipstream.placement.table import table
 
 
@@ -41,7 +41,9 @@ def check(api: Api, needs: Needs) -> list[Finding]:
     findings += check_pods(api, needs.namespace, needs.pods)
     if needs.mlflow_uri is not None:
         findings += check_mlflow(needs.mlflow_uri, timeout_s=api.timeout_s)
-    if needs.claim is not None:
+    if needs.own_root is not None:
+        findings += check_own_root(needs.own_root, needs)
+    elif needs.claim is not None:
         findings += check_root(api, needs)
     return findings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
@@ -99,6 +100,7 @@ class Needs:
     quota: Mapping[str, str] = field(default_factory=dict)  # all pods of a run together, as in {"requests.cpu": "1040"}
     pods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # manifests by role, for the dry run
     mlflow_uri: str | None = None
+    own_root: Path | None = None  # that this process, in a pod, tries to write to instead of a pod of its own
     user: int = 1000
     group: int = 1000
     probe_image: str | None = None  # None: no pod is started, and the root stays unchecked

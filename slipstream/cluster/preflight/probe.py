@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kubernetes import client as k8s
@@ -31,8 +33,26 @@ def check_root(api: Api, needs: Needs, *, sleep: Callable[[float], None] = time.
     finally:
         deleted = api.ask(core.delete_namespaced_pod, name, needs.namespace, grace_period_seconds=0)
     left = f"; pod {name} could not be deleted" if isinstance(deleted, Refusal) and not deleted.is_absent else ""
-    fix = f"chown the volume's root to group {needs.group}, or set fsGroup to its group"
+    fix = _fix(needs)
     return [Finding.of(_WHAT, found=f"{found}{left}", needed=needed, is_fine=is_fine and not left, fix=fix)]
+
+
+def check_own_root(root: Path, needs: Needs) -> list[Finding]:
+    """This process, as the user and group of every task, can write, read back and remove a file under the root."""
+    mark = root / f".preflight-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        mark.write_text("written")
+        is_fine, found = mark.read_text() == "written", "written, read and removed"
+        mark.unlink()
+    except OSError as error:
+        is_fine, found = False, str(error)
+    needed = f"{root} writable by user {needs.user}"
+    return [Finding.of(_WHAT, found=found, needed=needed, is_fine=is_fine, fix=_fix(needs))]
+
+
+def _fix(needs: Needs) -> str:
+    return f"chown the volume's root to group {needs.group}, or set fsGroup to its group"
 
 
 def probe_pod(needs: Needs) -> dict[str, Any]:

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from flytekit import WorkflowFailurePolicy
 from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.core.workflow import PythonFunctionWorkflow
 
-import tasks
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
-from tasks.fail_run import fail_run
+from tasks.fail_run import fail_certificate, fail_run
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
+from tests.unit.tasks.declared import declared_tasks
+from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
 
 _ATTEMPT = recoverable(lambda: None).__code__
 
 
-def _declared() -> list[PythonFunctionTask]:
-    """Every task that a module of `tasks` defines."""
-    modules = (importlib.import_module(f"tasks.{module.name}") for module in pkgutil.iter_modules(tasks.__path__))
-    entities = (entity for module in modules for entity in vars(module).values())
-    found = {entity.name: entity for entity in entities if isinstance(entity, PythonFunctionTask)}
-    return [found[name] for name in sorted(found)]
-
-
-TASKS = _declared()
+TASKS = declared_tasks()
 
 
 def test_the_tasks_are_found() -> None:
-    assert len(TASKS) >= 13
+    assert len(TASKS) >= 16
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name.rpartition(".")[2])
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_every_task_says_which_failures_another_attempt_may_outlive(task: PythonFunctionTask) -> None:
     assert task.task_function.__code__ is _ATTEMPT
 
 
-def test_a_failed_node_of_the_chain_ends_no_other_and_the_run_is_closed() -> None:
-    speculative_rl.compile()
+@pytest.mark.parametrize(
+    ("workflow", "closes"), [(speculative_rl, fail_run), (certify, fail_certificate)], ids=["chain", "certify"]
+)
+def test_a_failed_node_ends_no_other_and_the_run_is_closed(
+    workflow: PythonFunctionWorkflow, closes: PythonFunctionTask
+) -> None:
+    workflow.compile()
 
-    assert speculative_rl.failure_node is not None
-    assert speculative_rl.failure_node.flyte_entity is fail_run
-    assert speculative_rl.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
+    assert workflow.failure_node is not None
+    assert workflow.failure_node.flyte_entity is closes
+    assert workflow.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
+    assert set(closes.python_interface.inputs) == {*workflow.python_interface.inputs, "err"}
 
 
 @pytest.mark.parametrize("upload", [False, True])

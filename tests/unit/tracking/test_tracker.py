@@ -119,8 +119,32 @@ def test_a_retried_task_gets_the_same_run_and_its_summaries_cover_both_attempts(
     assert run.info.status == "FINISHED"
     assert run.data.params == {"seed": "1", "host": "1"}
     assert run.data.tags["changed.host"] == "2"
-    # Step 1 counts once, with its later value: the mean of 0.9 and 0.3.
+    # In the summaries step 1 counts once, with its later value: the mean of 0.9 and 0.3.
     assert (run.data.metrics["best/reward"], run.data.metrics["mean/reward"]) == (0.9, pytest.approx(0.6))
+
+
+def test_a_step_that_a_later_attempt_repeats_is_one_point_and_a_result_is_the_last_attempts(
+    root: Path, client: Any
+) -> None:
+    """Each attempt starts anew where it finds the cursor; the second replay sends the whole spool at once."""
+    for rewards in ({0: 0.9, 1: 0.8}, {1: 0.3, 2: 0.4}, {1: 0.2, 2: 0.5, 3: 0.6}):
+        with Tracker.open(LOCAL, root=root, experiment="tiny", key="e7/n0", name="train") as tracker:
+            for step, reward in rewards.items():
+                tracker.log({"train/reward": reward}, step=step)
+            tracker.log({"result/reward": rewards[max(rewards)]})
+    expected = [(0, 0.9), (1, 0.8), (2, 0.4), (3, 0.6)]
+    run = find_run(client, "e7/n0")
+    assert [(step, value) for step, _, value in history(client, run.info.run_id, "train/reward")] == expected
+    assert run.data.metrics["result/reward"] == 0.6
+
+    from mlflow.tracking import MlflowClient
+
+    elsewhere = f"sqlite:///{root / 'elsewhere.db'}"
+    replay(spool_directory(root), elsewhere)
+    copied = MlflowClient(elsewhere)
+    run = find_run(copied, "e7/n0")
+    assert [(step, value) for step, _, value in history(copied, run.info.run_id, "train/reward")] == expected
+    assert run.data.metrics["result/reward"] == 0.6
 
 
 def test_a_detached_run_goes_on(root: Path, client: Any) -> None:

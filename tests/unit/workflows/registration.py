@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-PLANS = ("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async", "certify", "projection")
+PLANS = ("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async", "certify", "projection", "preflight")
 _APPENDED = "containers"
 
 

@@ -37,7 +37,7 @@ def test_the_profiles_are_those_that_the_documents_name() -> None:
 
 
 @profiles
-def test_six_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
+def test_these_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
     plans = registered(profile).plans
     assert set(plans) == {
         "tiny-smoke",
@@ -46,6 +46,7 @@ def test_six_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
         "rl-think-8b-async",
         "certify",
         "projection",
+        "preflight",
     }
 
     def fixed(name: str) -> dict[str, Any]:
@@ -61,13 +62,13 @@ def test_six_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
     assert fixed("rl-zero-8b") == {"recipe": eight, "workload": "rl_zero"}
     assert fixed("rl-think-8b") == {"recipe": eight, "workload": "rl_think"}
     assert fixed("rl-think-8b-async") == {"recipe": eight, "workload": "rl_think", "max_off_policy_steps": "1"}
-    assert fixed("certify") == fixed("projection") == {}
+    assert fixed("certify") == fixed("projection") == fixed("preflight") == {}
 
 
 @profiles
 def test_launch_forms_are_flat_and_every_input_is_described(registered: Registered, profile: str) -> None:
     workflows = registered(profile).workflows
-    assert set(workflows) == {"speculative_rl", "certify", "projection"}
+    assert set(workflows) == {"speculative_rl", "certify", "projection", "preflight"}
     for workflow in workflows.values():
         for name, variable in inputs(workflow).items():
             kind = variable["type"]
@@ -109,6 +110,9 @@ def test_time_outs_go_by_what_a_task_does(registered: Registered, profile: str) 
     assert seconds == {
         "start_run": checking,
         "fail_run": checking,
+        "fail_certificate": checking,
+        "preflight": checking,
+        "require_ready": checking,
         "require_lossless": checking,
         "require_no_drift": checking,
         "project_speedup": checking,
@@ -149,7 +153,8 @@ def test_executions_run_as_the_service_account_and_write_to_the_object_store(
     registered: Registered, profile: str
 ) -> None:
     for name, plan in registered(profile).plans.items():
-        assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": "slipstream"}, name
+        account = "slipstream-preflight" if name == "preflight" else "slipstream"
+        assert plan["spec"]["securityContext"]["runAs"] == {"k8sServiceAccount": account}, name
         assert plan["spec"]["rawOutputDataConfig"] == {"outputLocationPrefix": "s3://slipstream/flyte"}, name
 
 

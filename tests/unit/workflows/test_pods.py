@@ -62,10 +62,10 @@ def test_no_list_of_a_merged_pod_names_a_thing_twice(registered: Registered, pro
 
 
 @on_pods
-def test_nothing_runs_as_root_or_gains_rights_or_has_a_token_of_the_cluster(
+def test_nothing_runs_as_root_or_gains_rights_and_the_preflight_alone_has_a_token_of_the_cluster(
     registered: Registered, profile: str
 ) -> None:
-    for task in registered(profile).tasks.values():
+    for name, task in registered(profile).tasks.items():
         for kind, pod in pods(task).items():
             spec = pod["spec"]
             assert spec["securityContext"] == {
@@ -76,8 +76,9 @@ def test_nothing_runs_as_root_or_gains_rights_or_has_a_token_of_the_cluster(
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             }
-            assert spec["automountServiceAccountToken"] is False
-            assert spec["serviceAccountName"] == "slipstream"
+            asks = name == "preflight"
+            assert spec["automountServiceAccountToken"] is asks
+            assert spec["serviceAccountName"] == ("slipstream-preflight" if asks else "slipstream")
             capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if kind == "ray-worker" else {})}
             assert primary(pod)["securityContext"] == {
                 "allowPrivilegeEscalation": False,

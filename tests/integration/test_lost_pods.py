@@ -1,0 +1,228 @@
+"""Tasks that lose an engine, the learner and their own pod, one an attempt, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.records import TuningRecord, write_record
+from slipstream.stages.context import RunContext
+from slipstream.types import Arm
+from tests.integration.pod_process import Running, ray_processes
+from tests.integration.pods import Cluster, Watcher, cluster
+from tests.integration.small_recipe import write_small_recipe
+
+pytestmark = pytest.mark.slow
+
+_WHOLE, _TORN = "fwhole", "ftorn"
+_ARM = "train_grpo_speculative"
+_RECIPE: dict[str, Any] = {
+    # A loss is not mended within the attempt: it ends it, and the next one goes on.
+    "engine": {"max_restarts": 0, "dtype": "float32"},
+    "learner": {"max_restarts": 0, "dtype": "float32"},
+    "grpo": {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": 2},
+    "draft": {"num_prompts": 12, "num_heldout_prompts": 4, "num_steps": 6, "checkpoint_every_steps": 2},
+    # The policy learns to box a number, which is right now and then: without rewards that differ no step would learn.
+    "policy": {"scratch": {"num_steps": 40}},
+    "sampling": {"max_response_tokens": 32},
+    "data": {
+        "synthetic": {
+            "num_train_problems": 40,
+            "num_draft_rows": 60,
+            "min_terms": 2,
+            "max_terms": 3,
+            "careless_rate": 0.0,
+        }
+    },
+    "tracking": {"replay_every_s": 1.0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A cluster, and the chain on it as far as it is shared: data, policy, and a draft length that was not measured."""
+
+    pods: Cluster
+    root: Path
+    literals: dict[str, Any]  # of what the tasks take, by the name of their input
+
+    def run(self, task: Any, node: str, *, execution: str, watchers: Sequence[Watcher] = ()) -> Any:
+        """Run a task of `execution`; its output."""
+        context = RunContext(
+            execution=execution, root=str(self.root), experiment="smoke", workload="rl_zero", reuse_stored=False
+        )
+        literals = {**self.literals, **_literals(task, context=context)}
+        inputs = {name: literals[name] for name in task.python_interface.inputs}
+        outputs = replace(self.pods, execution=execution).run(task, inputs, node=node, watchers=watchers)
+        (output,) = outputs.values()
+        return output
+
+    def record(self, output: Any, name: str) -> dict[str, Any]:
+        """A record that a task handed on."""
+        return json.loads(self.pods.fetched(output)[name])
+
+    def attempts(self, node: str) -> list[str]:
+        """How the attempts at a node of the torn execution ended."""
+        found = [attempt for attempt in self.pods.attempts if (attempt.execution, attempt.node) == (_TORN, node)]
+        return [attempt.kind for attempt in found]
+
+
+def _literals(task: Any, **values: Any) -> dict[str, Any]:
+    from flytekit.core.context_manager import FlyteContextManager
+    from flytekit.core.type_engine import TypeEngine
+
+    types = {name: task.python_interface.inputs[name] for name in values}
+    return dict(TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), values, types).literals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What both executions handed on."""
+
+    chain: Chain
+    whole_draft: Any
+    torn_draft: Any
+    whole_arm: Any
+    torn_arm: Any
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterator[Ended]:
+    """Data and policy, and with them a draft and an arm that nothing disturbed, and a draft and an arm that lost all.
+
+    Two pods run at a time: each spends its time starting, on one core.
+    """
+    import ray
+
+    from tasks.pretrain_draft import pretrain_draft
+    from tasks.train_grpo import train_grpo
+    from workflows.speculative_rl import speculative_rl
+
+    directory = tmp_path_factory.mktemp("lost")
+    root, tuning = directory / "shared", directory / "tuning"
+    write_record(TuningRecord(chosen_k=2, reason="not measured", points=(), schedule=()), tuning / "tuning.json")
+    recipe = str(write_small_recipe(directory / "smoke.yaml", _RECIPE))
+    with cluster(directory / "pods", _WHOLE) as pods, ThreadPoolExecutor(1) as beside:
+        pods.ray_address = ray.get_runtime_context().gcs_address
+        made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-policy")
+        literals = {**made["start-run"], **made["prepare-data"], **made["prepare-policy"]}
+        literals |= _literals(train_grpo, tuning=str(tuning), arm=Arm.SPECULATIVE)
+        chain = Chain(pods=pods, root=root, literals=literals)
+        torn_draft = beside.submit(_torn_draft, chain)
+        whole_draft = chain.run(pretrain_draft, "pretrain-draft", execution=_WHOLE)
+        chain = replace(chain, literals={**literals, "draft": whole_draft})
+        yield Ended(
+            chain=chain,
+            whole_draft=whole_draft,
+            whole_arm=chain.run(train_grpo, "train-speculative", execution=_WHOLE),
+            torn_arm=_torn_arm(chain),
+            torn_draft=torn_draft.result(),
+        )
+
+
+def _kills(title: str, when: Callable[[Running], bool]) -> Watcher:
+    """Kills the process of an engine or a learner in the middle of a call, once `when` is so."""
+
+    def watch(pod: Running) -> None:
+        def strike() -> bool:
+            found = ray_processes(title, of=pod) if when(pod) else []
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+            return bool(found)
+
+        assert pod.wait_until(strike), f"{title} never ran: {pod.pod.log.read_text()[-3000:]}"
+
+    return watch
+
+
+def _kills_all(checkpoint: Path) -> Watcher:
+    """Kills learner and pod as soon as `checkpoint` is begun: a cluster of Ray goes with its job."""
+
+    def watch(pod: Running) -> None:
+        assert pod.wait_until(lambda: pod.says("going on from step")), pod.pod.log.read_text()[-3000:]
+        learners = ray_processes("LearnerProcess", of=pod)
+        assert learners
+        was_begun = pod.wait_until(checkpoint.is_dir, every_s=0.001)  # it is there for milliseconds
+        assert was_begun, f"{checkpoint} was never begun: {pod.pod.log.read_text()[-3000:]}"
+        for pid in learners:
+            os.kill(pid, signal.SIGKILL)
+        pod.kill()
+
+    return watch
+
+
+def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric of the one run that a node of the torn execution has."""
+    from mlflow.tracking import MlflowClient
+
+    from slipstream.tracking import replay, spool_directory
+
+    uri = f"sqlite:///{root / 'mlflow.db'}"
+    replay(spool_directory(root), uri)
+    client = MlflowClient(uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments, filter_string=f"tags.`slipstream.key` = '{_TORN}/{node}'")
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, metric)
+    return sorted((point.step, point.value) for point in history)
+
+
+def _torn_draft(chain: Chain) -> Any:
+    from tasks.pretrain_draft import pretrain_draft
+
+    checkpoint = chain.root / _TORN / "pretrain_draft" / "checkpoint"
+    return chain.run(
+        pretrain_draft,
+        "pretrain-draft",
+        execution=_TORN,
+        watchers=(
+            _kills("EngineProcess.generate", lambda pod: True),
+            _kills("LearnerProcess.draft_step", lambda pod: (checkpoint / "losses.json").is_file()),
+            _kills_all(checkpoint / "step-4"),
+        ),
+    )
+
+
+def _torn_arm(chain: Chain) -> Any:
+    from tasks.train_grpo import train_grpo
+
+    checkpoints = chain.root / _TORN / _ARM / "checkpoints"
+    return chain.run(
+        train_grpo,
+        "train-speculative",
+        execution=_TORN,
+        watchers=(
+            _kills("EngineProcess.generate", lambda pod: (checkpoints / "step-000002").is_dir()),
+            _kills("LearnerProcess.train_step", lambda pod: pod.says("step 3/4")),
+            _kills_all(checkpoints / "step-000004.partial"),
+        ),
+    )
+
+
+def test_a_draft_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> None:
+    assert ended.chain.attempts("pretrain-draft") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
+    torn, whole = (ended.chain.record(output, "draft.json") for output in (ended.torn_draft, ended.whole_draft))
+    assert len(set(whole["losses"])) == 6
+    assert torn["losses"] == whole["losses"]
+    assert torn["heldout_rate_by_position"] == whole["heldout_rate_by_position"]
+    assert _points(ended.chain.root, "pretrain_draft", "draft/loss") == list(enumerate(whole["losses"]))
+
+
+def test_an_arm_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> None:
+    assert ended.chain.attempts("train-speculative") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
+    torn, whole = (ended.chain.record(output, "arm.json")["steps"] for output in (ended.torn_arm, ended.whole_arm))
+    assert all(step["train"]["grad_norm"] > 0 for step in whole), "every step must have learned something"
+    for ours, theirs in zip(torn, whole, strict=True):
+        for field in ("step", "train", "mismatch", "reward_mean", "num_response_tokens"):
+            assert ours[field] == theirs[field]
+    losses = [(step["step"], step["train"]["loss"]) for step in whole]
+    assert _points(ended.chain.root, _ARM, "train/loss") == losses
+    assert [step for step, _ in _points(ended.chain.root, _ARM, "time/step_s")] == [0, 1, 2, 3]

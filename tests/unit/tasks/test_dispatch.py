@@ -1,0 +1,273 @@
+"""Every task as its container runs it, inputs in a blob store: its stage must find them on this machine.
+
+The stages are fakes that read what they are given. A task that hands on the name of an input, which nobody fetched,
+fails here; tests/integration/test_pods.py runs the chain with the stages that are real.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from flytekit.core.python_function_task import PythonFunctionTask
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.error.error import FlyteError
+from flytekit.types.file import FlyteFile
+
+from slipstream.cluster.preflight.inside import PreflightRecord
+from slipstream.cluster.preflight.needs import Finding, State
+from slipstream.cluster.profile import ClusterProfile
+from slipstream.recipe import Recipe, load_recipe, write_recipe
+from slipstream.records import write_record
+from slipstream.stages.context import RunContext
+from slipstream.types import Arm, Workload
+from tests.unit.tasks.declared import declared_tasks
+
+TASKS = declared_tasks()
+LENGTH = 7
+FOUND = PreflightRecord(
+    cluster="gb200",
+    namespace="n",
+    findings=(Finding(what="quota", found="none", needed="room", state=State.MISSING, fix="raise it"),),
+)
+_FILES = {"recipe": "recipe.yaml", "findings": "findings.json"}  # by input
+_MARK = "made_by.json"  # in each input: its name
+
+
+@dataclass
+class Stages:
+    """Fakes of all stages, and what they were given."""
+
+    recipe: Path
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def namespace(self) -> SimpleNamespace:
+        """In the place of a stage's module."""
+        written = {
+            "prepare_data": ("train.jsonl", "manifest.json", "tokenizer/tokenizer.json"),
+            "prepare_policy": ("policy.json", "config.json", "model.safetensors"),
+            "pretrain_draft": ("draft.json", "draft/model.safetensors"),
+            "tune_draft_length": ("tuning.json", "sweep.svg"),
+            "train_grpo": ("arm.json", "policy/model.safetensors"),
+            "evaluate_aime": ("evaluation.json",),
+            "certify_losslessness": ("certificate.json",),
+            "certify_alone": ("certificate.json",),
+            "project_speedup": ("projection.json",),
+            "report_speedup": ("report.html", "report.json", "run.json", "drift.json"),
+        }
+        return SimpleNamespace(
+            **{name: self._writes(names) for name, names in written.items()},
+            start_run=self._start_run,
+            fail_run=self._fail_run,
+            require_lossless=self._require_lossless,
+            require_no_drift=self._require_no_drift,
+            tuned_length=self._tuned_length,
+            preflight=self._preflight,
+            require_ready=self._require_ready,
+            PreflightRecord=PreflightRecord,
+        )
+
+    def _writes(self, names: tuple[str, ...]) -> Callable[..., Path]:
+        def stage(context: RunContext, recipe: Recipe, *others: object, **inputs: Any) -> Path:
+            assert recipe.name == "tiny"
+            self.seen |= {name: _read(value) for name, value in inputs.items()}
+            self.seen |= {"others": others} if others else {}
+            directory = context.directory("stage")
+            for name in names:
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_text("{}")
+            return directory
+
+        return stage
+
+    def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
+        self.seen |= {"recipe": recipe, "root": inputs["root"], "workload": inputs["workload"]}
+        return _context(inputs["root"]), self.recipe
+
+    def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
+        self.seen |= {"root": root, "execution": execution, "node": node, "message": message}
+
+    def _require_lossless(self, certificate: Path) -> None:
+        self.seen["certificate"] = _read(certificate)
+
+    def _require_no_drift(self, recipe: Recipe, report: Path) -> None:
+        self.seen |= {"drift of": recipe.name, "report": _read(report)}
+
+    def _preflight(self, profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
+        self.seen |= {"cluster": profile.name, "root": root, "timeout_s": timeout_s}
+        return FOUND
+
+    def _require_ready(self, record: PreflightRecord) -> None:
+        self.seen["findings"] = record
+
+    def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
+        self.seen["tuning"] = _read(tuning)
+        return LENGTH
+
+
+def _read(value: Any) -> Any:
+    """The mark in a folder, of a list those in each."""
+    if isinstance(value, list):
+        return [_read(item) for item in value]
+    return (value / _MARK).read_text() if isinstance(value, Path) else value
+
+
+def _context(root: Path) -> RunContext:
+    return RunContext(execution="e", root=str(root), experiment="x", workload="rl_zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A task, what its stage must have been given, and the files that it hands on."""
+
+    seen: Mapping[str, Any]
+    handed_on: tuple[str, ...]
+    values: Mapping[str, Any] = field(default_factory=dict)  # of inputs that are no files
+
+
+def _marks(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+_FORM = {
+    "recipe": "tiny",
+    "workload": Workload.RL_THINK,
+    "num_steps": 0,
+    "seed": 0,
+    "overrides": [],
+    "max_off_policy_steps": 0,
+    "resume_execution": "",
+    "reuse_stored": True,
+    "num_speculative_tokens": 3,
+    "err": FlyteError(message="no luck", failed_node_id="train-speculative"),
+}
+_FAILED = {"node": "train-speculative", "message": "no luck"}
+_CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
+_ARMS = {"arms": ["arms", "arms"]}
+CASES = {
+    "start_run": Case(values=_FORM, seen={"recipe": "tiny", "workload": Workload.RL_THINK}, handed_on=("recipe.yaml",)),
+    "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
+    "prepare_data_for": Case(
+        seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
+    ),
+    "prepare_policy": Case(seen=_marks("data"), handed_on=("config.json", _DELIVERED, "policy.json")),
+    "pretrain_draft": Case(seen=_marks("policy", "data"), handed_on=(_DELIVERED, "draft.json")),
+    "tune_draft_length": Case(
+        seen=_marks("policy", "data", "draft"), handed_on=(_DELIVERED, "sweep.svg", "tuning.json")
+    ),
+    "train_grpo": Case(
+        values={"arm": Arm.SPECULATIVE},
+        seen={**_marks("policy", "data", "draft", "tuning"), "others": (Arm.SPECULATIVE,)},
+        handed_on=("arm.json", _DELIVERED),
+    ),
+    "evaluate_aime": Case(
+        values={"policy": "start"},
+        seen={**_marks("data"), "model": "model/policy", "others": ("start",)},
+        handed_on=(_DELIVERED, "evaluation.json"),
+    ),
+    "certify_losslessness": Case(
+        seen={**_marks("policy", "data", "draft", "tuning"), "trained": "trained/policy", "k": LENGTH},
+        handed_on=(_CERTIFICATE, _DELIVERED),
+    ),
+    "certify_draft": Case(
+        values={"k": 3}, seen={**_marks("policy", "data", "draft"), "k": 3}, handed_on=(_CERTIFICATE, _DELIVERED)
+    ),
+    "require_lossless": Case(seen=_marks("certificate"), handed_on=()),
+    "require_no_drift": Case(seen={"drift of": "tiny", **_marks("report")}, handed_on=()),
+    "project_speedup": Case(seen={**_marks("tuning"), **_ARMS}, handed_on=(_DELIVERED, "projection.json")),
+    "report_speedup": Case(
+        seen={
+            **_marks("policy", "data", "draft", "tuning", "certificate", "projection"),
+            **_ARMS,
+            "evaluations": ["evaluations", "evaluations"],
+        },
+        handed_on=(_DELIVERED, "drift.json", "report.html", "report.json", "run.json"),
+    ),
+    "fail_run": Case(values=_FORM, seen=_FAILED, handed_on=()),
+    "fail_certificate": Case(values=_FORM, seen=_FAILED, handed_on=()),
+    "preflight": Case(
+        values={"timeout_s": 2.0}, seen={"cluster": "local", "timeout_s": 2.0}, handed_on=("findings.json",)
+    ),
+    "require_ready": Case(seen={"findings": FOUND}, handed_on=()),
+    "project_request": Case(
+        values={
+            "model": "qwen3-8b",
+            "hardware": "gb200",
+            "num_gpus": 32,
+            "num_speculative_tokens": 3,
+            "mean_acceptance_length": 2.5,
+            "max_off_policy_steps": 0,
+            "generation_fraction": 0.5,
+            "mean_response_tokens": 0.0,
+        },
+        seen={},
+        handed_on=("projection.json",),
+    ),
+}
+
+
+def test_every_task_is_tried() -> None:
+    assert set(CASES) == set(TASKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    task, case, store = TASKS[name], CASES[name], f"memory://{uuid.uuid4().hex}"
+    stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
+    module = sys.modules[task.task_function.__module__]
+    if "stage" in vars(module):
+        monkeypatch.setattr(module, "stage", stages.namespace())
+
+    outputs = _dispatched(task, _inputs(task, case, stages, store, tmp_path / "runs"), tmp_path, raw=f"{store}/raw")
+
+    assert {key: value for key, value in stages.seen.items() if key in case.seen} == case.seen
+    assert {key for key, value in stages.seen.items() if key not in case.seen} <= {"root", "execution"}
+    assert sorted(Path(path).name for path in fsspec.filesystem("memory").find(f"{store}/raw")) == sorted(
+        case.handed_on
+    )
+    assert set(outputs) == set(task.python_interface.outputs)
+
+
+def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, root: Path) -> dict[str, Any]:
+    """For each input its value, or a file or folder in the store."""
+    files = fsspec.filesystem("memory")
+    for path in (stages.recipe, write_record(FOUND, root.parent / "findings.json")):
+        files.pipe_file(f"{store}/in/{path.name}", path.read_bytes())
+    given: dict[str, Any] = {}
+    for name, kind in task.python_interface.inputs.items():
+        if kind in (FlyteDirectory, list[FlyteDirectory]):
+            files.pipe_file(f"{store}/in/{name}/{_MARK}", name.encode())
+            files.pipe_file(f"{store}/in/{name}/policy/{_MARK}", f"{name}/policy".encode())
+            folder = FlyteDirectory.from_source(f"{store}/in/{name}")
+            given[name] = folder if kind is FlyteDirectory else [folder, folder]
+        elif kind is FlyteFile:
+            given[name] = FlyteFile.from_source(f"{store}/in/{_FILES[name]}")
+        else:
+            given[name] = {"context": _context(root), "run_root": str(root), **case.values}[name]
+    return given
+
+
+def _dispatched(task: PythonFunctionTask, inputs: Mapping[str, Any], directory: Path, *, raw: str) -> dict[str, Any]:
+    """Run a task as its container does; its outputs as literals."""
+    from flyteidl.core.errors_pb2 import ErrorDocument
+    from flyteidl.core.literals_pb2 import LiteralMap
+    from flytekit.bin.entrypoint import _dispatch_execute, setup_execution
+    from flytekit.core.type_engine import TypeEngine
+
+    meta = directory / "meta"
+    with setup_execution(raw, str(meta)) as context:
+        literals = TypeEngine.dict_to_literal_map(context, dict(inputs), task.python_interface.inputs)
+        (directory / "inputs.pb").write_bytes(literals.to_flyte_idl().SerializeToString())
+        _dispatch_execute(context, lambda: task, str(directory / "inputs.pb"), str(meta))
+    if (meta / "error.pb").exists():
+        pytest.fail(ErrorDocument.FromString((meta / "error.pb").read_bytes()).error.message)
+    return dict(LiteralMap.FromString((meta / "outputs.pb").read_bytes()).literals)
