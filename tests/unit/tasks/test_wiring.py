@@ -15,8 +15,10 @@ import tasks
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
 from tasks.fail_run import fail_run
+from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
+from workflows.ablation import ablation
 from workflows.speculative_rl import speculative_rl
 
 _ATTEMPT = recoverable(lambda: None).__code__
@@ -48,6 +50,14 @@ def test_a_failed_node_of_the_chain_ends_no_other_and_the_run_is_closed() -> Non
     assert speculative_rl.failure_node is not None
     assert speculative_rl.failure_node.flyte_entity is fail_run
     assert speculative_rl.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
+
+
+def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
+    ablation.compile()
+
+    assert ablation.failure_node is not None
+    assert ablation.failure_node.flyte_entity is fail_ablation
+    assert ablation.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
 
 
 @pytest.mark.parametrize("upload", [False, True])
