@@ -1,16 +1,16 @@
 """A grid of drafts and draft lengths, each trained beside the autoregressive arm, ranked by measured time.
 
-The fan-out is three `map_task`s over one task that makes whatever part it is given, because of what Flyte 1.16 can do:
+The fan-out is `map_task`s over one task that makes whatever part it is given, because of what Flyte 1.16 can do:
 
 - A failed part must not sink the others. In an array node over a task that is `min_success_ratio`. Over a launch plan,
-  flytekit serialises it too, but propeller looks up the *task* of a sub-node that failed, of which a launch plan has none
+  flytekit serialises it too, but propeller looks up the *task* of a sub-node that failed, and a launch plan has none
   (nodes/array/handler.go, "to support launchplans we will need to ..."), and flytekit 1.16 runs it locally only over
-  lists that are known already. In a `@dynamic`, the workflow that it yields has no failure policy of its own: the first
-  failed node ends the others (nodes/dynamic/dynamic_workflow.go).
-- A part needs Ray and all GPU nodes. An array node runs any plugin that makes a Kubernetes object, in its mode with full
-  state, which flytekit sets for tasks of a plugin. That was read, not run.
-- So a part is one task, and one Ray job: it takes data, policy and draft from the store by itself, and no node with GPUs
-  is held to find out that there is nothing to do. A part that is tried again goes on from its checkpoints.
+  lists that are known already. In a `@dynamic`, the workflow that it yields has no failure policy of its own: the
+  first failed node ends the others (nodes/dynamic/dynamic_workflow.go).
+- A part needs Ray and all GPU nodes. An array node runs any plugin that makes a Kubernetes object, in its mode with
+  full state, which flytekit sets for tasks of a plugin. That was read, not run.
+- So a part is one task, and one Ray job: it takes data, policy and draft from the store by itself, and no node with
+  GPUs is held to find out that there is nothing to do. A part that is tried again goes on from its checkpoints.
 
 How many parts run at once is the profile's `parallel_parts`, because an array node takes its bound at registration.
 The kinds of parts follow one another, so the bound holds for all of them together.

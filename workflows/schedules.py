@@ -66,6 +66,4 @@ weekly_draft_initialisation = LaunchPlan.get_or_create(
     },
     **_recurring("0 5 * * 6"),
 )
-monthly_projection = LaunchPlan.get_or_create(
-    workflow=projection, name="monthly-projection", **_recurring("0 6 1 * *")
-)
+monthly_projection = LaunchPlan.get_or_create(workflow=projection, name="monthly-projection", **_recurring("0 6 1 * *"))

@@ -83,7 +83,9 @@ def speedups(record: AblationRecord) -> str:
             ax.set(title=f"{kind.capitalize()} speedup over autoregressive", ylim=(len(record.rows) - 0.4, -0.6))
             ax.grid(visible=True, axis="x")
             ax.grid(visible=False, axis="y")
-            ax.set_yticks(range(len(record.rows)), [_name(record, row) for row in record.rows] if kind == "step" else [])
+            ax.set_yticks(
+                range(len(record.rows)), [_name(record, row) for row in record.rows] if kind == "step" else []
+            )
 
     return draw_svg(2, 0.9 + _ROW_HEIGHT_IN * len(record.rows), draw)
 

@@ -8,15 +8,13 @@ share them only look them up. How a part ended is a record beside it: the others
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.cluster.profile import ClusterProfile
-from slipstream.config import require
-from slipstream.drafts.checks import check_draft
 from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.ablation_grid import Grid, Kind, Part, parts, variant_recipe
@@ -245,10 +243,10 @@ def _tuning(context: RunContext, recipe: Recipe, part: Part, shared: _Shared) ->
     k = part.variant.setting.num_speculative_tokens
     if not k:
         return tune_draft_length(context, recipe, policy=shared.policy, data=shared.data, draft=shared.draft)
+    from slipstream.drafts.checks import check_draft
+
     check_draft(shared.policy, shared.draft / "draft", max_model_len=recipe.engine.max_model_len)
     directory = context.directory("tune_draft_length")
     record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
     write_record(record, directory / "tuning.json")
     return directory
-
-

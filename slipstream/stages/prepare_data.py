@@ -16,9 +16,7 @@ from slipstream.stages.support import policy_needs, recipe_prompt_sets, require_
 logger = logging.getLogger(__name__)
 
 
-def prepare_data(
-    context: RunContext, recipe: Recipe, *, policy: Path | None = None, trains_draft: bool = True
-) -> Path:
+def prepare_data(context: RunContext, recipe: Recipe, *, policy: Path | None = None, trains_draft: bool = True) -> Path:
     """Load, filter and tokenize the four prompt sets; a directory with them, their manifest and the tokenizer.
 
     This comes before the policy, so that minutes of its training are not lost to prompts that do not suffice.

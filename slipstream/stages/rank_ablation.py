@@ -112,9 +112,7 @@ def _log_outcomes(root: Path, plan: PlanRecord, record: AblationRecord) -> None:
     for outcome in record.outcomes:
         name = f"{plan.execution}/{outcome.variant.name}"
         recipe = load_recipe(str(recorded_recipe(root, name)))
-        context = RunContext(
-            execution=name, root=str(root), experiment=recipe.name, workload=recipe.workload.value
-        )
+        context = RunContext(execution=name, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
         tracker = execution_run(context, recipe)
         tracker.log(outcome_metrics(outcome))
         tracker.close()

@@ -10,7 +10,15 @@ import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.records import ArmRecord, read_record
-from slipstream.report.ablation import answer, outcome_metrics, rank, ranked_table, result_metrics, unequal_machines, verdict
+from slipstream.report.ablation import (
+    answer,
+    outcome_metrics,
+    rank,
+    ranked_table,
+    result_metrics,
+    unequal_machines,
+    verdict,
+)
 from slipstream.report.ablation_page import write_ablation
 from slipstream.report.ablation_records import AblationRecord, Failure, Setting, Variant
 from slipstream.types import Arm, Workload
@@ -126,7 +134,8 @@ def test_workloads_are_ranked_apart() -> None:
 
 def test_a_label_says_only_what_differs() -> None:
     arms = {
-        Variant(setting=setting(2, init), seed=0): arm([2, 2, 2], k=2) for init in (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
+        Variant(setting=setting(2, init), seed=0): arm([2, 2, 2], k=2)
+        for init in (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
     }
     text = ranked_table(rank("abl", "tiny", arms=arms, baselines=BASE, failures=()))
     assert "in_domain, k 2" in text and "general, k 2" in text and "kl_div" not in text

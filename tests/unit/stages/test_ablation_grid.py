@@ -112,7 +112,9 @@ def test_the_largest_grid_is_taken() -> None:
 
 def test_the_recipe_of_a_variant_follows_it_alone() -> None:
     grid = Grid(**{**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)})
-    recipe = variant_recipe("tiny", grid.variants()[0], parse_overrides(["grpo.group_size=4", "tuning.batch_sizes=[8]"]))
+    recipe = variant_recipe(
+        "tiny", grid.variants()[0], parse_overrides(["grpo.group_size=4", "tuning.batch_sizes=[8]"])
+    )
     draft = recipe.draft
     assert (draft.init, draft.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
     assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
@@ -127,7 +129,9 @@ def test_a_workload_keeps_its_own_section_of_the_recipe() -> None:
 def test_a_variant_that_the_recipe_refuses_is_named() -> None:
     variant = Grid(**ONE).variants()[0]
     wrong = replace(variant, setting=replace(variant.setting, loss="mse"))
-    with pytest.raises(ConfigError, match=r"^variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft\.loss must be one of"):
+    with pytest.raises(
+        ConfigError, match=r"^variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft\.loss must be one of"
+    ):
         variant_recipe("tiny", wrong, {})
     long = replace(variant, setting=replace(variant.setting, num_speculative_tokens=99))
     with pytest.raises(ConfigError, match=r"k99-seed0: engine\.max_model_len must hold"):

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit import WorkflowFailurePolicy
@@ -18,7 +19,7 @@ from tasks.fail_run import fail_run
 from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
-from workflows.ablation import ablation
+from workflows.ablation import ablation as decorated
 from workflows.speculative_rl import speculative_rl
 
 _ATTEMPT = recoverable(lambda: None).__code__
@@ -53,6 +54,7 @@ def test_a_failed_node_of_the_chain_ends_no_other_and_the_run_is_closed() -> Non
 
 
 def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
+    ablation: Any = decorated
     ablation.compile()
 
     assert ablation.failure_node is not None
