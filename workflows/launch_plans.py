@@ -19,7 +19,6 @@ from workflows.on_cluster import on_cluster
 from workflows.projection import projection as projection_workflow
 from workflows.speculative_rl import speculative_rl
 
-
 tiny_smoke = LaunchPlan.get_or_create(
     workflow=speculative_rl,
     name="tiny-smoke",

@@ -11,7 +11,6 @@ from typing import Any
 from slipstream.simulator.project.published import project_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
 
-
 ASKED = ProjectionRequest(model="mimo-7b", hardware="h200", num_gpus=64, k=4, acceptance_length=3.0)
 
 
