@@ -70,7 +70,7 @@ def measure(case: Case) -> Measured:
     """Peak and time of the learner's own output head on random hidden states."""
     import torch
 
-    from slipstream.policy.batches import MicroBatch
+    from slipstream.policy.batches import Batching, MicroBatch
     from slipstream.policy.config import LearnerConfig, ScratchConfig
     from slipstream.policy.logprobs import OutputHead
     from slipstream.policy.megatron import MegatronPolicy
@@ -87,10 +87,9 @@ def measure(case: Case) -> Measured:
     labels_BT = torch.randint(0, case.vocab_size, (1, case.num_tokens))
     batch = MicroBatch(
         indices=(0,),
-        token_ids_BT=labels_BT,
+        inputs=Batching(max_tokens=case.num_tokens).inputs(labels_BT.tolist(), labels_BT.device),
         labels_BT=labels_BT,
         mask_BT=torch.ones_like(labels_BT, dtype=torch.bool),
-        padding_BT=torch.zeros_like(labels_BT, dtype=torch.bool),
     )
     before, seconds, loss = _peak_bytes(), [], torch.zeros(())
     for _ in range(_NUM_REPEATS):

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.policy.batches import MicroBatch, Sequences, pad, padding, positions
+from slipstream.policy.batches import Batching, MicroBatch, Sequences, forward
 from slipstream.policy.cpu import host
 
 
@@ -23,12 +23,13 @@ class CapturedStates:
         self._gpt, self._layer_ids = gpt, layer_ids
         self._by_id: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
-        self.last: Tensor  # [T, B, H]
+        self._last: Tensor  # [T, B, H]
 
-    @property
-    def layers(self) -> list[Tensor]:
-        """[T, B, H] for each layer id asked for."""
-        return [self._by_id[layer_id] for layer_id in self._layer_ids]
+    def of(self, place: tuple[int, slice]) -> tuple[Tensor, Tensor]:
+        """A sequence's states, [T, layer ids * H] and, after the final norm, [T, H]."""
+        row, columns = place
+        aux = torch.cat([self._by_id[layer_id][columns, row] for layer_id in self._layer_ids], dim=-1)
+        return aux, self._last[columns, row]
 
     def __enter__(self) -> CapturedStates:
         """Attach the hooks."""
@@ -50,7 +51,7 @@ class CapturedStates:
         self._by_id[layer_id] = output[0] if isinstance(output, tuple) else output
 
     def _keep_last(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
-        self.last = output
+        self._last = output
 
 
 class Capture:
@@ -69,9 +70,9 @@ class Capture:
         """Capture the forward pass of the block, which reads `batch`."""
         with CapturedStates(gpt, self._layer_ids) as captured:
             yield
-        for row, index in enumerate(batch.indices):
-            aux = torch.cat([state[:, row] for state in captured.layers], dim=-1)
-            self.by_sequence[index] = aux.detach().cpu().clone(), captured.last[:, row].detach().cpu().clone()
+        for index, place in zip(batch.indices, batch.inputs.places, strict=True):
+            aux, last = captured.of(place)
+            self.by_sequence[index] = aux.detach().cpu().clone(), last.detach().cpu().clone()
 
 
 @torch.no_grad()
@@ -81,6 +82,7 @@ def hidden_states(
     layer_ids: Sequence[int],
     *,
     plan: Sequence[tuple[int, ...]],
+    batching: Batching,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
     """For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final norm.
@@ -89,14 +91,11 @@ def hidden_states(
         plan: which sequences share a micro-batch, the longest of each first; none in one that only others need.
     """
     states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
-    lengths = [len(tokens) for tokens in token_ids]
     for indices in plan:
-        mine = [token_ids[index] for index in indices] or [[0]]
-        tokens_BT = pad(mine, device, width=len(mine[0]))
-        padding_BT = padding([len(tokens) for tokens in mine], tokens_BT.shape[1], device)
+        inputs = batching.inputs([token_ids[index] for index in indices] or [[0]], device)
         with host.cuda_as_cpu(), CapturedStates(gpt, layer_ids) as captured:
-            gpt(tokens_BT, positions(tokens_BT), None, padding_mask=padding_BT)
-        for row, index in enumerate(indices):
-            aux = torch.cat([state[: lengths[index], row] for state in captured.layers], dim=-1)
-            states[index] = aux.cpu(), captured.last[: lengths[index], row].cpu()
+            forward(gpt, inputs)
+        for index, place in zip(indices, inputs.places, strict=False):  # one that only others need has a place alone
+            aux, last = captured.of(place)
+            states[index] = aux.cpu(), last.cpu()
     return [pair for pair in states if pair is not None]

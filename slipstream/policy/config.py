@@ -13,6 +13,14 @@ SCRATCH = "scratch"
 """`policy.model` of a policy that is trained from random weights instead of loaded."""
 
 
+class Packing(StrEnum):
+    """Whether the sequences of a micro-batch are packed one behind the other, without padding."""
+
+    AUTO = "auto"  # on a GPU in bfloat16, which has a kernel for them
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 class Recompute(StrEnum):
     """What of a layer is computed anew for the gradient instead of being kept."""
 
@@ -134,15 +142,16 @@ class ParallelConfig:
 class LearnerConfig:
     """How the learner computes.
 
-    `max_tokens_per_microbatch` bounds padded tokens: memory grows with it, and on a CPU too large a micro-batch
-    falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice. `dtype` is the type of
-    weights, activations and Muon's iteration; `auto` is what the machine multiplies fastest.
+    `max_tokens_per_microbatch` bounds tokens, padding counted where there is some: memory grows with it, and on a CPU
+    too large a micro-batch falls out of the cache. `num_threads` is for CPU kernels; None leaves torch's own choice.
+    `dtype` is the type of weights, activations and Muon's iteration; `auto` is what the machine multiplies fastest.
 
     With `logprob_chunk_tokens` the logits of that many tokens are held at once, and computed twice; None holds those of
     a micro-batch. `distributed_optimizer` splits the optimizer's state over data-parallel ranks.
     """
 
     max_tokens_per_microbatch: int = 2048
+    packing: Packing = Packing.AUTO
     logprob_chunk_tokens: int | None = None
     recompute: Recompute = Recompute.NONE
     distributed_optimizer: bool = False

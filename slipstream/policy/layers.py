@@ -2,8 +2,8 @@
 TransformerEngine's.
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
-at 1,024 tokens on a CPU). Legend: `S` tokens, `B` sequences, `N` query and `K` key-value heads on this
-rank, `D` head dim. On a CPU, layers that are whole on their rank are those of `cpu_layer.py`.
+at 1,024 tokens on a CPU). On a CPU, layers that are whole on their rank are those of `cpu/layer.py`. Legend: `S` tokens
+of the longest sequence, `D` head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,7 +25,6 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -35,7 +35,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute
+from slipstream.policy.attention import CausalAttention
+from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.experts import use_cpu_dispatchers
 from slipstream.policy.cpu.layer import CpuTransformerLayer
@@ -52,9 +53,7 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
     model = _HeadlessGpt(
         config=config,
         # Declared too narrowly: a block spec is allowed.
-        transformer_layer_spec=cast(
-            ModuleSpec, _block_spec(config, arch, shard, unpadded=skips_padding(arch, learner))
-        ),
+        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, arch, shard, learner)),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
         pre_process=shard.is_first,
@@ -71,7 +70,22 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
 
 class _HeadlessGpt(GPTModel):
     """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
-    time as the learner has memory for."""
+    time as the learner has memory for.
+
+    Packed sequences pass as one long sequence, of which only the angles of the rotary embedding and the attention know
+    better. Megatron's own way with them (`qkv_format="thd"`) waits for the device twice a layer.
+    """
+
+    def _preprocess(  # type: ignore[override]  # called by name
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **inputs: Any
+    ) -> tuple[Any, ...]:
+        whole: tuple[Any, ...] = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=cast(PackedSeqParams, packed_seq_params), **inputs
+        )
+        hidden, angles_S11D, *others = whole
+        if packed_seq_params is not None:  # of 0, 1, … up to the longest: each token takes its own
+            angles_S11D = angles_S11D[position_ids[0]]
+        return hidden, angles_S11D, *others
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # called by name
         return hidden_states
@@ -79,7 +93,15 @@ class _HeadlessGpt(GPTModel):
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
     """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
-    return host.is_cpu_only() and learner.parallel.tensor == 1 and arch.experts is None
+    whole = learner.parallel.tensor == 1 and arch.experts is None
+    return host.is_cpu_only() and whole and not packs(learner)
+
+
+def packs(learner: LearnerConfig) -> bool:
+    """Whether sequences are packed one behind the other: by themselves where a kernel takes them so."""
+    if learner.packing is Packing.AUTO:
+        return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16
+    return learner.packing is Packing.ALWAYS
 
 
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
@@ -93,22 +115,6 @@ def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> 
         if mapping.layout is not Layout.REPLICATED and not hasattr(parameter, "tensor_model_parallel"):
             dim = 1 if mapping.layout is Layout.ROW else 0
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
-
-
-class _CausalAttention(MegatronModule):
-    """Causal attention with grouped queries. Padding is on the right, so no real token ever attends to it."""
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config=config)
-        self._scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """[S, B, N, D] queries, [S, B, K, D] keys and values to [S, B, N * D]."""
-        assert attention_mask is None, "the causal mask is the only one"
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        grouped = query.size(1) != key.size(1)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class _RmsNorm(torch.nn.RMSNorm):
@@ -129,19 +135,20 @@ class _Kernels(NamedTuple):
     attention: Any
 
 
-def _kernels() -> _Kernels:
-    """TransformerEngine's on a GPU where it is installed, else torch's.
+def _kernels(learner: LearnerConfig) -> _Kernels:
+    """TransformerEngine's on a GPU where it is installed, else torch's; attention over packed sequences is torch's.
 
     Its norm and its linear stay apart: together they would save a pass over the activations, but their parameters
     would have other names.
     """
     if host.is_cpu_only() or find_spec("transformer_engine") is None:
-        return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, _CausalAttention)
+        return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     engine = TESpecProvider()
     norm = engine.layer_norm(rms_norm=True)
-    return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), engine.core_attention())
+    attention = CausalAttention if packs(learner) else engine.core_attention()
+    return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), attention)
 
 
 class _Router(TopKRouter):
@@ -159,9 +166,9 @@ class _Router(TopKRouter):
 
 
 def _block_spec(
-    config: TransformerConfig, arch: Architecture, shard: Shard, *, unpadded: bool
+    config: TransformerConfig, arch: Architecture, shard: Shard, learner: LearnerConfig
 ) -> TransformerBlockSubmodules:
-    kernels = _kernels()
+    kernels = _kernels(learner)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -178,7 +185,7 @@ def _block_spec(
 
     def layer(mlp: ModuleSpec) -> ModuleSpec:
         return ModuleSpec(
-            module=CpuTransformerLayer if unpadded else TransformerLayer,
+            module=CpuTransformerLayer if skips_padding(arch, learner) else TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=kernels.norm,
                 self_attention=attention,

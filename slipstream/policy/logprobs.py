@@ -86,16 +86,17 @@ class OutputHead:
         """The logits over the whole vocabulary, without gradient, a few tokens of one sequence at a time.
 
         Yields:
-            A row of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
+            A sequence of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
         """
         hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), self._weight()
-        for row, mask_T in enumerate(batch.mask_BT):
-            hidden_NH, labels_N = hidden_BTH[row][mask_T], batch.labels_BT[row][mask_T]
+        for number, place in enumerate(batch.inputs.places):
+            mask_T = batch.mask_BT[place]
+            hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
             size = self._chunk_tokens or len(labels_N)
             for start in range(0, len(labels_N), size):
                 part = slice(start, min(start + size, len(labels_N)))
                 shards = collectives.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
-                yield row, part, torch.cat(shards, dim=-1), labels_N[part]
+                yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
     def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
         logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=self._weight())

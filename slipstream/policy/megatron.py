@@ -29,17 +29,17 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.policy import capture as captures
 from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.batches import ByToken, MicroBatch, Sequences, idle_microbatch, microbatches, num_labels
+from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
 from slipstream.policy.capture import Capture
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.experts import require_even_experts
 from slipstream.policy.initial import initial_weights
-from slipstream.policy.layers import TORCH_DTYPES, build_model, skips_padding
+from slipstream.policy.layers import TORCH_DTYPES, build_model, packs, skips_padding
 from slipstream.policy.logprobs import OutputHead
 from slipstream.policy.optimizer import with_optimizer
-from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST, plan_microbatches
+from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.shape import require_divisible
 from slipstream.policy.weights import load_exactly, shard_from_hf
@@ -70,7 +70,12 @@ class MegatronPolicy:
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
-        self._microbatch_cost = UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST
+        self._batching = Batching(
+            max_tokens=learner.max_tokens_per_microbatch,
+            packs=packs(learner),
+            microbatch_cost=UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST,
+            multiple=learner.parallel.tensor if learner.parallel.sequence_parallel else 1,
+        )
         if learner.num_threads is not None:
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
@@ -157,8 +162,8 @@ class MegatronPolicy:
         offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
 
         def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
-            for row, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
-                first = offsets[batch.indices[row]]
+            for number, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
+                first = offsets[batch.indices[number]]
                 values_NW[first + part.start : first + part.stop] = function(logits_CV, labels_C).double()
             return hidden_TBH.new_zeros(()), {}
 
@@ -188,13 +193,12 @@ class MegatronPolicy:
             logprobs_BT = scores.logprobs_BT
             if own is not None:
                 own.keep(logprobs_BT.detach(), micro)
-            advantages_B = torch.tensor([batch.advantages[index] for index in micro.indices], device=self.device)
             part = policy_loss(
                 logprobs_BT,
                 trainer_logprobs_BT=logprobs_BT.detach() if given is None else micro.spread(given),
                 rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
-                advantages_BT=advantages_B.unsqueeze(1),
+                advantages_BT=micro.repeat(batch.advantages),
                 mask_BT=micro.mask_BT,
                 num_tokens=num_tokens,
                 config=update.loss,
@@ -252,13 +256,11 @@ class MegatronPolicy:
             ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
         """
         self._require_whole_states()
-        plan = plan_microbatches(
-            [len(tokens) for tokens in token_ids],
-            max_tokens=self._learner.max_tokens_per_microbatch,
-            microbatch_cost=self._microbatch_cost,
-        )
+        plan = self._batching.plan([len(tokens) for tokens in token_ids])
         plan += [()] * self._num_idle(len(plan))
-        return captures.hidden_states(self._gpt, token_ids, layer_ids, plan=plan, device=self.device)
+        return captures.hidden_states(
+            self._gpt, token_ids, layer_ids, plan=plan, batching=self._batching, device=self.device
+        )
 
     def _require_whole_states(self) -> None:
         where = self._learner.parallel
@@ -303,15 +305,7 @@ class MegatronPolicy:
         return state["extra"]
 
     def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
-        where = self._learner.parallel
-        batches = microbatches(
-            sequences,
-            loss_starts,
-            max_tokens=self._learner.max_tokens_per_microbatch,
-            microbatch_cost=self._microbatch_cost,
-            device=self.device,
-            multiple=where.tensor if where.sequence_parallel else 1,
-        )
+        batches = self._batching.microbatches(sequences, loss_starts, self.device)
         return batches + [idle_microbatch(self.device)] * self._num_idle(len(batches))
 
     def _num_idle(self, num_batches: int) -> int:

@@ -1,4 +1,4 @@
-"""Turning sequences of different lengths into rectangles: plans are index lists, so that the order is restorable."""
+"""Which sequences of different lengths share a micro-batch: plans are index lists, so that the order is restorable."""
 
 from __future__ import annotations
 
@@ -36,18 +36,40 @@ def plan_microbatches(
     return [tuple(order[start:end]) for start, end in _cheapest_split(len(order), cost)]
 
 
+def plan_packed_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """Split sequences into few micro-batches, about equally full, each of at most `max_tokens` tokens.
+
+    The longest sequence of each comes first. Deterministic; every index occurs exactly once.
+
+    Raises:
+        ValueError: a sequence is empty or longer than `max_tokens`.
+    """
+    _require_lengths(lengths, max_tokens, "max_tokens_per_microbatch")
+    num_batches = -(-sum(lengths) // max_tokens)
+    batches = _dealt(lengths, num_batches)
+    while any(sum(lengths[index] for index in indices) > max_tokens for indices in batches):
+        num_batches += 1
+        batches = _dealt(lengths, num_batches)
+    return [tuple(indices) for indices in batches if indices]
+
+
 def plan_shards(lengths: Sequence[int], num_shards: int) -> list[tuple[int, ...]]:
     """Deal sequences to data-parallel ranks: the longest first, each to whoever has the fewest tokens so far.
 
     Each share keeps the sequences' order; with no more sequences than shards, some have one and the others none.
     """
-    shards: list[list[int]] = [[] for _ in range(num_shards)]
-    taken = [0] * num_shards
+    return [tuple(sorted(shard)) for shard in _dealt(lengths, num_shards)]
+
+
+def _dealt(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
+    """The longest first, each to whoever has the fewest tokens so far."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    taken = [0] * num_shares
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         least = taken.index(min(taken))
-        shards[least].append(index)
+        shares[least].append(index)
         taken[least] += lengths[index]
-    return [tuple(sorted(shard)) for shard in shards]
+    return shares
 
 
 def plan_rectangles(lengths: Sequence[int]) -> list[tuple[int, int]]:

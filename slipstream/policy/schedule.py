@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from slipstream.policy.batches import MicroBatch, positions
+from slipstream.policy.batches import MicroBatch, forward
 from slipstream.policy.capture import Capture
 from slipstream.policy.cpu import host
 
@@ -45,7 +45,7 @@ def run(
     def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(data)
         with host.model_arithmetic(), capture.of(gpt, batch) if capture else contextlib.nullcontext():
-            output = model(batch.token_ids_BT, positions(batch.token_ids_BT), None, padding_mask=batch.padding_BT)
+            output = forward(model, batch.inputs)
 
         def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
             with host.model_arithmetic():
@@ -60,8 +60,8 @@ def run(
             data_iterator=iter(batches),
             model=[module],
             num_microbatches=len(batches),
-            seq_length=max(batch.token_ids_BT.shape[1] for batch in batches),
-            micro_batch_size=max(len(batch.indices) for batch in batches),
+            seq_length=max(batch.labels_BT.shape[1] for batch in batches),
+            micro_batch_size=max(len(batch.labels_BT) for batch in batches),
             forward_only=forward_only,
         )
     return [result for result, batch in zip(results, batches, strict=False) if batch.indices]

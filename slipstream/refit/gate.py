@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,8 +44,11 @@ class EngineWeights(Protocol):
 class LearnerWeights(Protocol):
     """The learner, as far as the check of a refit needs it."""
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        """Of every tensor whose turn it is, as an engine with these types must have it."""
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """Have those computed of every tensor whose turn it is, as an engine with these types must have it.
+
+        Returns at once; what it returns waits for them, and raises what went wrong.
+        """
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
@@ -166,9 +169,10 @@ class RefitGate:
     def _check_policy(self, version: int, turn: Turn) -> int:
         if self._dtypes is None:
             return 0
-        # Learner and engine one after the other: on few cores the two slow each other many times over.
-        expected = self._learner.weight_fingerprints(self._dtypes, turn)
-        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=False, turn=turn)):
+        learner = self._learner.start_fingerprints(self._dtypes, turn)  # at the same time as the engines, a core each
+        engines = self._engine.weight_fingerprints(is_draft=False, turn=turn)
+        expected = learner()
+        for index, fingerprints in enumerate(engines):
             _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
         return len(expected)
 

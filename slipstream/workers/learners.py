@@ -174,11 +174,13 @@ class RemoteLearner:
         """Leave the channel."""
         self._on_all("close_stream", lambda rank: rank.close_stream.remote())
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        """Fingerprints that an engine with these types must have of the policy's tensors whose turn it is."""
-        return weight_totals(
-            self._crew.ask("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes, turn))
-        )
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
+
+        Returns what waits for them.
+        """
+        calls = [(rank, rank.actor.weight_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
+        return lambda: weight_totals(self._crew.gather("weight_fingerprints", calls))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""

@@ -64,8 +64,8 @@ class OneRank:
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self._process.token_logprobs(Ragged.of(sequences, np.int32)))
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        return weight_totals([self._process.weight_fingerprints(dtypes, turn)])
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        return lambda: weight_totals([self._process.weight_fingerprints(dtypes, turn)])
 
 
 @dataclass(frozen=True, repr=False)  # pytest would print tens of thousands of tokens
@@ -269,8 +269,8 @@ class Publisher:
         """The engine's own."""
         return self.bench.engine.refit(path, policy_version=policy_version)
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        return self.bench.exact[self.policy].weight_fingerprints(dtypes, turn)
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        return self.bench.exact[self.policy].start_fingerprints(dtypes, turn)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy import parallel
 from slipstream.policy.checkpoint.reader import open_checkpoint
-from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute
+from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
@@ -32,6 +32,7 @@ LEARNERS = {
     "dealt, optimizer split, layers recomputed": replace(DEALT, distributed_optimizer=True, recompute=Recompute.FULL),
     "dealt, parts recomputed": replace(DEALT, recompute=Recompute.SELECTIVE),
     "a copy of all on each": replace(ONE, parallel=ParallelConfig(data=2)),
+    "dealt, packed": replace(DEALT, packing=Packing.ALWAYS),
     "stages": replace(ONE, parallel=ParallelConfig(pipeline=3)),
 }
 

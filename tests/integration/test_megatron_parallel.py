@@ -16,7 +16,7 @@ import pytest
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.policy import parallel
-from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
+from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
@@ -48,6 +48,11 @@ LEARNERS = {
     "data in chunks, optimizer split, bfloat16": replace(
         CHUNKED, parallel=DATA, distributed_optimizer=True, dtype=Dtype.BFLOAT16
     ),
+    "tensor, packed": replace(LEARNER, parallel=TENSOR, packing=Packing.ALWAYS),
+    "sequence in chunks, packed, layers recomputed": replace(
+        CHUNKED, parallel=SEQUENCE, packing=Packing.ALWAYS, recompute=Recompute.FULL
+    ),
+    "pipeline in chunks, packed": replace(CHUNKED, parallel=PIPELINE, packing=Packing.ALWAYS),
     "sequence in chunks, optimizer split": replace(CHUNKED, parallel=SEQUENCE, distributed_optimizer=True),
 }
 

@@ -81,8 +81,8 @@ class Publisher:
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        return weight_totals([self.process.weight_fingerprints(dtypes, turn)])
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        return lambda: weight_totals([self.process.weight_fingerprints(dtypes, turn)])
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))

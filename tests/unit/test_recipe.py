@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.recipe import CONFIGS, difference, load_recipe, write_recipe
+from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, write_recipe
 from slipstream.types import Workload
 
 
@@ -232,3 +232,13 @@ def test_a_section_that_only_one_recipe_has_is_a_difference() -> None:
 
 def test_where_a_run_is_tracked_is_no_difference() -> None:
     assert difference(load_recipe("tiny"), load_recipe("tiny", overrides={"tracking": {"replay_every_s": 7}})) is None
+
+
+def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> None:
+    found = parameters(load_recipe("tiny"))
+    assert found["name"] == "tiny"  # not '"tiny"'
+    assert found["grpo.group_size"] == "8"
+    assert found["engine.enforce_eager"] == "true"
+    assert found["learner.logprob_chunk_tokens"] == "null"
+    assert found["tuning.candidate_ks"] == "[0, 1, 3, 5, 7]"
+    assert not [name for name in found if name.startswith("tracking")]

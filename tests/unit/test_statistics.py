@@ -11,6 +11,7 @@ from slipstream.statistics import (
     Estimate,
     Spread,
     amdahl,
+    bootstrap_difference,
     bootstrap_grouped_ratio,
     bootstrap_ratio,
     moving_average,
@@ -189,3 +190,24 @@ def test_steps_are_resampled_within_each_group() -> None:
 def test_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one observation"):
         bootstrap_grouped_ratio([])
+def test_a_difference_is_the_mean_over_pairs_with_the_interval_of_its_seed() -> None:
+    """10,000 resamples of whole pairs with seed 0 unless told."""
+    base, cand = np.sqrt(np.arange(2.0, 14.0)), np.sqrt(np.arange(29.0, 5.0, -2.0))
+    rows = np.random.default_rng(0).integers(12, size=(10_000, 12))
+    expected = np.percentile((cand - base)[rows].mean(axis=1), [2.5, 97.5])
+    found = bootstrap_difference(base.tolist(), cand.tolist())
+    assert found.value == pytest.approx((cand - base).mean())
+    assert found.ci95 == pytest.approx(tuple(expected), rel=1e-12)
+    assert bootstrap_difference(base.tolist(), cand.tolist(), seed=1).ci95 != found.ci95
+
+
+def test_a_difference_of_two_pairs_has_their_extremes_and_of_one_pair_no_interval() -> None:
+    assert bootstrap_difference([1.0, 1.0], [2.0, 4.0]).ci95 == (1.0, 3.0)
+    assert bootstrap_difference([1.0], [3.0]) == Estimate(value=2.0, ci95=None)
+
+
+def test_a_difference_of_arms_that_are_no_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^paired arms must have equally many steps, got 1 and 2$"):
+        bootstrap_difference([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
+        bootstrap_difference([], [])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import LossConfig
-from slipstream.grpo.update import Trained, Update, combined, minibatches
+from slipstream.grpo.update import Trained, Update, combined, minibatches, part_of
+from slipstream.ragged import Ragged
 from slipstream.records import TrainStats
 from slipstream.types import TrainBatch
 
@@ -83,3 +84,35 @@ def test_one_update_may_leave_the_logprobs_to_its_own_pass_and_two_may_not() -> 
     with pytest.raises(ValueError) as caught:
         minibatches(own, 2)
     assert str(caught.value) == "2 updates need the trainer_logprobs from before the first, got none"
+
+
+def test_a_ranks_part_is_its_rollouts_in_arrays() -> None:
+    part = part_of(UPDATE, [4, 1])
+    assert [np.asarray(row).tolist() for row in part.batch.token_ids] == [[4, 7, 2], [1, 7, 2]]
+    assert part.batch.prompt_lengths == [2, 1]
+    assert [np.asarray(row).tolist() for row in part.batch.rollout_logprobs] == [[-0.5, -4.0], [-0.5, -1.0]]
+    assert part.batch.advantages == [4.0, 1.0]
+    assert part.trainer_logprobs is not None and part.ref_logprobs is not None
+    assert [row.tolist() for row in part.trainer_logprobs] == [[-4.0, -4.0], [-1.0, -1.0]]
+    assert [row.tolist() for row in part.ref_logprobs] == [[0.0, 0.0], [-3.0, -3.0]]
+    assert (part.batch.policy_version, part.loss, part.temperature) == (3, UPDATE.loss, 0.5)
+    assert isinstance(part.batch.token_ids, Ragged) and isinstance(part.batch.rollout_logprobs, Ragged)
+    assert isinstance(part.trainer_logprobs, Ragged) and isinstance(part.ref_logprobs, Ragged)
+    assert part.batch.token_ids.values.dtype == np.int32
+    for ragged in (part.batch.rollout_logprobs, part.trainer_logprobs, part.ref_logprobs):
+        assert ragged.values.dtype == np.float32
+
+
+def test_a_part_of_an_update_without_logprobs_has_none() -> None:
+    part = part_of(replace(UPDATE, trainer_logprobs=None, ref_logprobs=None), [0])
+    assert (part.trainer_logprobs, part.ref_logprobs) == (None, None)
+
+
+def test_entropy_is_a_mean_over_tokens_where_every_update_knows_it() -> None:
+    known = [
+        TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=n, learning_rate=0.0, entropy=e)
+        for n, e in ((1, 2.0), (3, 6.0))
+    ]
+    assert combined([Trained(stats=part, own_logprobs=None) for part in known]).stats.entropy == 5.0
+    parts = [known[0], replace(known[1], entropy=None)]
+    assert combined([Trained(stats=part, own_logprobs=None) for part in parts]).stats.entropy is None

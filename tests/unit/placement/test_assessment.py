@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.placement.assessment import assess
+from slipstream.placement.assessment import PublishedShape, assess
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.config import ScratchConfig
 from slipstream.policy.experts import Experts
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
+from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
 
 SPLIT = {
@@ -114,15 +115,46 @@ def test_a_micro_batch_that_does_not_fit_names_the_one_that_does() -> None:
 
 def test_an_engine_that_takes_too_much_is_told_how_much_it_may() -> None:
     # Lower, the micro-batch could shrink to one whole sequence first.
-    message = _refusal({"engine": {"gpu_memory_utilization": 0.475}, "simulator": {"hardware": "h200"}})
-    assert message.startswith("engine.gpu_memory_utilization must be at most 0.3")
-    assert "a H200 SXM has 133.9 GB to give" in message
+    overrides = {"engine": {"gpu_memory_utilization": 0.475}, "simulator": {"hardware": "h200"}}
+    assert _refusal(overrides) == (
+        "engine.gpu_memory_utilization must be at most 0.34 to fit, got 0.475; the learner needs 85.1 GB beside the "
+        "engine's 67.0 GB, a H200 SXM has 133.9 GB to give"
+    )  # (133.95 - 85.14) / 141 = 0.346
+    # A cache of a named size leaves the field without a say: then the micro-batch shrinks.
+    assert _refusal({**overrides, "engine": {"kv_cache_gib": 40.0}}).startswith(
+        "learner.max_tokens_per_microbatch must be at most 10942 to fit, got 16384; "
+    )
+
+
+def test_a_learner_alone_on_its_gpu_is_compared_without_the_engine() -> None:
+    learner = {**SPLIT["learner"], "max_tokens_per_microbatch": 60_000}
+    assert _refusal({**SPLIT, "learner": learner}) == (
+        "learner.max_tokens_per_microbatch must be at most 47460 to fit, got 60000; the learner needs 213.6 GB, a "
+        "GB200 has 176.7 GB to give"
+    )
+
+
+def test_an_engine_must_keep_a_cache_of_one_sequence_beside_the_learner() -> None:
+    # The learner leaves 23.0 GB of 133.9: more than the 21.9 GB without a cache, less than with 12,288 tokens of one.
+    overrides = {
+        "engine": {"gpu_memory_utilization": 0.475},
+        "learner": {"max_tokens_per_microbatch": 25_147},
+        "simulator": {"hardware": "h200"},
+    }
+    assert _refusal(overrides).startswith(
+        "learner.parallel.tensor must be larger to fit, got 4; the learner needs 111.0"
+    )
+    # With 16,250 tokens it leaves 49.2 of 141 GB, which is 0.3490: rounded down, or it would not fit.
+    tight = {**overrides, "learner": {"max_tokens_per_microbatch": 16_250}}
+    assert _refusal(tight).startswith("engine.gpu_memory_utilization must be at most 0.34 to fit, got 0.475; ")
 
 
 def test_a_learner_too_large_for_a_gpu_must_be_split_further() -> None:
     overrides = {"learner": {"parallel": {"tensor": 1, "data": 32}}, "simulator": {"hardware": "h100"}}
-    message = _refusal(overrides)
-    assert message.startswith("learner.parallel.tensor must be larger to fit, got 1; the learner needs ")
+    assert _refusal(overrides) == (
+        "learner.parallel.tensor must be larger to fit, got 1; the learner needs 282.5 GB beside the engine's 36.0 GB, "
+        "a H100 SXM has 76.0 GB to give"
+    )
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
@@ -131,6 +163,21 @@ def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
         "engine.gpu_memory_utilization must leave a key-value cache of one sequence of engine.max_model_len 12288 "
         "tokens, got 0.12; it holds 2791: raise it to 0.13, or raise engine.tensor_parallel_size 1"
     )
+
+
+def test_a_cache_that_no_share_of_the_gpu_would_hold_is_told_of_tensor_parallelism_alone() -> None:
+    assert _refusal({**SPLIT, "engine": {"num_engines": 24, "kv_cache_gib": 0.5}}).endswith(
+        "got 0.5; it holds 3542: raise engine.tensor_parallel_size 1"
+    )
+    # 151,552 bytes a token: one sequence of 700,000 takes 106 GB of 80; 32.0 less 21.9 GB hold this many.
+    longest = {"engine": {"gpu_memory_utilization": 0.4, "max_model_len": 700_000}, "simulator": {"hardware": "h100"}}
+    assert _refusal(longest).endswith("it holds 66663: raise engine.tensor_parallel_size 1")
+
+
+def test_a_model_of_experts_has_no_published_shape() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PublishedShape.of(load_model("qwen3-30b-a3b"))
+    assert str(caught.value) == "simulator.model must be dense to be planned, got 'Qwen3-30B-A3B'"
 
 
 def test_a_named_cache_larger_than_the_gpu_is_refused() -> None:
@@ -162,6 +209,10 @@ def test_a_channel_that_the_placement_rules_out_is_refused_with_the_recipe() -> 
     assert _refusal({"refit": {"channel": "shared_memory"}}) == (
         "refit.channel must cross 8 nodes, got 'shared_memory'; set auto, or ipc"
     )
+    one_node = {"placement": {"nodes": 1}, "learner": {"parallel": {"data": 1}}, "engine": {"num_engines": 4}}
+    two_nodes = {"placement": {"nodes": 2}, "learner": {"parallel": {"data": 2}}, "engine": {"num_engines": 8}}
+    load_recipe("qwen3_8b", overrides={**one_node, "refit": {"channel": "shared_memory"}})
+    assert _refusal({**two_nodes, "refit": {"channel": "shared_memory"}}).startswith("refit.channel must cross 2 nodes")
     over_gloo = assess(load_recipe("qwen3_8b", overrides={"refit": {"channel": "gloo"}}))
     assert over_gloo is not None
     assert over_gloo.channel is Channel.GLOO
@@ -173,7 +224,9 @@ def test_chunked_logits_leave_room_for_a_larger_micro_batch() -> None:
     assert whole is not None
     assert chunked is not None
     assert chunked.learner.logits == pytest.approx(whole.learner.logits / 16)
-    assert chunked.max_microbatch_tokens > whole.max_microbatch_tokens + 3000
+    # What is left of the GPU, 176.7 GB, beside all that does not grow, by 67,072 x 36 bytes a token.
+    grown = chunked.learner.total - chunked.learner.activations + chunked.engine.total
+    assert chunked.max_microbatch_tokens == int((0.95 * 186e9 - grown) / (67_072 * 36))
 
 
 def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:

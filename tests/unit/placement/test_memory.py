@@ -107,6 +107,14 @@ def test_chunked_logits_and_a_split_optimizer() -> None:
     assert memory.learner_memory(Tiny(), wide, with_reference=False).logits == 10 * 112
 
 
+def test_the_terms_that_are_split_over_ranks_shrink_with_them() -> None:
+    # Selectively 2 (16 + (12 + 6) / 2); the engine's draft 464 / 2, a layer 16,384 x 2 (8 + 18 / 2).
+    assert memory.activation_bytes(Tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50
+    found = memory.engine_memory(Tiny(), _engine(tensor_parallel_size=2), gpu_bytes=4e6, longest_k=1)
+    assert (found.draft, found.activations) == (232, 16_384 * 2 * 17)
+    assert found.kv_bytes_per_token == 24  # the draft's layer counts from the first draft token on
+
+
 def _engine(**values: float | int | None) -> EngineConfig:
     return EngineConfig(max_model_len=100, max_num_seqs=2, **values)  # type: ignore[arg-type]
 

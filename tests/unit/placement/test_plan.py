@@ -99,7 +99,50 @@ def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Cal
 
 def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[..., str]) -> None:
     layout = _split(training=1, generation=2, per_node=2, engine_tensor=4)
-    assert refusal(make_plan, layout=layout, cluster=parse_cluster("3x2")).startswith("engine.tensor_parallel_size ")
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("3x2"))
+    assert message.startswith("engine.tensor_parallel_size must divide the 2 GPUs that placement.gpus_per_node takes")
+    assert ", got 4; lower it to a divisor of 2" in message
+
+
+def test_of_groups_that_share_nodes_the_larger_is_the_one_to_change(refusal: Callable[..., str]) -> None:
+    for tensor, engine_tensor, field in ((2, 4, "engine"), (4, 4, "learner"), (8, 4, "learner")):
+        layout = Layout(
+            placement=PlacementConfig(nodes=8, gpus_per_node=1),
+            parallel=ParallelConfig(tensor=tensor, data=8 // tensor),
+            engine_tensor=engine_tensor,
+            num_engines=8 // engine_tensor,
+        )
+        message = refusal(make_plan, layout=layout, cluster=parse_cluster("8x1"))
+        assert message.startswith(
+            {"engine": "engine.tensor_parallel_size ", "learner": "learner.parallel.tensor "}[field]
+        )
+
+
+def test_two_neighbours_that_share_experts_are_a_group_too(refusal: Callable[..., str]) -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=2, gpus_per_node=1), parallel=ParallelConfig(data=2, expert=2), num_engines=2
+    )
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("2x1"))
+    assert message.startswith("learner.parallel.expert ") and ", got 2; " in message
+
+
+def test_nodes_are_taken_by_the_engines_groups_where_those_are_larger() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
+    layout = Layout(
+        placement=PlacementConfig(nodes=4, gpus_per_node=1),
+        parallel=ParallelConfig(data=4),
+        engine_tensor=2,
+        num_engines=2,
+    )
+    assert [node.name for node in make_plan(layout, Cluster(nodes=nodes)).nodes] == ["n0", "n1", "n3", "n4"]
+
+
+def test_a_cluster_without_nodes_has_no_gpus(refusal: Callable[..., str]) -> None:
+    message = refusal(make_plan, layout=_colocated(nodes=1, per_node=4, tensor=4), cluster=Cluster(nodes=()))
+    assert message == (
+        "placement.gpus_per_node must be at most the 0 GPUs of the cluster's largest node, got 4; the cluster has no "
+        "nodes"
+    )
 
 
 @st.composite

@@ -53,16 +53,22 @@ def test_memory_of_a_shared_gpu_is_one_column() -> None:
     recipe = load_recipe("qwen3_8b")
     found = assess(recipe)
     assert found is not None
-    lines = memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines()
-    assert lines[0] == "part                GPU, GB"
-    assert lines[2:6] == [
+    assert memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines() == [  # no KL, no reference
+        "part                GPU, GB",
+        "------------------  -------",
         "weights             4.1",
         "gradients           8.2",
         "optimizer           24.6",
         "activations         39.6",
-    ]
-    assert "reference" not in "\n".join(lines)  # the loss has no KL
-    assert lines[-3:] == [
+        "logits              8.7",
+        "engine weights      16.4",
+        "draft               1.8",
+        "engine activations  3.7",
+        "KV cache            61.8",
+        "runtime (assumed)   9.3",
+        "together            178.1",  # of the exact sizes: 168.8 and a twentieth of 186.0
+        "GB200 has           186.0",
+        "",
         "longest micro-batch that fits: 19,053 tokens",
         "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
@@ -77,4 +83,16 @@ def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
     assert lines[0] == "part                training GPU, GB  generation GPU, GB"
     assert lines[5] == "reference           4.1               -"
     assert "engine weights      -                 16.4" in lines
+    assert "together            98.5              93.0" in lines  # 89.2 and 83.7 beside 9.3
+    assert "GB200 has           186.0             186.0" in lines
     assert lines[-1].endswith("by nccl")
+
+
+def test_an_engine_of_one_gpu_runs_in_one_process_and_has_no_worker_number() -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=1, gpus_per_node=2), parallel=ParallelConfig(tensor=2), num_engines=2
+    )
+    lines = plan_text(make_plan(layout, parse_cluster("1x2"))).splitlines()
+    assert lines[1] == "learner: 2 ranks, TP 2 x PP 1 x DP 1"  # without sequence parallelism
+    assert lines[2] == "engines: 2 of TP 1, executor uni (in one process)"
+    assert lines[-1] == "node0  -              L0 E0  L1 E1"

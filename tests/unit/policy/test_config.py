@@ -124,3 +124,8 @@ def test_a_learner_outside_its_bounds_is_refused(
 def test_a_learner_on_its_bounds_is_taken() -> None:
     assert LearnerConfig(max_tokens_per_microbatch=1, num_threads=1, max_restarts=0).num_threads == 1
     assert LearnerConfig(num_threads=None).num_threads is None
+
+
+def test_tensor_parallel_ranks_come_first_then_data_parallel_ones_then_stages() -> None:
+    layout = ParallelConfig(tensor=2, data=3, pipeline=2)
+    assert [layout.data_rank(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2] * 2

@@ -18,7 +18,7 @@ from slipstream.config import ConfigError
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.policy import logprobs
-from slipstream.policy.batches import MicroBatch
+from slipstream.policy.batches import Batching, MicroBatch
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.logprobs import OutputHead, TokenScores
 from slipstream.policy.megatron import MegatronPolicy
@@ -52,10 +52,9 @@ def _head(chunk_tokens: int | None, weight_VH: torch.Tensor) -> OutputHead:
 def _batch(labels_BT: torch.Tensor, mask_BT: torch.Tensor) -> MicroBatch:
     return MicroBatch(
         indices=tuple(range(len(labels_BT))),
-        token_ids_BT=labels_BT,
+        inputs=Batching(max_tokens=labels_BT.numel()).inputs(labels_BT.tolist(), labels_BT.device),
         labels_BT=labels_BT,
         mask_BT=mask_BT,
-        padding_BT=torch.zeros_like(mask_BT),
     )
 
 

@@ -16,8 +16,9 @@ from transformers import Qwen3ForCausalLM
 from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import muon, packing
-from slipstream.policy.batches import positions
-from slipstream.policy.config import LearnerConfig, Recompute, ScratchConfig
+from slipstream.policy.batches import Batching, forward
+from slipstream.policy.capture import Capture
+from slipstream.policy.config import LearnerConfig, Packing, Recompute, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.hf import save_model
@@ -353,19 +354,45 @@ def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
     def kept_bytes(learner: LearnerConfig) -> int:
         """Of the different tensors that a forward pass keeps."""
         policy, held = _policy(learner=learner), {}
-        tokens_BT = torch.randint(0, VOCAB, (2, 30))
+        inputs = Batching(max_tokens=60).inputs(torch.randint(0, VOCAB, (2, 30)).tolist(), policy.device)
         with (
             host.cuda_as_cpu(),
             torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: held.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
             ),
         ):
-            policy._gpt(tokens_BT, positions(tokens_BT), None)
+            forward(policy._gpt, inputs)
             parameters = {parameter.data_ptr() for parameter in policy._gpt.parameters()}
         return sum(tensor.nbytes for at, tensor in held.items() if at not in parameters)
 
     least = 0.7 if recompute is Recompute.SELECTIVE else 0.2
     assert kept_bytes(dataclasses.replace(LEARNER, recompute=recompute)) < least * kept_bytes(LEARNER)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, chunk: int | None) -> None:
+    base = dataclasses.replace(LEARNER, logprob_chunk_tokens=chunk, recompute=recompute)
+    outcomes = []
+    for packed in (Packing.NEVER, Packing.ALWAYS):
+        policy = _policy(learner=dataclasses.replace(base, packing=packed))
+        batch, logprobs = _batch(policy)
+        states = [tensor for pair in policy.hidden_states(batch.token_ids, [0, 2, 1]) for tensor in pair]
+        chosen = policy.map_logits(
+            batch.token_ids, batch.prompt_lengths, lambda logits, labels: logits.gather(1, labels[:, None]), width=1
+        )
+        capture = Capture([1])
+        update = dataclasses.replace(_update(batch, logprobs, kl_coefficient=0.1), trainer_logprobs=None)
+        trained = policy.train_step(update, capture=capture)
+        assert trained.own_logprobs is not None
+        captured = [tensor for index in range(9) for tensor in capture.by_sequence[index]]
+        weights = [tensor.clone() for _, tensor in policy.weights()]
+        stats = torch.tensor(list(dataclasses.astuple(trained.stats)), dtype=torch.float64)
+        rows = [torch.tensor(row) for row in [*logprobs, *trained.own_logprobs]]
+        outcomes.append([stats, torch.tensor(chosen), *rows, *states, *captured, *weights])
+    assert len(policy._microbatches(_sequences(), [3] * 9)) == 3  # of at most 64 tokens
+    for expected, got in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.policy import packing
-from slipstream.policy.packing import plan_microbatches
+from slipstream.policy.packing import plan_microbatches, plan_packed_microbatches
 
 LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
 
@@ -47,3 +47,28 @@ def test_every_sequence_is_in_one_microbatch_within_the_bound(lengths: list[int]
     plan = plan_microbatches(lengths, max_tokens=max_tokens)
     assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
     assert all(len(batch) * max(lengths[index] for index in batch) <= max_tokens for batch in plan)
+
+
+def test_packed_microbatches_are_few_and_about_equally_full() -> None:
+    # 26 tokens need two of at most 16: 9, then 8 to the other, 4 to that with 8, 4 to that with 9, 1 to that with 12.
+    assert plan_packed_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1, 2), (3, 0, 4)]
+    # 24 tokens would fill two of 12, but three of 8 fit only one each.
+    assert plan_packed_microbatches([8, 8, 8], max_tokens=12) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("lengths", [[4, 17], [4, 0]])
+def test_a_sequence_that_does_not_fit_is_named_when_packed(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 must have 1 to 16 \(max_tokens_per_microbatch\) tokens"):
+        plan_packed_microbatches(lengths, max_tokens=16)
+
+
+@given(LENGTHS, st.integers(32, 128))
+def test_packed_every_sequence_is_in_one_microbatch_within_the_bound_the_longest_first(
+    lengths: list[int], max_tokens: int
+) -> None:
+    plan = plan_packed_microbatches(lengths, max_tokens=max_tokens)
+    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
+    for batch in plan:
+        assert sum(lengths[index] for index in batch) <= max_tokens
+        assert lengths[batch[0]] == max(lengths[index] for index in batch)
+    assert len(plan) <= 2 * -(-sum(lengths) // max_tokens)  # no two of them would fit into one

@@ -94,6 +94,11 @@ def microbatches(recipe: Recipe, _: Tools) -> int:
     return len(own_policy(recipe)._microbatches([tuple([5] * 200)] * 40, [1] * 40))
 
 
+def rows(recipe: Recipe, _: Tools) -> list[int]:
+    """How many rows the micro-batches of three sequences have."""
+    return [len(batch.labels_BT) for batch in own_policy(recipe)._microbatches([tuple([5] * 20)] * 3, [1] * 3)]
+
+
 def pretraining_steps(recipe: Recipe, _: Tools) -> object:
     calls: list[Any] = []
 
@@ -155,6 +160,7 @@ CHECKS = {
     "policy.scratch.warmup_steps": Check(1, pretraining_steps),
     "policy.scratch.optimizer": Check("muon", own_training),
     "learner.max_tokens_per_microbatch": Check(512, microbatches),
+    "learner.packing": Check("always", rows),
     "learner.logprob_chunk_tokens": Check(8, held_logits),
     "learner.recompute": Check("full", recomputed),
     "learner.distributed_optimizer": Check(True, megatron_optimizer),

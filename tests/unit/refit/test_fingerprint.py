@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -223,6 +223,35 @@ def test_small_tensors_are_worked_on_together_and_keep_their_own_sums() -> None:
     assert {each.name: value for each, value in found.items()} == {
         name: whole(tensor, name) for name, tensor in tensors.items()
     }
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_thread_computes_and_afterwards_there_are_as_many_as_before(fails: bool) -> None:
+    seen = []
+
+    def weights() -> Iterator[HeldWeights]:
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise LookupError("hidden")
+        yield held_whole("m", MATRIX)
+
+    for _ in range(2):
+        if fails:
+            with pytest.raises(LookupError, match="hidden"):
+                part_fingerprints(weights())
+        else:
+            part_fingerprints(weights())
+        assert torch.get_num_threads() == 3
+    assert seen == [1, 1]
 
 
 def test_a_part_is_converted_as_the_engine_holds_it() -> None:

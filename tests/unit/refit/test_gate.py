@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,15 @@ class Learner:
         self.version = 0
         self.asked: list[object] = []
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         assert dtypes == DTYPES
-        return {name: 100 + self.version for name in dtypes if turn.takes(name)}
+        self.asked.append("start")
+
+        def wait() -> dict[str, int]:
+            self.asked.append("wait")
+            return {name: 100 + self.version for name in dtypes if turn.takes(name)}
+
+        return wait
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -146,6 +152,27 @@ def test_the_channel_is_asked_to_send_and_then_all_tensors_are_compared(draft: P
     ]
     assert (check.num_tensors, check.probe_difference) == (8, None)  # seven of the policy, one of the draft
     assert 0 < check.elapsed_s < 60
+
+
+def test_the_learner_computes_while_the_engines_do() -> None:
+    engine, learner = Engines(), Learner()
+    learner.asked = engine.asked
+    gate(engine, learner=learner).refit(4)
+    assert engine.asked[-3:] == ["start", ("fingerprints", False), "wait"]
+
+
+def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
+    class Lost(Learner):
+        def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+            def wait() -> dict[str, int]:
+                raise RuntimeError("learner rank 0 died")
+
+            return wait
+
+    engine = Engines()
+    with pytest.raises(RuntimeError, match="learner rank 0 died"):
+        gate(engine, learner=Lost()).refit(4)
+    assert engine.asked[-1] == ("fingerprints", False)
 
 
 def test_after_an_engine_was_replaced_the_channel_takes_the_new_one_in_and_the_next_refit_is_checked_in_full() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +145,35 @@ def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: 
         "ConfigError: refit.channel shared_memory needs 1,200,208 bytes" in done.stderr
     )  # twice 600,000 and a header of 104
     assert "'1,048,576 bytes free'" in done.stderr
+
+
+def test_the_space_of_both_files_is_asked_for_once_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr(snapshot, "require_space", lambda directory, num_bytes: asked.append((directory, num_bytes)))
+    writer = SnapshotWriter(tmp_path, "policy")
+    sizes = {writer.write(weights(1.0), version=version).num_bytes for version in range(3)}
+    assert asked == [(tmp_path, size) for size in sizes]  # of a whole file, its header among it
+    assert len(sizes) == 1
+
+
+def test_space_that_somebody_else_took_meanwhile_is_an_error_with_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, f"{offset} {length}")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9 + len(str(path))))
+    source = weights(1.0)
+    with pytest.raises(OSError) as caught:
+        SnapshotWriter(tmp_path, "policy").write(source, version=0)
+    assert caught.value.errno == errno.ENOSPC
+    size = str(caught.value.__cause__).rpartition(" ")[2]
+    free = 10**9 + len(str(tmp_path))
+    assert caught.value.strerror == (f"the weights need {int(size):,} bytes in {tmp_path}, which has {free:,} free")
+    assert int(size) > source.num_bytes()
 
 
 def test_versions_alternate_between_two_files(tmp_path: Path) -> None:

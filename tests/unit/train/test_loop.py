@@ -126,9 +126,9 @@ class NotingLearner:
         self.published = version
         return f"digest {version}"
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        self.calls.append(("weight_fingerprints", {"dtypes": dtypes, "turn": turn}))
-        return dict.fromkeys(dtypes, 100 + self.published)
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
+        return lambda: dict.fromkeys(dtypes, 100 + self.published)
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
@@ -236,7 +236,7 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         )
         give, fingerprints, logprobs, ref_logprobs, train = learner.calls[5 * step : 5 * step + 5]
         assert give == ("give", {"version": step})
-        assert fingerprints == ("weight_fingerprints", {"dtypes": DTYPES, "turn": ALL})
+        assert fingerprints == ("start_fingerprints", {"dtypes": DTYPES, "turn": ALL})
         assert logprobs == ("logprobs", {"batch": batch, "temperature": 0.5})
         assert ref_logprobs == ("ref_logprobs", {"batch": batch, "temperature": 0.5})
         update: Update = train[1]["update"]
@@ -283,7 +283,7 @@ def test_the_arms_get_the_same_prompts_and_seeds_of_their_own() -> None:
 def test_one_update_a_step_needs_no_pass_for_logprobs_and_takes_the_mismatch_from_its_own() -> None:
     learner = NotingLearner()
     (record,) = run(NotingEngine(), learner, config=replace(AUTO, num_steps=1))
-    assert [name for name, _ in learner.calls] == ["give", "weight_fingerprints", "train_step"]
+    assert [name for name, _ in learner.calls] == ["give", "start_fingerprints", "train_step"]
     assert (learner.updates[0].trainer_logprobs, learner.updates[0].ref_logprobs) == (None, None)
     assert (record.has_logprob_pass, record.times.logprob_s) == (False, 0.0)
     # Rollout minus the training pass's own -0.75 is 0.25 and 0.5.
@@ -384,7 +384,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.weight_fingerprints = lambda dtypes, turn: dict.fromkeys(dtypes, 7)
+    learner.start_fingerprints = lambda dtypes, turn: lambda: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["take"]

@@ -89,6 +89,10 @@ def test_a_draft_and_a_probe_add_theirs() -> None:
     check_metrics(metrics_of(step), step=0)
 
 
+def test_a_learner_that_knows_its_entropy_adds_it() -> None:
+    assert metrics_of(replace(STEP, train=replace(STEP.train, entropy=0.75))) == METRICS | {"train/entropy": 0.75}
+
+
 def test_a_step_in_words() -> None:
     line = "step 7/24, reward 0.125, 32.00 s (generation 4.00 s, 25 tokens/s)"
     assert step_line(STEP, 24) == line
