@@ -190,6 +190,8 @@ def test_steps_are_resampled_within_each_group() -> None:
 def test_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one observation"):
         bootstrap_grouped_ratio([])
+
+
 def test_a_difference_is_the_mean_over_pairs_with_the_interval_of_its_seed() -> None:
     """10,000 resamples of whole pairs with seed 0 unless told."""
     base, cand = np.sqrt(np.arange(2.0, 14.0)), np.sqrt(np.arange(29.0, 5.0, -2.0))
