@@ -82,8 +82,15 @@ def _arm(root: Path, plan: PlanRecord, part: Part) -> ArmRecord | None:
 
 
 def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
+    """Its own, else that of what it needs: a part that never started says nothing itself."""
     found = ending(root, plan.execution, part.name)
-    return found.reason if found is not None and found.reason else _LOST
+    if found is not None and found.reason:
+        return found.reason
+    for name in part.needs:
+        needed = ending(root, plan.execution, name)
+        if needed is not None and needed.reason:
+            return f"{name} failed: {needed.reason}"
+    return _LOST
 
 
 def _write(root: Path, plan: PlanRecord, record: AblationRecord) -> tuple[Path, AblationPaths]:

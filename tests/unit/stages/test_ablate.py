@@ -112,6 +112,13 @@ def test_a_part_that_left_no_word_is_a_failure_with_a_reason(tmp_path: Path) -> 
     assert found["rl_zero-in_domain-eagle3-kl_div-k5-seed0"].startswith("it left no word")
 
 
+def test_a_variant_that_never_started_says_what_failed_before_it(tmp_path: Path) -> None:
+    plan(tmp_path)
+    ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
+    failures = collect(tmp_path, read_plan(tmp_path, "abl")).failures
+    assert {failure.reason for failure in failures} == {"policy-rl_zero failed: ConfigError: no such model"}
+
+
 def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> None:
     plan(tmp_path)
     directory = fail_ablation(tmp_path, "abl", message="every draft failed")
