@@ -54,12 +54,13 @@ mlflow: setup ## open MLflow on runs/: prints the tables of executions and of ar
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock
 
-bench: bench-setup ## time simulator, fingerprints, engine, learner, refit and the step beside TRL's (ARGS="--run DIRECTORY")
+bench: bench-setup ## time simulator, fingerprints, engine, learner, refit, tracking and the step beside TRL's (ARGS="--run DIRECTORY")
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.simulator
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.logprobs
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.learner_layouts
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.fingerprint
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.refit_channels
+	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks.tracking
 	PYTHONPATH=. $(PYTHON_IN_VENV) -m benchmarks --trl $(BENCH) $(ARGS)
 
 bench-learning: setup ## reward gain and speedups over seeds (ARGS="--workload rl_think --seeds 0 1 --parallel 2 --pin")

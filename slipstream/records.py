@@ -301,6 +301,32 @@ class LayoutRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DriftFinding:
+    """One result beside the band of earlier executions."""
+
+    name: str  # of the result
+    value: float
+    num_executions: int  # earlier ones that have it
+    band: tuple[float, float] | None  # None: too few
+    verdict: str  # within, above, below, or too few to say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftRecord:
+    """An execution's results against those of the executions before it."""
+
+    summary: str  # in a sentence; why nothing was compared, if nothing was
+    executions: tuple[str, ...] = ()  # that it was compared with, the newest first
+    false_alarm_rate: float = 0.0  # of a whole execution in which nothing drifted
+    findings: tuple[DriftFinding, ...] = ()
+
+    @property
+    def outside(self) -> tuple[DriftFinding, ...]:
+        """Results that lie outside their band."""
+        return tuple(finding for finding in self.findings if finding.verdict in ("above", "below"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """Everything that the report of one workflow execution reads."""
 

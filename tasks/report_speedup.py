@@ -38,7 +38,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     certificate: FlyteDirectory,
     projection: FlyteDirectory,
 ) -> SpeedupReport:
-    """report.html, which is also the task's deck, report.json and run.json."""
+    """report.html, which is also the task's deck, report.json, run.json and drift.json."""
     logs.configure()
     directory = stage.report_speedup(
         context,
@@ -53,6 +53,5 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         projection=records_of(projection),
     )
     Deck("speedup", (directory / "report.html").read_text())
-    return SpeedupReport(
-        report=handed_on(context, "report_speedup", directory, records=("report.html", "report.json", "run.json"))
-    )
+    records = ("report.html", "report.json", "run.json", "drift.json")
+    return SpeedupReport(report=handed_on(context, "report_speedup", directory, records=records))

@@ -16,6 +16,7 @@ from tasks.prepare_policy import prepare_policy
 from tasks.pretrain_draft import pretrain_draft
 from tasks.project_speedup import project_speedup
 from tasks.report_speedup import report_speedup
+from tasks.require_no_drift import require_no_drift
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
 from tasks.train_grpo import train_grpo
@@ -51,7 +52,8 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
             same sections of the recipe. Nothing that is measured is ever taken from there.
 
     Returns:
-        report: report.html, report.json and run.json; the execution fails after them if speculation was not lossless.
+        report: report.html, report.json, run.json and drift.json; the execution fails after them if speculation was
+            not lossless, or if results drifted and tracking.drift.fail says so.
     """
     run = start_run(
         recipe=recipe,
@@ -122,6 +124,11 @@ def speculative_rl(  # noqa: PLR0913  # one input a line of the launch form
         .with_overrides(name="report speedup", node_name="report-speedup")
         .report
     )
-    return require_lossless(certificate=certificate, report=report).with_overrides(
-        name="require lossless", node_name="require-lossless"
+    lossless = (
+        require_lossless(certificate=certificate, report=report)
+        .with_overrides(name="require lossless", node_name="require-lossless")
+        .report
+    )
+    return require_no_drift(recipe=run.recipe, report=lossless).with_overrides(
+        name="require no drift", node_name="require-no-drift"
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from slipstream.records import NUM_WARMUP_STEPS, RunRecord, write_atomic
+from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
+from slipstream.report.drift_table import drift_table
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
 from slipstream.simulator.project.records import ProjectionRecord
@@ -37,11 +38,13 @@ def render(
     reference: Reference,
     projection: ProjectionRecord | None = None,
     *,
+    drift: DriftRecord | None = None,
     drawn: Mapping[str, str] | None = None,
 ) -> str:
     """The page. A run with one arm, one step or no draft in it gets a page that says so.
 
     Args:
+        drift: None for a run that was not compared with others.
         drawn: what `draw` gave, if the caller has it.
     """
     run = summarise_run(record)
@@ -61,6 +64,8 @@ def render(
         headline=_headline(record, run),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=_tables(record, run, reference) | _projection_tables(projection),
+        drift=drift,
+        drift_table=drift_table(drift) if drift is not None and drift.findings else None,
         projection=projection,
         workload_label=formats.WORKLOAD_LABELS.get(record.workload, record.workload),
         num_warmup_steps=NUM_WARMUP_STEPS,
@@ -117,6 +122,7 @@ def write_report(
     *,
     reference: Reference | None = None,
     projection: ProjectionRecord | None = None,
+    drift: DriftRecord | None = None,
 ) -> ReportPaths:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
     reference = reference or read_reference()
@@ -129,8 +135,9 @@ def write_report(
     )
     for path, svg in files.items():
         write_atomic(path, svg.encode())
-    write_atomic(paths.html, render(record, reference, projection, drawn=drawn).encode())
-    write_atomic(paths.json, json.dumps(summarise(record), indent=1, allow_nan=False).encode())
+    write_atomic(paths.html, render(record, reference, projection, drift=drift, drawn=drawn).encode())
+    summary = summarise(record) | ({} if drift is None else {"drift": asdict(drift)})
+    write_atomic(paths.json, json.dumps(summary, indent=1, allow_nan=False).encode())
     return paths
 
 

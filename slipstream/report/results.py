@@ -21,6 +21,7 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
         "num_speculative_tokens": float(run.speculative.k if run.speculative else 0),
     }
     metrics |= {f"reward_{arm.arm.value}": arm.reward_last_quarter for arm in run.arms}
+    metrics |= {f"tokens_per_s_{arm.arm.value}": arm.generation_tokens_per_s for arm in run.arms}
     if run.comparison is not None:
         metrics |= _with_ends("generation_speedup", run.comparison.generation)
         metrics |= _with_ends("step_speedup", run.comparison.step)

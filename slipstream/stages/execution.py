@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
-from slipstream.records import CertificateRecord, RunRecord
+from slipstream.records import CertificateRecord, DriftRecord, RunRecord
+from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
 from slipstream.report.page import ReportPaths
 from slipstream.report.results import certificate_metrics, description, result_metrics
 from slipstream.stages.context import RunContext
@@ -34,10 +35,14 @@ def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateR
     tracker.close(_status(certificate))
 
 
-def end_reported_execution(context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths) -> None:
-    """End the run of an execution with its results, report and figures."""
+def end_reported_execution(
+    context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths, drift: DriftRecord
+) -> None:
+    """End the run of an execution with its results, its drift, report and figures."""
     tracker = execution_run(context, recipe)
     _log_results(tracker, context, record)
+    tracker.log(drift_metrics(drift))
+    tracker.set_tags(drift_tags(drift))
     for path in (report.html, report.json, report.html.with_name("run.json")):
         tracker.log_artifact(path)
     for path in report.figures:
@@ -55,6 +60,8 @@ def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> No
         {
             "k": str(k),
             "losslessness": record.certificate.verdict,
+            HARDWARE_TAG: hardware(record),
+            **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
             NOTE: description(record, execution_url=execution_url()),
         }
     )

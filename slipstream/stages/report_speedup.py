@@ -21,6 +21,7 @@ from slipstream.report.page import write_report
 from slipstream.report.summary import summarise
 from slipstream.simulator.project.records import ProjectionRecord
 from slipstream.stages.context import RunContext
+from slipstream.stages.drift import DRIFT_FILE, drift_of
 from slipstream.stages.execution import end_reported_execution
 from slipstream.stages.support import numerics, recipe_layout, settled, tracked, versions
 from slipstream.tracking import store_uri
@@ -40,7 +41,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     certificate: Path,
     projection: Path,
 ) -> Path:
-    """Bring all records together; a directory with report.html, report.json and run.json, linked as runs/latest."""
+    """Bring all records together; the directory, with report.html and three JSON files, is linked as runs/latest."""
     directory = context.directory("report_speedup")
     trained = tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = RunRecord(
@@ -63,14 +64,16 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")
         projected = read_record(ProjectionRecord, projection / "projection.json")
-        report = write_report(record, directory, projection=projected)
+        drift = drift_of(context, recipe, record)
+        write_record(drift, directory / DRIFT_FILE)
+        report = write_report(record, directory, projection=projected, drift=drift)
         if record.numerics is not None:
             tracker.log_params({"dtype": record.numerics.dtype, "dtype_reason": record.numerics.reason})
         speedup = summarise(record)["speedup"]
         tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
-        for name in ("report.html", "report.json", "run.json"):
+        for name in ("report.html", "report.json", "run.json", DRIFT_FILE):
             tracker.log_artifact(directory / name)
-    end_reported_execution(context, recipe, record, report)
+    end_reported_execution(context, recipe, record, report, drift)
     _link_latest(Path(context.root), directory)
     return directory
 

@@ -8,7 +8,7 @@ Importing this package costs nothing: MLflow (4-8 s) is imported by the first `T
 """
 
 from slipstream.tracking.artifacts import fetch_artifact
-from slipstream.tracking.config import ABLATION, EXECUTION, KIND_TAG, PART, TrackingConfig, store_uri
+from slipstream.tracking.config import ABLATION, EXECUTION, KIND_TAG, PART, DriftConfig, TrackingConfig, store_uri
 from slipstream.tracking.ending import end_open_runs, has_ended, unsent
 from slipstream.tracking.executions import Execution, experiment_names, read_executions
 from slipstream.tracking.replay import ReplayResult, TrackingError, replay
@@ -22,6 +22,7 @@ __all__ = [
     "GPUS_TAG",
     "KIND_TAG",
     "PART",
+    "DriftConfig",
     "Execution",
     "ReplayResult",
     "RunStatus",

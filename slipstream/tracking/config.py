@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import require
@@ -29,6 +29,30 @@ _MAX_TAG_CHARACTERS = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftConfig:
+    """With how many earlier executions the results of one are compared, and what follows if they drifted."""
+
+    num_executions: int = 20  # the last ones that are comparable
+    min_executions: int = 5  # fewer are too few to say
+    false_alarm_rate: float = 0.05  # of an execution in which nothing drifted, over all its results together
+    min_change: float = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
+    fail: bool = False  # fail the execution after everything is written, so that Flyte notifies of it
+
+    def __post_init__(self) -> None:
+        name = "tracking.drift"
+        require(self.min_executions >= 3, f"{name}.min_executions", "must be >= 3", self.min_executions)
+        require(
+            self.num_executions >= self.min_executions,
+            f"{name}.num_executions",
+            f"must be >= {name}.min_executions {self.min_executions}",
+            self.num_executions,
+        )
+        rate = self.false_alarm_rate
+        require(0 < rate < 1, f"{name}.false_alarm_rate", "must lie between 0 and 1", rate)
+        require(self.min_change >= 0, f"{name}.min_change", "must be >= 0", self.min_change)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
     """The tracking server and how patiently it is asked."""
 
@@ -37,6 +61,7 @@ class TrackingConfig:
     replay_every_s: float = 5.0
     request_timeout_s: int = 10
     close_wait_s: float = 30.0  # how long `close` waits for the last points to arrive before it leaves them spooled
+    drift: DriftConfig = field(default_factory=DriftConfig)
 
     def __post_init__(self) -> None:
         require(self.uri != "", "tracking.uri", "must name a server or be null", self.uri, "null uses SQLite")

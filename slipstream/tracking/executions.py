@@ -8,6 +8,7 @@ Source: MLflow 3.17, REST API 2.0 (`experiments/search`, `runs/search`) and `mlf
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import sqlite3
@@ -105,11 +106,21 @@ class _Server:
 
     def experiments(self) -> dict[str, str]:
         found = self._pages("experiments/search", "experiments", {})
-        return {item["experiment_id"]: item["name"] for item in found}
+        with self._as_documented():
+            return {item["experiment_id"]: item["name"] for item in found}
 
     def executions(self, experiments: Mapping[str, str]) -> list[Execution]:
         asked = {"experiment_ids": list(experiments), "filter": f"tags.`{KIND_TAG}` = '{EXECUTION}'"}
-        return [_from_json(run, experiments) for run in self._pages("runs/search", "runs", asked)]
+        with self._as_documented():
+            return [_from_json(run, experiments) for run in self._pages("runs/search", "runs", asked)]
+
+    @contextmanager
+    def _as_documented(self) -> Iterator[None]:
+        """Refuse an answer that is JSON of another kind: of a proxy, or of another service at this address."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError) as error:
+            raise TrackingError(f"tracking server {self._uri}: no answer of MLflow's: {error!r}") from error
 
     def _pages(self, route: str, name: str, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         token: str | None = None
@@ -127,7 +138,7 @@ class _Server:
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise TrackingError(f"tracking server {self._uri}: {route}: {error}") from error
 
 

@@ -63,7 +63,7 @@ def test_the_chain_runs_in_pods_of_its_own_and_moves_records_only(tmp_path: Path
     assert [attempt.kind for attempt in pods.attempts] == [""] * len(pods.attempts)
     (report,) = [literal for literal in outputs[speculative_rl.nodes[-1].id].values()]
     files = pods.fetched(report)
-    assert set(files) == {"report.html", "report.json", "run.json", "deliverable.json"}
+    assert set(files) == {"report.html", "report.json", "run.json", "drift.json", "deliverable.json"}
     assert json.loads(files["report.json"])["recipe"] == "smoke"
     moved = {node.id: pods.uploaded_bytes(node.id) for node in speculative_rl.nodes}
     assert moved.pop("report-speedup") < _MAX_REPORT_BYTES

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.recipe import Recipe, write_recipe
-from slipstream.stages import start_run, support
-from slipstream.tracking import tracker
+from slipstream.records import write_record
+from slipstream.report.drift import Subject, find_drift
+from slipstream.stages import drift, start_run, support
+from slipstream.tracking import Execution, tracker
 from tests.unit.recipe_fields.base import Check, Tools
 
 
@@ -54,6 +56,29 @@ def replay_pauses(recipe: Recipe, tools: Tools) -> object:
     return seen
 
 
+def drift_verdict(recipe: Recipe, tools: Tools) -> object:
+    """What a report says of results that are 1.5 % above those of six executions, and what the last task does then."""
+    earlier = [_execution(number, value) for number, value in enumerate((1.0, 1.0, 1.001, 0.999, 1.0, 1.0))]
+    subject = Subject(
+        execution="now", workload="w", hardware="h", dtype=None, params={}, results={"step_speedup": 1.015}
+    )
+    record = find_drift(subject, earlier, recipe.tracking.drift)
+    write_record(record, tools.directory / drift.DRIFT_FILE)
+    try:
+        drift.require_no_drift(recipe, tools.directory)
+    except drift.DriftError as error:
+        return record, str(error)
+    return record, "goes on"
+
+
+def _execution(number: int, value: float) -> Execution:
+    metrics, tags = {"result/lossless": 1.0, "result/step_speedup": value}, {"workload": "w", "hardware": "h"}
+    run_id = str(number)
+    return Execution(
+        run_id=run_id, name=run_id, experiment="e", status="FINISHED", start_ms=0, metrics=metrics, tags=tags
+    )
+
+
 def layout(recipe: Recipe, _: Tools) -> object:
     return support.recipe_layout(recipe)
 
@@ -65,6 +90,11 @@ CHECKS = {
     "tracking.request_timeout_s": Check(3, tracked_run),
     "tracking.close_wait_s": Check(1.0, tracked_run),
     "tracking.replay_every_s": Check(1.0, replay_pauses),
+    "tracking.drift.num_executions": Check(5, drift_verdict),
+    "tracking.drift.min_executions": Check(7, drift_verdict),
+    "tracking.drift.false_alarm_rate": Check(0.5, drift_verdict, {"tracking.drift.min_change": 0.0}),
+    "tracking.drift.min_change": Check(0.02, drift_verdict),
+    "tracking.drift.fail": Check(True, drift_verdict),
     "simulator.model": Check("qwen3-8b", layout),
     "simulator.hardware": Check("gb200", layout),
 }

@@ -26,6 +26,8 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/gpu_hours": 6.0,
             "result/mean_acceptance_length": 2.2,
             "result/num_speculative_tokens": 2,
+            "result/tokens_per_s_autoregressive": 300 / 21,  # 100 tokens in each of 6, 6 and 9 s
+            "result/tokens_per_s_speculative": 300 / 9,
             "result/reward_autoregressive": 0.5,
             "result/reward_speculative": 0.5,
             "result/generation_speedup": 2.0,

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe, parameters
-from slipstream.records import write_record
+from slipstream.records import DriftRecord, write_record
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution, end_reported_execution
@@ -18,6 +18,7 @@ from slipstream.stages.support import tracked
 from slipstream.tracking import Execution, TrackingConfig, read_executions, store_uri
 from tests.unit.report.handmade import CERTIFICATE, RECORD
 
+DRIFT = DriftRecord(summary="Unknown.")
 FAST = {"tracking": {"replay_every_s": 0.1}}
 
 
@@ -59,7 +60,7 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
 
     directory = root / "report"
     write_record(RECORD, directory / "run.json")
-    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory))
+    end_reported_execution(context, recipe, RECORD, write_report(RECORD, directory), DRIFT)
     ended = read(root, "tiny-1")
     assert ended.status == "FINISHED"
     assert ended.metrics["result/generation_speedup"] == 2.0

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, check_params, check_tags, store_uri
+from slipstream.tracking.config import (
+    DriftConfig,
+    TrackingConfig,
+    check_key,
+    check_metrics,
+    check_params,
+    check_tags,
+    store_uri,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,28 @@ def test_tracking_outside_its_bounds_is_refused(
     refusal: Callable[..., str], values: dict[str, Any], message: str
 ) -> None:
     assert refusal(TrackingConfig, **values) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_executions": 2}, "tracking.drift.min_executions must be >= 3, got 2"),
+        (
+            {"num_executions": 4},
+            "tracking.drift.num_executions must be >= tracking.drift.min_executions 5, got 4",
+        ),
+        ({"false_alarm_rate": 0.0}, "tracking.drift.false_alarm_rate must lie between 0 and 1, got 0.0"),
+        ({"false_alarm_rate": 1.0}, "tracking.drift.false_alarm_rate must lie between 0 and 1, got 1.0"),
+        ({"min_change": -0.1}, "tracking.drift.min_change must be >= 0, got -0.1"),
+    ],
+)
+def test_drift_outside_its_bounds_is_refused(refusal: Callable[..., str], values: dict[str, Any], message: str) -> None:
+    assert refusal(DriftConfig, **values) == message
+
+
+def test_drift_on_its_bounds_is_taken_and_fails_nothing_unasked() -> None:
+    config = DriftConfig(num_executions=3, min_executions=3, false_alarm_rate=0.5, min_change=0.0)
+    assert not config.fail
 
 
 def test_tracking_on_its_bounds_is_taken() -> None:

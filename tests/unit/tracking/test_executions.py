@@ -23,6 +23,7 @@ class Server(HTTPServer):
     def __init__(self, names: list[str]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.names = names
+        self.experiments: Any = {"experiments": [{"experiment_id": "7", "name": "tiny"}]}
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
 
     @property
@@ -36,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body, self.headers.get("Authorization")))
         if self.path.endswith("/experiments/search"):
-            answer: dict[str, Any] = {"experiments": [{"experiment_id": "7", "name": "tiny"}]}
+            answer: Any = self.server.experiments
         else:
             index = int(body.get("page_token", "0"))
             answer = {"runs": [_run(self.server.names[index], index)]}
@@ -123,3 +124,19 @@ def test_views_prints_the_addresses_of_both_tables(server: Server, capsys: pytes
         "tiny, executions: http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey=executions",
         "tiny, arms: http://127.0.0.1:5000/#/experiments/7/runs?viewStateShareKey=arms",
     ]
+
+
+def test_all_executions_of_a_large_store_are_asked_for_in_one_page_and_no_other_run(server: Server) -> None:
+    server.names = ["one"]
+    read_executions(server.address)
+    (_, _, _), (path, asked, _) = server.asked
+    assert path.endswith("/runs/search")
+    assert asked["max_results"] >= 200
+    assert "'execution'" in asked["filter"]  # 200 executions have 8000 runs of tasks beside them
+
+
+@pytest.mark.parametrize("answer", [{"experiments": ["tiny"]}, {"experiments": [{"id": "7"}]}, ["tiny"]])
+def test_an_answer_of_something_else_than_mlflow_is_an_error_with_the_address(server: Server, answer: Any) -> None:
+    server.experiments = answer
+    with pytest.raises(TrackingError, match=f"tracking server {server.address}: no answer of MLflow's"):
+        read_executions(server.address)

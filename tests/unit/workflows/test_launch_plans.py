@@ -103,7 +103,7 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
         "evaluate-speculative",
     ]
     names = [node["metadata"]["name"] for node in nodes]
-    assert len(set(names)) == len(names) == 14
+    assert len(set(names)) == len(names) == 15
     assert "train speculative" in names
 
 
@@ -122,6 +122,7 @@ def test_time_outs_go_by_what_a_task_does(registered: Registered, profile: str) 
         "start_run": checking,
         "fail_run": checking,
         "require_lossless": checking,
+        "require_no_drift": checking,
         "project_speedup": checking,
         "project_request": checking,
         "report_speedup": checking,

@@ -1,0 +1,185 @@
+"""Whether an execution's results lie where those of the executions before it let one expect.
+
+The band of a result is a prediction interval from the spread of the earlier executions. All results of an execution
+are judged together: with Q of them each interval has the level 1 - false_alarm_rate / Q (Bonferroni), so an execution
+in which nothing drifted is called drifted at most that often, however the results depend on each other. A result that
+is not normally distributed over executions makes this rate approximate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from slipstream.recipe import OPERATION
+from slipstream.records import DriftFinding, DriftRecord, RunRecord
+from slipstream.tracking import DriftConfig, Execution
+
+HARDWARE_TAG = "hardware"
+DTYPE_TAG = "dtype"
+WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
+
+RATIOS = {
+    "generation_speedup": "generation speedup",
+    "step_speedup": "step speedup",
+    "mean_acceptance_length": "mean acceptance length",
+    "tokens_per_s_autoregressive": "generated tokens a second, autoregressive",
+    "tokens_per_s_speculative": "generated tokens a second, speculative",
+}
+"""Results whose smallest change that counts is a part of their mean."""
+FRACTIONS = {
+    "reward_autoregressive": "reward, autoregressive",
+    "reward_speculative": "reward, speculative",
+    "reward_difference": "reward, speculative - autoregressive",
+    "aime24_autoregressive": "AIME, autoregressive",
+    "aime24_speculative": "AIME, speculative",
+}
+"""Results between 0 and 1, or differences of such: for them it is absolute."""
+LABELS = RATIOS | FRACTIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """The execution that is judged: what it came to, and what another one must share to be comparable."""
+
+    execution: str
+    workload: str
+    hardware: str  # of the arms
+    dtype: str | None  # that `auto` was settled to; None: the recipe names its types
+    params: Mapping[str, str]
+    results: Mapping[str, float]  # without `result/`
+
+
+def hardware(record: RunRecord) -> str:
+    """What the arms were timed on."""
+    return "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
+
+
+def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
+    """Compare with the last comparable of `executions`, which come newest first and may hold the execution itself."""
+    earlier = comparable(subject, executions, config)
+    known = {name: _values(earlier, name) for name in LABELS if name in subject.results}
+    num_judged = sum(len(values) >= config.min_executions for values in known.values())
+    level = 1 - config.false_alarm_rate / max(1, num_judged)
+    findings = tuple(_judge(name, subject.results[name], known[name], level, config) for name in known)
+    return DriftRecord(
+        summary=_summary(findings, len(earlier), config),
+        executions=tuple(execution.name for execution in earlier),
+        false_alarm_rate=config.false_alarm_rate,
+        findings=findings,
+    )
+
+
+def comparable(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> list[Execution]:
+    """The last executions that came to results, lossless ones, with the same recipe, workload, hardware and dtype.
+
+    Seeds are part of the noise. Executions with the subject's own seeds are taken alone where there are enough of
+    them; otherwise of each choice of seeds the newest, for repetitions of one say nothing of the spread over seeds.
+    """
+    found = [execution for execution in executions if _is_comparable(subject, execution)]
+    own = [execution for execution in found if _seeds(execution.params) == _seeds(subject.params)]
+    newest: dict[tuple[tuple[str, str], ...], Execution] = {}
+    for execution in found:
+        newest.setdefault(_seeds(execution.params), execution)
+    chosen = own if len(own) >= min(config.min_executions, len(newest)) else list(newest.values())
+    return chosen[: config.num_executions]
+
+
+def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
+    """Where one further value lies with probability `level`, if all are drawn from one normal distribution.
+
+    mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
+    with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.
+
+    Raises:
+        ValueError: fewer than two values, or a level outside (0, 1).
+    Source:
+        Hahn and Meeker, Statistical Intervals (1991), chapter 4: prediction interval for one future observation.
+    """
+    if len(values_N) < 2:
+        raise ValueError(f"values must hold at least two observations, got {len(values_N)}")
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie between 0 and 1, got {level}")
+    values = np.asarray(values_N, dtype=np.float64)
+    quantile = special.stdtrit(len(values) - 1, (1 + level) / 2)
+    half = quantile * float(values.std(ddof=1)) * math.sqrt(1 + 1 / len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def drift_metrics(drift: DriftRecord) -> dict[str, float]:
+    """`drift/…`: of each result that was judged -1, 0 or 1 (below, within, above) and the ends of its band."""
+    metrics = {"drift/num_executions": float(len(drift.executions)), "drift/num_outside": float(len(drift.outside))}
+    for finding in drift.findings:
+        if finding.band is not None:
+            name = f"drift/{finding.name}"
+            metrics[name] = {BELOW: -1.0, WITHIN: 0.0, ABOVE: 1.0}[finding.verdict]
+            metrics[f"{name}_low"], metrics[f"{name}_high"] = finding.band
+    return metrics
+
+
+def drift_tags(drift: DriftRecord) -> dict[str, str]:
+    """`drift.verdict` to filter by, and the sentence."""
+    names = ", ".join(f"{finding.name} {finding.verdict}" for finding in drift.outside)
+    judged = any(finding.band is not None for finding in drift.findings)
+    return {"drift.verdict": names or (WITHIN if judged else TOO_FEW), "drift.summary": drift.summary}
+
+
+def _is_comparable(subject: Subject, execution: Execution) -> bool:
+    """A parameter that one of both lacks is a field that came or went between their commits, and no difference."""
+    shared = subject.params.keys() & execution.params.keys()
+    return (
+        execution.name != subject.execution
+        and execution.metrics.get("result/lossless") == 1
+        and execution.tags.get("workload") == subject.workload
+        and execution.tags.get(HARDWARE_TAG) == subject.hardware
+        and execution.tags.get(DTYPE_TAG) == subject.dtype
+        and all(subject.params[name] == execution.params[name] for name in shared if _matters(name))
+    )
+
+
+def _matters(parameter: str) -> bool:
+    return not _is_seed(parameter) and parameter.rpartition(".")[2] not in OPERATION
+
+
+def _is_seed(parameter: str) -> bool:
+    return parameter.rpartition(".")[2] == "seed"
+
+
+def _seeds(params: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, value) for name, value in params.items() if _is_seed(name)))
+
+
+def _values(executions: Sequence[Execution], name: str) -> list[float]:
+    values = (execution.metrics.get(f"result/{name}", math.nan) for execution in executions)
+    return [value for value in values if math.isfinite(value)]
+
+
+def _judge(name: str, value: float, earlier: Sequence[float], level: float, config: DriftConfig) -> DriftFinding:
+    band, verdict = None, TOO_FEW
+    if len(earlier) >= config.min_executions:
+        low, high = prediction_interval(earlier, level=level)
+        mean = float(np.mean(earlier))
+        least = config.min_change * (abs(mean) if name in RATIOS else 1.0)
+        band = low, high = min(low, mean - least), max(high, mean + least)
+        verdict = BELOW if value < low else ABOVE if value > high else WITHIN
+    return DriftFinding(name=name, value=value, num_executions=len(earlier), band=band, verdict=verdict)
+
+
+def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftConfig) -> str:
+    judged = [finding for finding in findings if finding.band is not None]
+    if not judged:
+        return f"Comparable executions before this one: {num_earlier}. Fewer than {config.min_executions} say nothing."
+    outside = [_outside(finding) for finding in judged if finding.verdict != WITHIN]
+    if not outside:
+        return f"No drift: all {len(judged)} results lie within the bands of the {num_earlier} executions before."
+    return f"Drift against the {num_earlier} executions before: {'; '.join(outside)}."
+
+
+def _outside(finding: DriftFinding) -> str:
+    assert finding.band is not None
+    low, high = finding.band
+    return f"{LABELS[finding.name]} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"

@@ -1,0 +1,26 @@
+"""Fail an execution whose results drifted, where its recipe says so: Flyte notifies of how executions end alone."""
+
+from __future__ import annotations
+
+import os
+
+from flytekit import task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs
+from slipstream.recipe import load_recipe
+from slipstream.stages import drift as stage
+from tasks.certify_losslessness import Report
+from tasks.deliverables import records_of
+from tasks.recoverable import recoverable
+from tasks.resources import CHECKING, on_cpus
+
+
+@task(**on_cpus(CHECKING, retries=0))
+@recoverable
+def require_no_drift(recipe: FlyteFile, report: FlyteDirectory) -> Report:
+    """The report, unless its results drifted: this comes last, so that all else is written and there is a report."""
+    logs.configure()
+    stage.require_no_drift(load_recipe(os.fspath(recipe)), records_of(report))
+    return Report(report=report)

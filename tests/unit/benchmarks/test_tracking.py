@@ -1,0 +1,33 @@
+"""The store that `compare` is timed on is what executions leave, and bad input is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tracking
+from slipstream.report.comparison import answer
+from slipstream.tracking import TrackingConfig, read_executions, store_uri
+
+
+def test_the_store_holds_so_many_executions_that_compare_can_read(tmp_path: Path) -> None:
+    assert tracking.fill_store(tmp_path, num_executions=3, runs_per_execution=5) == 15
+    found = read_executions(store_uri(TrackingConfig(), tmp_path))
+    assert {execution.name for execution in found} == {"original", "copy-0", "copy-1"}
+    assert {answer(execution) for execution in found} == {answer(found[0])}
+    assert "(k = 3): generation 1.00x" in answer(found[0])
+    assert all(execution.params == found[0].params for execution in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--executions", "0"], "error: --executions must be >= 1, got 0\n"),
+        (["--runs", "3"], "error: --runs must be >= 4, got 3; an execution, two arms and a task\n"),
+        (["--num-steps", "0"], "error: --num-steps must be >= 1, got 0\n"),
+    ],
+)
+def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tracking.main(arguments) == 2
+    assert capsys.readouterr().err == message

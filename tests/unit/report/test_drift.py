@@ -1,0 +1,264 @@
+"""Results against those of earlier executions: bands worked by hand, and what makes two executions comparable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.records import DriftRecord
+from slipstream.report.drift import (
+    Subject,
+    comparable,
+    drift_metrics,
+    drift_tags,
+    find_drift,
+    hardware,
+    prediction_interval,
+)
+from slipstream.report.page import render
+from slipstream.report.reference import read_reference
+from slipstream.tracking import DriftConfig, Execution
+from tests.unit.report.handmade import RECORD
+
+CONFIG = DriftConfig(num_executions=20, min_executions=5, false_alarm_rate=0.05, min_change=0.01)
+PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
+
+
+def subject(**results: float) -> Subject:
+    return Subject(
+        execution="now", workload="rl_zero", hardware="2 cores", dtype="float32", params=PARAMS, results=results
+    )
+
+
+def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
+    return with_results(name, results, seed=seed)
+
+
+def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
+    return Execution(
+        run_id=name,
+        name=name,
+        experiment="tiny",
+        status="FINISHED",
+        start_ms=0,
+        metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in results.items()}},
+        params={**PARAMS, "grpo.seed": str(seed), "k": "3"},
+        tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
+    )
+
+
+def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
+    return [with_results(f"e{index}", {name: value}) for index, value in enumerate(values)]
+
+
+def judged(value: float, earlier: list[float], *, config: DriftConfig = CONFIG, name: str = "step_speedup") -> Any:
+    (finding,) = find_drift(subject(**{name: value}), before(earlier, name), config).findings
+    return finding
+
+
+def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
+    # [1, 2, 3]: mean 2, s 1, t of 2 degrees of freedom 4.3027 at 95 %: 2 -+ 4.3027 sqrt(4 / 3) = 2 -+ 4.9683.
+    assert prediction_interval([1.0, 2.0, 3.0], level=0.95) == pytest.approx((-2.9683, 6.9683), abs=1e-4)
+    # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
+    assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
+
+
+def test_a_prediction_interval_of_equal_values_has_no_width() -> None:
+    assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)
+
+
+def test_a_prediction_interval_holds_the_next_value_as_often_as_its_level_says() -> None:
+    random = np.random.default_rng(11)
+    hits = 0
+    for _ in range(500):
+        *earlier, following = random.normal(2.0, 0.3, 6).tolist()
+        low, high = prediction_interval(earlier, level=0.9)
+        hits += low <= following <= high
+    assert 430 <= hits <= 470  # 450, with a standard deviation of 6.7
+
+
+@given(
+    st.lists(st.floats(-100.0, 100.0), min_size=2, max_size=12),
+    st.floats(0.01, 100.0),
+    st.floats(-50.0, 50.0),
+    st.floats(0.05, 0.98),
+)
+def test_a_prediction_interval_moves_and_scales_with_its_values_and_forgets_their_order(
+    values: list[float], factor: float, shift: float, level: float
+) -> None:
+    low, high = prediction_interval(values, level=level)
+    moved = prediction_interval([factor * value + shift for value in reversed(values)], level=level)
+    assert moved == pytest.approx((factor * low + shift, factor * high + shift), rel=1e-6, abs=1e-6)
+    assert low <= np.mean(values) + 1e-9 and np.mean(values) - 1e-9 <= high
+    wider = prediction_interval(values, level=level + 0.01)
+    assert wider[0] <= low + 1e-9 and high <= wider[1] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "level", "message"),
+    [
+        ([1.0], 0.95, "values must hold at least two observations, got 1"),
+        ([1.0, 2.0], 0.0, "level must lie between 0 and 1, got 0.0"),
+        ([1.0, 2.0], 1.0, "level must lie between 0 and 1, got 1.0"),
+    ],
+)
+def test_what_no_prediction_interval_can_be_had_of_is_refused(values: list[float], level: float, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prediction_interval(values, level=level)
+    assert str(caught.value) == message
+
+
+def test_a_band_is_the_prediction_interval_of_the_executions_before() -> None:
+    # Mean 3, s = sqrt(10 / 4), t of 4 degrees of freedom 2.7764: 3 -+ 2.7764 * 1.5811 * sqrt(1 + 1/5) = 3 -+ 4.8089.
+    finding = judged(7.8, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert finding.band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
+    assert (finding.verdict, finding.num_executions) == ("within", 5)
+    assert judged(7.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "above"
+    assert judged(-1.82, [1.0, 2.0, 3.0, 4.0, 5.0]).verdict == "below"
+
+
+def test_the_false_alarm_rate_is_shared_by_all_results_that_are_judged() -> None:
+    # Two results: each at 97.5 %, where t of 4 degrees of freedom is 3.4954: 3 -+ 3.4954 * 1.5811 * 1.0954.
+    earlier = [execution(str(v), step_speedup=v, generation_speedup=v) for v in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    drift = find_drift(subject(step_speedup=3.0, generation_speedup=3.0), earlier, CONFIG)
+    for finding in drift.findings:
+        assert finding.band == pytest.approx((3 - 6.0541, 3 + 6.0541), abs=1e-3)
+    # One that only four have is not judged, and takes no part of the rate.
+    fewer = [replace(each, metrics={**each.metrics, "result/generation_speedup": float("nan")}) for each in earlier[:1]]
+    drift = find_drift(subject(step_speedup=3.0, generation_speedup=3.0), fewer + earlier[1:], CONFIG)
+    assert {finding.name: finding.verdict for finding in drift.findings} == {
+        "generation_speedup": "too few to say",
+        "step_speedup": "within",
+    }
+    assert drift.findings[1].band == pytest.approx((-1.8089, 7.8089), abs=1e-3)
+
+
+def test_a_higher_false_alarm_rate_makes_a_narrower_band() -> None:
+    # t of 4 degrees of freedom at 90 %: 2.1318.
+    finding = judged(3.0, [1.0, 2.0, 3.0, 4.0, 5.0], config=replace(CONFIG, false_alarm_rate=0.1))
+    assert finding.band == pytest.approx((3 - 3.6924, 3 + 3.6924), abs=1e-3)
+
+
+def test_too_few_executions_say_nothing() -> None:
+    finding = judged(100.0, [1.0, 1.1, 1.2, 1.3])
+    assert (finding.band, finding.verdict, finding.num_executions) == (None, "too few to say", 4)
+    drift = find_drift(subject(step_speedup=1.0), before([1.0, 1.1, 1.2, 1.3]), CONFIG)
+    assert drift.summary == "Comparable executions before this one: 4. Fewer than 5 say nothing."
+    assert drift_tags(drift)["drift.verdict"] == "too few to say"
+    assert drift_metrics(drift) == {"drift/num_executions": 4.0, "drift/num_outside": 0.0}
+    assert judged(100.0, [1.0, 1.1, 1.2, 1.3], config=replace(CONFIG, min_executions=4)).verdict == "above"
+
+
+def test_a_change_below_the_smallest_that_counts_is_no_drift_though_earlier_ones_agreed_exactly() -> None:
+    assert judged(2.019, [2.0] * 6).verdict == "within"  # 1 % of the mean, 2
+    assert judged(2.021, [2.0] * 6).verdict == "above"
+    assert judged(0.209, [0.2] * 6, name="reward_speculative").verdict == "within"  # 0.01 of a reward, of any mean
+    assert judged(0.189, [0.2] * 6, name="reward_speculative").verdict == "below"
+    assert judged(2.021, [2.0] * 6, config=replace(CONFIG, min_change=0.02)).verdict == "within"
+
+
+def test_only_the_last_executions_count() -> None:
+    old_and_new = [1.0, 1.01, 1.02, 1.01, 1.0, 9.0, 0.1]  # the newest come first
+    assert judged(2.0, old_and_new, config=replace(CONFIG, num_executions=5)).verdict == "above"
+    assert judged(2.0, old_and_new, config=replace(CONFIG, num_executions=7)).verdict == "within"
+
+
+@pytest.mark.parametrize(
+    ("other", "counts"),
+    [
+        (execution("other"), True),
+        (replace(execution("other"), status="FAILED"), True),  # by an alert, after its results were written
+        (replace(execution("other"), name="now"), False),
+        (replace(execution("other"), metrics={}), False),
+        (replace(execution("other"), metrics={"result/lossless": 0.0}), False),
+        (replace(execution("other"), tags={**execution("").tags, "workload": "rl_think"}), False),
+        (replace(execution("other"), tags={**execution("").tags, "hardware": "4 x NVIDIA GB200"}), False),
+        (replace(execution("other"), tags={**execution("").tags, "dtype": "bfloat16"}), False),
+        (replace(execution("other"), params={**PARAMS, "grpo.group_size": "16"}), False),
+        (replace(execution("other"), params={**PARAMS, "tuning.candidate_ks": "[0, 5]"}), False),
+        (replace(execution("other"), params={**PARAMS, "engine.max_restarts": "9"}), True),
+        (replace(execution("other"), params={"grpo.seed": "0", "a.field_that_went": "1"}), True),
+    ],
+)
+def test_an_execution_counts_if_its_recipe_workload_and_hardware_are_the_same(other: Execution, counts: bool) -> None:
+    assert (comparable(subject(), [other], CONFIG) == [other]) is counts
+
+
+def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -> None:
+    others = [execution(f"one-{i}", seed=1) for i in range(6)] + [execution("two", seed=2)]
+    own = [execution(f"own-{i}") for i in range(5)]
+    assert [e.name for e in comparable(subject(), others + own[:2], CONFIG)] == ["one-0", "two", "own-0"]
+    assert comparable(subject(), others + own[:3], CONFIG) == own[:3]  # too few either way: those are more
+    assert comparable(subject(), others + own, CONFIG) == own
+    many = [execution(f"seed-{i}", seed=i) for i in range(1, 9)]
+    assert comparable(subject(), many + own[:4], CONFIG) == [*many, own[0]]
+    assert comparable(subject(), many + own, CONFIG) == own
+
+
+def test_what_drifted_is_named_with_its_value_and_band() -> None:
+    earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
+    drift = find_drift(subject(step_speedup=1.0, reward_speculative=0.5), earlier, CONFIG)
+    # Mean 1.52, s 0.015811, t 3.4954: half a band of 0.0605.
+    assert drift.summary == "Drift against the 5 executions before: step speedup 1 lies below 1.459 to 1.581."
+    assert drift.executions == ("0", "1", "2", "3", "4")
+    assert [finding.name for finding in drift.outside] == ["step_speedup"]
+    assert drift_tags(drift) == {"drift.verdict": "step_speedup below", "drift.summary": drift.summary}
+    assert drift_metrics(drift) == pytest.approx(
+        {
+            "drift/num_executions": 5.0,
+            "drift/num_outside": 1.0,
+            "drift/step_speedup": -1.0,
+            "drift/step_speedup_low": 1.45946,
+            "drift/step_speedup_high": 1.58054,
+            "drift/reward_speculative": 0.0,
+            "drift/reward_speculative_low": 0.49,
+            "drift/reward_speculative_high": 0.51,
+        },
+        abs=1e-4,
+    )
+
+
+def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
+    random = np.random.default_rng(3)
+    names = ("step_speedup", "generation_speedup", "mean_acceptance_length", "reward_speculative")
+    config = replace(CONFIG, false_alarm_rate=0.2, min_change=0.0)
+    alarms = 0
+    for _ in range(400):
+        drawn = [dict[str, float](zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
+        earlier = [with_results(str(i), values) for i, values in enumerate(drawn[1:])]
+        alarms += bool(find_drift(subject(**drawn[0]), earlier, config).outside)
+    # 1 - (1 - 0.2 / 4)^4 = 0.185 of 400 are 74, with a standard deviation of 7.8.
+    assert 50 <= alarms <= 98
+
+
+def test_the_page_has_a_row_for_each_result() -> None:
+    earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
+    drift = find_drift(subject(step_speedup=1.0, reward_speculative=0.5), earlier, CONFIG)
+    page = render(RECORD, read_reference(), drift=drift)
+    assert (
+        '<tr class="loses"><th>step speedup</th><td class="">1.000</td><td class="">1.459 to 1.581</td>'
+        '<td class="">5</td><td class="">below</td></tr>'
+    ) in page
+    assert '<tr class=""><th>reward, speculative</th><td class="">0.500</td><td class="">0.490 to 0.510</td>' in page
+    assert "At most 5.0 % of executions" in page
+    assert "Compared with 0, 1, 2, 3, 4." in page
+
+
+def test_a_page_without_a_comparison_says_why_or_nothing() -> None:
+    unknown = render(RECORD, read_reference(), drift=DriftRecord(summary="Unknown, for the server was away"))
+    assert '<section id="drift"><h2>Drift</h2>\n<p>Unknown, for the server was away</p>\n</section>' in unknown
+    assert 'id="drift"' not in render(RECORD, read_reference())
+
+
+def test_the_hardware_is_that_of_the_arms() -> None:
+    base, spec = RECORD.arms
+    assert hardware(RECORD) == "2 cores <no GPU>"
+    arms = (replace(base, machine="a"), replace(spec, machine="a"))
+    assert hardware(replace(RECORD, arms=arms)) == "a"
+    assert hardware(replace(RECORD, arms=(arms[0], replace(spec, machine="b")))) == "a; b"
