@@ -19,10 +19,9 @@ def extract_answer(response: str) -> str | None:
 
     Only text after the last `</think>` counts, and an unfinished thought holds no answer. Linear in the length.
     """
-    thought, closed, final = response.rpartition(_THINK_END)
+    _, closed, final = response.rpartition(_THINK_END)
     if not closed and _THINK_START in response:
         return None
-    final = final if closed else thought + final
     boxed = _last_boxed(final)
     if boxed is not None:
         return boxed.strip() or None

@@ -129,3 +129,13 @@ def test_a_learner_on_its_bounds_is_taken() -> None:
 def test_tensor_parallel_ranks_come_first_then_data_parallel_ones_then_stages() -> None:
     layout = ParallelConfig(tensor=2, data=3, pipeline=2)
     assert [layout.data_rank(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2] * 2
+
+
+def test_half_a_second_is_a_deadline_and_one_token_a_chunk() -> None:
+    learner = LearnerConfig(start_timeout_s=0.5, answer_timeout_s=0.5, logprob_chunk_tokens=1)
+    assert (learner.start_timeout_s, learner.answer_timeout_s, learner.logprob_chunk_tokens) == (0.5, 0.5, 1)
+
+
+def test_a_chunk_of_no_tokens_is_refused(refusal: Callable[..., str]) -> None:
+    message = refusal(LearnerConfig, logprob_chunk_tokens=0)
+    assert message == "learner.logprob_chunk_tokens must be > 0 or null, got 0"

@@ -39,6 +39,9 @@ from slipstream.rewards.answers import (
         ("ANSWER :\t$$.5$", ".5"),
         ("Answer: $x.$", "x"),
         ("Answer: $", None),
+        ("Answer: 2X", "2X"),
+        ("Answer: X2", "X2"),
+        ("a</think>\\boxed{1}</think>I do not know", None),
     ],
 )
 def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
@@ -70,6 +73,8 @@ def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
         ("$$.5", ".5"),
         ("x.$", "x"),
         ("x07", "x07"),
+        ("2X", "2X"),
+        ("X2", "X2"),
     ],
 )
 def test_equal_answers_are_spelled_equally(answer: str, plain: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections import deque
 
 import psutil
 import pytest
@@ -51,3 +52,25 @@ def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.Log
         assert pool.run([HALF]).num_crashes == 1
     assert caplog.messages == [f"a reward worker ended by itself: {HALF}"]
     pool.close()
+
+
+@pytest.mark.parametrize(("num_requests", "num_workers"), [(1, 1), (2, 2), (5, 3)])
+def test_as_many_workers_start_as_requests_wait_up_to_the_limit(num_requests: int, num_workers: int) -> None:
+    pool = WorkerPool(num_workers=3, timeout_s=30.0, memory_gib=2.0)
+    queue = deque(enumerate([HALF] * num_requests))
+    try:
+        for _ in range(2):  # those that are still starting count: asked again, no other one starts
+            pool._feed(queue)
+            assert len(pool._workers) == num_workers
+            assert len(queue) == num_requests  # nobody is ready to take one
+            assert not any(worker.is_late() for worker in pool._workers)
+    finally:
+        pool.close()
+
+
+def test_a_closed_pool_starts_again_when_there_is_work() -> None:
+    pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=2.0)
+    for _ in range(2):
+        assert pool.run([HALF]).verdicts == (True,)
+        pool.close()
+        pool.close()

@@ -55,9 +55,14 @@ def test_a_million_characters_score_0_whatever_they_are(verifier: Verifier) -> N
     assert verifier.score(texts, ["9"] * len(texts)).rewards == (0.0,) * len(texts)
 
 
+def test_an_answer_or_a_reference_without_all_of_its_braces_scores_0(verifier: Verifier) -> None:
+    assert verifier.score(["Answer: {x", "Answer: x"], ["x^2", "{x^2"]).rewards == (0.0, 0.0)
+
+
 def test_plain_answers_need_no_worker() -> None:
     before = set(psutil.Process().children())
     with Verifier(RewardConfig()) as verifier:
+        assert verifier.score(["Answer: {x", "Answer: x"], ["x^2", "{x^2"]).rewards == (0.0, 0.0)
         responses = ["<think>\n12+7=19\n</think>\n" + box(str(i)) for i in range(64)]
         assert sum(verifier.score(responses, ["7"] * 64).rewards) == 1
         assert set(psutil.Process().children()) <= before

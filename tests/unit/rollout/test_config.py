@@ -60,3 +60,8 @@ def test_an_engine_outside_its_bounds_is_refused(
 def test_an_engine_on_its_bounds_is_taken() -> None:
     config = Engine(tensor_parallel_size=1, num_engines=1, num_kept_idle=0, gpu_memory_utilization=0.5, max_restarts=0)
     assert (config.max_model_len, config.max_num_seqs) == (1, 1)
+
+
+def test_half_a_second_is_a_deadline() -> None:
+    engine = EngineConfig(max_model_len=8, max_num_seqs=1, start_timeout_s=0.5, answer_timeout_s=0.5)
+    assert (engine.start_timeout_s, engine.answer_timeout_s) == (0.5, 0.5)
