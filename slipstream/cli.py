@@ -1,4 +1,4 @@
-"""The command line: run the demo, check a recipe, replay a tracking spool. Prints, as `simulator.cli` does."""
+"""The command line: run the demo or an ablation, check a recipe, replay a spool. Prints, as `simulator.cli` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import demo, logs
+from slipstream import ablation, demo, logs
 from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.placement.assessment import assess
@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
     chain.set_defaults(run=_demo)
+    grid = commands.add_parser("ablation", help="train a grid of drafts and draft lengths here, and rank them")
+    ablation.add_options(grid)
+    grid.set_defaults(run=_ablation)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
@@ -99,6 +102,16 @@ def _demo(options: argparse.Namespace) -> int:
     status = demo.run(launch, root)
     if status == 0:
         _show(root)
+    return status
+
+
+def _ablation(options: argparse.Namespace) -> int:
+    """The same as `pyflyte run workflows/ablation.py ablation`, then the ranked table."""
+    root = Path(options.run_root).resolve()
+    launch = ablation.launched(options)
+    status = demo.run(launch, root)
+    if status == 0:
+        print(ablation.result(root, launch.execution))
     return status
 
 

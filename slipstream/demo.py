@@ -1,4 +1,4 @@
-"""`slipstream demo`: one execution of the workflow on this machine, from its start or from where it was cut off.
+"""`slipstream demo`: one execution of a workflow on this machine, from its start or from where it was cut off.
 
 The workflow runs in a process of its own, as `pyflyte run` starts it; this one stays small, so that an interrupt is
 answered at any moment, and says at the end how to go on.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from slipstream.config import require
 from slipstream.recipe import load_recipe
@@ -40,6 +41,19 @@ _ENVIRONMENT = {
 }
 
 
+class Command(Protocol):
+    """A workflow and its inputs."""
+
+    @property
+    def execution(self) -> str:
+        """Its name."""
+        ...
+
+    def command(self, root: Path) -> list[str]:
+        """`pyflyte run` and the inputs."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What the workflow is started with."""
@@ -55,10 +69,7 @@ class Launch:
     def command(self, root: Path) -> list[str]:
         """`pyflyte run` and the workflow's inputs."""
         return [
-            str(Path(sys.executable).with_name("pyflyte")),
-            "run",
-            "workflows/speculative_rl.py",
-            "speculative_rl",
+            *pyflyte_run("speculative_rl"),
             *("--recipe", self.recipe),
             *("--workload", self.workload.value),
             *("--num_steps", str(self.num_steps)),
@@ -69,7 +80,12 @@ class Launch:
         ]
 
 
-def run(launch: Launch, root: Path) -> int:
+def pyflyte_run(workflow: str) -> list[str]:
+    """How a workflow is started here, without its inputs."""
+    return [str(Path(sys.executable).with_name("pyflyte")), "run", f"workflows/{workflow}.py", workflow]
+
+
+def run(launch: Command, root: Path) -> int:
     """Run the workflow to its end; the exit status. An interrupted or failed one prints how to go on."""
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: launch.execution}
@@ -151,7 +167,7 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
         yield
 
 
-def _last_words(launch: Launch, root: Path, outcome: Outcome) -> str:
+def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
     """What an interrupted or failed execution leaves to be done; the last line says how to go on."""
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
@@ -162,6 +178,8 @@ def _last_words(launch: Launch, root: Path, outcome: Outcome) -> str:
     if recorded_recipe(root, launch.execution).is_file():
         resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", launch.execution])
         lines.append(f"{what}; go on with: {resume}")
+    elif (root / launch.execution / "plan_ablation").is_dir():
+        lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
     else:
         lines.append(f"{what} before anything was made; start again with the same command")
     return "\n".join(lines)

@@ -102,6 +102,49 @@ def bootstrap_difference(
     return Estimate(value=value, ci95=(float(low), float(high)))
 
 
+def bootstrap_grouped_ratio(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, num_resamples: int = 10_000, seed: int = 0
+) -> Estimate:
+    """Geometric mean over groups of `median(baseline) / median(candidate)`, with its 95 % percentile interval.
+
+    Groups are resampled and, within each that is drawn, its steps: what differs from seed to seed is part of the
+    interval. Of a few groups it is a rough one. One group gives what `bootstrap_ratio` gives.
+
+    Args:
+        pairs: (baseline, candidate) of each group. Arms of equal length are paired by step.
+    Raises:
+        ValueError: there is no group, or `bootstrap_ratio` refuses one.
+    """
+    _check_not_empty(pairs)
+    each = [
+        bootstrap_ratio(base, cand, paired=len(base) == len(cand), num_resamples=1, seed=seed) for base, cand in pairs
+    ]
+    value = float(np.exp(np.mean([np.log(estimate.value) for estimate in each])))
+    if len(pairs) == 1:
+        base, cand = pairs[0]
+        return bootstrap_ratio(base, cand, paired=len(base) == len(cand), num_resamples=num_resamples, seed=seed)
+    random = np.random.default_rng(seed)
+    logs_R = np.zeros(num_resamples)
+    for _ in pairs:  # as many draws of a group as there are groups
+        drawn_R = random.integers(len(pairs), size=num_resamples)
+        for group, (base, cand) in enumerate(pairs):
+            is_drawn_R = drawn_R == group
+            logs_R[is_drawn_R] += _resampled_log_ratios(base, cand, random, int(is_drawn_R.sum()))
+    low, high = np.percentile(np.exp(logs_R / len(pairs)), [2.5, 97.5])
+    return Estimate(value=value, ci95=(float(low), float(high)))
+
+
+def _resampled_log_ratios(
+    baseline_N: Sequence[float], candidate_M: Sequence[float], random: np.random.Generator, num: int
+) -> NDArray[np.float64]:
+    """`num` logarithms of the ratio of medians, each of resampled steps; arms of equal length share their indices."""
+    base_N, cand_M = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_M, dtype=np.float64)
+    base_indices = random.integers(len(base_N), size=(num, len(base_N)))
+    paired = len(base_N) == len(cand_M)
+    cand_indices = base_indices if paired else random.integers(len(cand_M), size=(num, len(cand_M)))
+    return np.log(np.median(base_N[base_indices], axis=-1)) - np.log(np.median(cand_M[cand_indices], axis=-1))
+
+
 def amdahl(share: float, speedup: float) -> float:
     """Speedup of the whole when a part of `share` becomes `speedup` times as fast.
 
@@ -125,6 +168,6 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [float(np.mean(values[max(0, i - left) : i + right + 1])) for i in range(len(values))]
 
 
-def _check_not_empty(values: Sequence[float]) -> None:
+def _check_not_empty(values: Sequence[object]) -> None:
     if len(values) == 0:
         raise ValueError("values must hold at least one observation, got none")

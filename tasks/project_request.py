@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
+from slipstream.stages.ablation_grid import chosen_seeds
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
@@ -23,7 +25,7 @@ class RequestedProjection(NamedTuple):
 
 @task(**on_cpus(CHECKING))
 @recoverable
-def project_request(
+def project_request(  # noqa: PLR0913  # one input a line of the launch form
     model: str,
     hardware: str,
     num_gpus: int,
@@ -32,6 +34,7 @@ def project_request(
     max_off_policy_steps: int,
     generation_fraction: float,
     mean_response_tokens: float,
+    kickoff_time: datetime,
 ) -> RequestedProjection:
     """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
     logs.configure()
@@ -45,5 +48,6 @@ def project_request(
         generation_fraction=generation_fraction,
         mean_tokens=mean_response_tokens,
     )
-    path = write_request(request, Path(current_context().working_directory))
+    (seed,) = chosen_seeds((), kickoff_time)
+    path = write_request(request, Path(current_context().working_directory), seed=seed)
     return RequestedProjection(projection=FlyteFile(str(path)))

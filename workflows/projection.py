@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from flytekit import workflow
 
 from tasks.project_request import RequestedProjection, project_request
 
 
 @workflow
-def projection(
+def projection(  # noqa: PLR0913  # one input a line of the launch form
     model: str = "qwen3-235b-a22b",
     hardware: str = "gb200",
     num_gpus: int = 2048,
@@ -20,6 +22,7 @@ def projection(
     max_off_policy_steps: int = 2,
     generation_fraction: float = 0.75,
     mean_response_tokens: float = 0.0,
+    kickoff_time: datetime = datetime(1970, 1, 1, tzinfo=UTC),
 ) -> RequestedProjection:
     """Speedup bands of speculation, from a calibration on published measurements.
 
@@ -32,6 +35,7 @@ def projection(
         max_off_policy_steps: policy lag in steps; 0 is synchronous and colocated.
         generation_fraction: share of the GPUs that generate, 0 to 1, with a lag.
         mean_response_tokens: length of a response in tokens; 0 keeps the layout's.
+        kickoff_time: when a schedule started this; its days since 1970-01-01 UTC seed the draws behind the bands.
 
     Returns:
         projection: projection.json.
@@ -45,4 +49,5 @@ def projection(
         max_off_policy_steps=max_off_policy_steps,
         generation_fraction=generation_fraction,
         mean_response_tokens=mean_response_tokens,
+        kickoff_time=kickoff_time,
     ).with_overrides(name="project", node_name="project")

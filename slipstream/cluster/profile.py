@@ -25,6 +25,7 @@ CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
 """Environment variable that names the profile: at registration, and then in every pod."""
 LOCAL = "local"
 
+_ADDRESS = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
 
 
@@ -164,6 +165,21 @@ class ObjectStore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """Whether recurring launch plans run as soon as they are registered, and whom Flyte tells how they ended."""
+
+    activate: bool = False  # False: `flytectl update launchplan NAME --activate` starts each
+    slack: tuple[str, ...] = ()  # e-mail addresses of Slack channels, to which Flyte's notifier writes
+    email: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("slack", "email"):
+            addresses: tuple[str, ...] = getattr(self, name)
+            wrong = [address for address in addresses if not _ADDRESS.fullmatch(address)]
+            require(not wrong, f"schedules.{name}", "must hold e-mail addresses", wrong, "Slack shows a channel's")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
     """One cluster. Without `storage` it is the machine that the workflow is started on, and nothing else."""
 
@@ -182,10 +198,13 @@ class ClusterProfile:
     upload_weights: bool = False  # tasks hand them on through the object store too, for roots that are not shared
     service_account: str | None = None
     ray_token_secret: str | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
+    parallel_parts: int = 1  # of an ablation that run at once; each takes all GPU nodes, so more need more than these
+    schedules: Schedules = field(default_factory=Schedules)
 
     def __post_init__(self) -> None:
         _check_name("service_account", self.service_account)
         _check_name("ray_token_secret", self.ray_token_secret)
+        require(self.parallel_parts >= 1, "parallel_parts", "must be >= 1", self.parallel_parts)
         if self.storage is None:
             self._check_local()
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -46,6 +46,15 @@ class RunContext:
             path.unlink()  # to an entry of the store that somebody removed
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    @property
+    def part_of(self) -> str:
+        """The ablation that this execution is a part of, by its name `<ablation>/<part>`; empty for a whole one."""
+        return self.execution.rpartition("/")[0]
+
+    def shared_directory(self, node: str) -> Path:
+        """`directory` of what all parts of an ablation have in common; an execution of its own shares with nobody."""
+        return replace(self, execution=self.part_of or self.execution).directory(node)
 
     def key(self, node: str) -> str:
         """The tracking key of the task `node`: of execution and node, never of the attempt."""

@@ -41,8 +41,8 @@ def start_run(
         cluster: what the recipe must fit on; None, and one without pods: whatever this machine has.
     """
     recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
-    if cluster is not None and not cluster.is_local:
-        recipe = _on_cluster(recipe, cluster)
+    if cluster is not None:
+        recipe = on_cluster(recipe, cluster)
     context = RunContext(
         execution=execution,
         root=str(root.resolve()),
@@ -68,8 +68,14 @@ def start_run(
     return context, resolved
 
 
-def _on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
-    """The recipe tracked by the cluster's server, unless it names one; refused where it does not fit."""
+def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:
+    """The recipe tracked by the cluster's server, unless it names one.
+
+    Raises:
+        ConfigError: the cluster's nodes cannot hold it.
+    """
+    if cluster.is_local:
+        return recipe
     require_fits(
         cluster,
         nodes=recipe.placement.nodes,

@@ -21,7 +21,7 @@ from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.stages.origin import origin_tags
-from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, RunStatus, Tracker, has_ended
+from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 
@@ -118,38 +118,50 @@ def execution_run(
     tags: Mapping[str, str] | None = None,
     params: Mapping[str, str] | None = None,
 ) -> Tracker:
-    """The MLflow run of the execution, to which those of its tasks belong: opened, or attached to."""
+    """The MLflow run of the execution, to which those of its tasks belong: opened, or attached to.
+
+    That of a part of an ablation lies below the ablation's.
+    """
+    kind = PART if context.part_of else EXECUTION
     return Tracker.open(
         recipe.tracking,
         root=Path(context.root),
         experiment=context.experiment,
         key=context.execution,
-        name=context.execution,
-        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: EXECUTION, **(tags or {})},
+        parent_key=context.part_of or None,
+        name=context.execution.rpartition("/")[2],
+        tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: kind, **(tags or {})},
         params=params,
     )
 
 
-def recipe_prompt_sets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PromptSets:
+def recipe_prompt_sets(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, directory: Path, *, trains_draft: bool = True
+) -> PromptSets:
     """The recipe's four prompt sets, large enough for all that its stages take from them.
 
     Args:
         directory: where synthetic sources are written before they are read.
+        trains_draft: see `require_prompts`.
     Raises:
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
     with Verifier(recipe.reward) as verifier:
         sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
-    require_prompts(recipe, sets)
+    require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 
 
-def require_prompts(recipe: Recipe, sets: PromptSets) -> None:
-    """Refuse prompt sets that are too small for what the recipe's stages take from them."""
+def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = True) -> None:
+    """Refuse prompt sets that are too small for what the recipe's stages take from them.
+
+    Args:
+        trains_draft: False for those that do without a draft.
+    """
     require_sizes(
         sets,
         draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
-        num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts,
+        num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts if trains_draft else 0,
         prompts_per_step=recipe.grpo.prompts_per_step,
         group_size=recipe.grpo.group_size,
         tuning_batch=max(recipe.tuning.batch_sizes),
@@ -175,7 +187,7 @@ def settled(context: RunContext, recipe: Recipe) -> Recipe:
     """The recipe with every `dtype: auto` replaced by what this execution computes in.
 
     Measured once an execution, by the first stage that computes, and kept beside the stages' outputs: every later
-    stage, both arms and every retry take the same type.
+    stage, both arms and every retry take the same type, and so do all parts of an ablation.
     """
     record = numerics(context, recipe)
     if record is None:
@@ -192,7 +204,7 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
     """What `auto` stands for in this execution, and why; None for a recipe that names its types."""
     if Dtype.AUTO not in (recipe.learner.dtype, recipe.engine.dtype):
         return None
-    path = context.directory("numerics") / "numerics.json"
+    path = context.shared_directory("numerics") / "numerics.json"
     if not path.is_file():
         from slipstream.policy.numerics import choose_dtype
 

@@ -8,7 +8,7 @@ Importing this package costs nothing: MLflow (4-8 s) is imported by the first `T
 """
 
 from slipstream.tracking.artifacts import fetch_artifact
-from slipstream.tracking.config import EXECUTION, KIND_TAG, DriftConfig, TrackingConfig, store_uri
+from slipstream.tracking.config import ABLATION, EXECUTION, KIND_TAG, PART, DriftConfig, TrackingConfig, store_uri
 from slipstream.tracking.ending import end_open_runs, has_ended, unsent
 from slipstream.tracking.executions import Execution, experiment_names, read_executions
 from slipstream.tracking.replay import ReplayResult, TrackingError, replay
@@ -17,9 +17,11 @@ from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
 from slipstream.tracking.views import view_addresses
 
 __all__ = [
+    "ABLATION",
     "EXECUTION",
     "GPUS_TAG",
     "KIND_TAG",
+    "PART",
     "DriftConfig",
     "Execution",
     "ReplayResult",

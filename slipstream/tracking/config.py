@@ -16,6 +16,8 @@ KEY_TAG = "slipstream.key"
 KIND_TAG = "slipstream.kind"
 EXECUTION = "execution"
 """`KIND_TAG` of the run of a whole execution; those of its tasks have none."""
+ABLATION, PART = "ablation", "part"
+"""`KIND_TAG` of the run of a whole ablation, and of those of its parts below it."""
 
 # Stricter than MLflow's own rule, so that nothing spooled today is refused by the server at replay.
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")

@@ -12,6 +12,7 @@ from slipstream.statistics import (
     Spread,
     amdahl,
     bootstrap_difference,
+    bootstrap_grouped_ratio,
     bootstrap_ratio,
     moving_average,
     spread,
@@ -162,6 +163,33 @@ def test_an_arm_without_steps_is_refused() -> None:
     for base, cand in (([], [1.0]), ([1.0], [])):
         with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
             bootstrap_ratio(base, cand, paired=False)
+
+
+def test_a_grouped_ratio_is_the_geometric_mean_of_the_groups() -> None:
+    # Ratios of medians 4 and 1: their geometric mean is 2; the pooled medians would give 20 / 5.5.
+    pairs = [([8.0, 8.0, 8.0], [2.0, 2.0, 2.0]), ([20.0, 20.0], [20.0, 20.0])]
+    found = bootstrap_grouped_ratio(pairs)
+    assert found.value == pytest.approx(2.0)
+    assert found.ci95 == pytest.approx((1.0, 4.0))  # a quarter of the draws holds the same group twice
+
+
+def test_one_group_is_a_ratio_paired_by_step() -> None:
+    base, cand = [1.0, 2.5, 4.0, 3.0, 2.2], [0.7, 1.9, 1.1, 1.3, 0.9]
+    assert bootstrap_grouped_ratio([(base, cand)], seed=3) == bootstrap_ratio(base, cand, paired=True, seed=3)
+
+
+def test_steps_are_resampled_within_each_group() -> None:
+    # One ratio in both groups, steps of 1 or 4 s that pair: no width. Shuffled, they do not: some.
+    times = [1.0, 4.0, 1.0, 4.0, 4.0]
+    same = bootstrap_grouped_ratio([([2 * t for t in times], times)] * 2).ci95
+    other = bootstrap_grouped_ratio([([2 * t for t in times], times[::-1])] * 2).ci95
+    assert same == pytest.approx((2.0, 2.0))
+    assert other is not None and other[0] < 1.5 < 2.5 < other[1]
+
+
+def test_no_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one observation"):
+        bootstrap_grouped_ratio([])
 
 
 def test_a_difference_is_the_mean_over_pairs_with_the_interval_of_its_seed() -> None:

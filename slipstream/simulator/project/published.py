@@ -35,26 +35,30 @@ def project_published(ensemble: Ensemble) -> list[PublishedPoint]:
     return points
 
 
-def project_request(request: ProjectionRequest) -> RequestedProjection:
-    """What an ideal stack would give, and what the paper's measurements let expect."""
+def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
+    """What an ideal stack would give, and what the paper's measurements let expect.
+
+    Args:
+        seed: of the draws behind the bands.
+    """
     scenario = request.scenario()
     return RequestedProjection(
         ideal=_ideal(scenario),
-        calibrated=_calibrated(scenario, calibrate_paper()),
+        calibrated=_calibrated(scenario, calibrate_paper(), seed=seed),
         assumptions=tuple(
             f"{name}: {source}" for name, source in scenario.setting.sources.items() if source.startswith("assumed")
         ),
     )
 
 
-def write_request(request: ProjectionRequest, directory: Path) -> Path:
+def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
     """Project `request` from the paper's measurements, write projection.json into `directory`; its path."""
-    return write_record(project_request(request), directory / "projection.json")
+    return write_record(project_request(request, seed=seed), directory / "projection.json")
 
 
 def _ideal(scenario: Scenario) -> ProjectedPoint:
     return project_ideal(scenario, paper_learner(), layouts=assumed_layouts(scenario)).point
 
 
-def _calibrated(scenario: Scenario, ensemble: Ensemble) -> ProjectedPoint:
-    return project(scenario, ensemble, paper_learner(), layouts=assumed_layouts(scenario)).point
+def _calibrated(scenario: Scenario, ensemble: Ensemble, *, seed: int = 0) -> ProjectedPoint:
+    return project(scenario, ensemble, paper_learner(), layouts=assumed_layouts(scenario), seed=seed).point

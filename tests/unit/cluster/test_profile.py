@@ -106,6 +106,11 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
             {"tolerations": [{"key": "a", "effect": "Never"}]},
             "tolerations.effect must be one of NoSchedule, PreferNoSchedule, NoExecute, got 'Never'",
         ),
+        ({"parallel_parts": 0}, "parallel_parts must be >= 1, got 0"),
+        (
+            {"schedules": {"slack": ["#runs"]}},
+            "schedules.slack must hold e-mail addresses, got ['#runs']; Slack shows a channel's",
+        ),
         ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),
     ],
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ from flytekit.types.file import FlyteFile
 from slipstream.cluster.preflight.inside import PreflightRecord
 from slipstream.cluster.preflight.needs import Finding, State
 from slipstream.cluster.profile import ClusterProfile
+from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import write_record
+from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm, Workload
 from tests.unit.tasks.declared import declared_tasks
@@ -72,6 +75,10 @@ class Stages:
             preflight=self._preflight,
             require_ready=self._require_ready,
             PreflightRecord=PreflightRecord,
+            plan_ablation=self._plan_ablation,
+            make_part=self._make_part,
+            rank_ablation=self._rank_ablation,
+            fail_ablation=self._fail_ablation,
         )
 
     def _writes(self, names: tuple[str, ...]) -> Callable[..., Path]:
@@ -106,6 +113,25 @@ class Stages:
 
     def _require_ready(self, record: PreflightRecord) -> None:
         self.seen["findings"] = record
+
+    def _plan_ablation(self, recipe: str, grid: Grid, **inputs: Any) -> dict[Kind, list[RunContext]]:
+        self.seen |= {"recipe": recipe, "grid": grid, "root": inputs["root"], "execution": inputs["execution"]}
+        return {kind: [_context(inputs["root"])] for kind in Kind}
+
+    def _make_part(self, context: RunContext) -> str:
+        self.seen["part"] = context.execution
+        return context.execution
+
+    def _rank_ablation(self, root: Path, execution: str) -> Path:
+        self.seen |= {"root": root, "execution": execution}
+        directory = root / "ranking"
+        directory.mkdir(parents=True)
+        for name in ("ablation.html", "ablation.json", "speedups.svg"):
+            (directory / name).write_text("{}")
+        return directory
+
+    def _fail_ablation(self, root: Path, execution: str, *, message: str) -> None:
+        self.seen |= {"root": root, "execution": execution, "message": message}
 
     def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
         self.seen["tuning"] = _read(tuning)
@@ -147,6 +173,20 @@ _FORM = {
     "reuse_stored": True,
     "num_speculative_tokens": 3,
     "err": FlyteError(message="no luck", failed_node_id="train-speculative"),
+}
+_GRID = {
+    "recipe": "tiny",
+    "draft_inits": [DraftInit.IN_DOMAIN, DraftInit.GENERAL],
+    "methods": [DraftMethod.EAGLE3],
+    "losses": ["kl_div"],
+    "draft_lengths": [3, 7],
+    "seeds": [],
+    "workloads": [Workload.RL_THINK],
+    "num_steps": 0,
+    "overrides": [],
+    "kickoff_time": datetime(1970, 1, 3, tzinfo=UTC),
+    "reuse_stored": True,
+    "err": FlyteError(message="no luck", failed_node_id="variants"),
 }
 _FAILED = {"node": "train-speculative", "message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
@@ -192,6 +232,29 @@ CASES = {
     ),
     "fail_run": Case(values=_FORM, seen=_FAILED, handed_on=()),
     "fail_certificate": Case(values=_FORM, seen=_FAILED, handed_on=()),
+    "plan_ablation": Case(
+        values=_GRID,
+        seen={
+            "recipe": "tiny",
+            "grid": Grid(
+                draft_inits=(DraftInit.IN_DOMAIN, DraftInit.GENERAL),
+                methods=(DraftMethod.EAGLE3,),
+                losses=("kl_div",),
+                draft_lengths=(3, 7),
+                seeds=(2,),  # the kickoff's day
+                workloads=(Workload.RL_THINK,),
+            ),
+        },
+        handed_on=(),
+    ),
+    "make_policy": Case(seen={"part": "e"}, handed_on=()),
+    "make_part": Case(seen={"part": "e"}, handed_on=()),
+    "rank_ablation": Case(
+        values={"finished": ["p0", None]},
+        seen={"execution": "whole"},
+        handed_on=("ablation.html", "ablation.json", "speedups.svg"),
+    ),
+    "fail_ablation": Case(values=_GRID, seen={"message": "no luck"}, handed_on=()),
     "preflight": Case(
         values={"timeout_s": 2.0}, seen={"cluster": "local", "timeout_s": 2.0}, handed_on=("findings.json",)
     ),
@@ -206,6 +269,7 @@ CASES = {
             "max_off_policy_steps": 0,
             "generation_fraction": 0.5,
             "mean_response_tokens": 0.0,
+            "kickoff_time": datetime(1970, 1, 1, tzinfo=UTC),
         },
         seen={},
         handed_on=("projection.json",),
@@ -252,7 +316,8 @@ def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, ro
         elif kind is FlyteFile:
             given[name] = FlyteFile.from_source(f"{store}/in/{_FILES[name]}")
         else:
-            given[name] = {"context": _context(root), "run_root": str(root), **case.values}[name]
+            parts = [replace(_context(root), execution="whole/p0")]
+            given[name] = {"context": _context(root), "contexts": parts, "run_root": str(root), **case.values}[name]
     return given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flytekit import WorkflowFailurePolicy
@@ -13,9 +14,11 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
 from tasks.fail_run import fail_certificate, fail_run
+from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
 from tests.unit.tasks.declared import declared_tasks
+from workflows.ablation import ablation as decorated
 from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
 
@@ -46,6 +49,15 @@ def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     assert workflow.failure_node.flyte_entity is closes
     assert workflow.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
     assert set(closes.python_interface.inputs) == {*workflow.python_interface.inputs, "err"}
+
+
+def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
+    ablation: Any = decorated
+    ablation.compile()
+
+    assert ablation.failure_node is not None
+    assert ablation.failure_node.flyte_entity is fail_ablation
+    assert ablation.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
 
 
 @pytest.mark.parametrize("upload", [False, True])

@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-PLANS = ("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async", "certify", "projection", "preflight")
+PLANS = (
+    *("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async"),
+    *("certify", "projection", "ablation", "preflight"),
+)
+SCHEDULES = ("nightly_draft_length", "weekly_draft_initialisation", "monthly_projection")
 _APPENDED = "containers"
 
 
@@ -126,12 +130,13 @@ def _integers(value: Any) -> Any:
 def _registered() -> dict[str, dict[str, Any]]:
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
     from flytekit.models.admin.workflow import WorkflowSpec
+    from flytekit.models.core.workflow import Node
     from flytekit.models.launch_plan import LaunchPlan
     from flytekit.models.task import TaskSpec
     from flytekit.tools.translator import get_serializable
     from google.protobuf.json_format import MessageToDict
 
-    from workflows import launch_plans
+    from workflows import launch_plans, schedules
 
     images = [Image(name=role, fqn=f"registry.example/slipstream-{role}", tag="v1") for role in ("cpu", "gpu")]
     settings = SerializationSettings(
@@ -140,17 +145,27 @@ def _registered() -> dict[str, dict[str, Any]]:
     entities: OrderedDict[Any, Any] = OrderedDict()
     for name in PLANS:
         get_serializable(entities, settings, vars(launch_plans)[name])
+    for name in SCHEDULES:
+        get_serializable(entities, settings, vars(schedules)[name])
     found: dict[str, dict[str, Any]] = {"tasks": {}, "workflows": {}, "plans": {}}
     for model in entities.values():
         sent = model.to_flyte_idl()
+        if isinstance(model, Node):
+            continue  # of an array: the workflow holds it too
         decoded = MessageToDict(type(sent).FromString(sent.SerializeToString()))
         if isinstance(model, LaunchPlan):
-            found["plans"][decoded["id"]["name"]] = decoded
+            found["plans"][decoded["id"]["name"]] = decoded | {"isActivated": model.should_auto_activate}
         elif isinstance(model, TaskSpec | WorkflowSpec):
             template = decoded["template"]
-            name = template["id"]["name"].rpartition(".")[2]
+            name = task_name(template["id"]["name"])
             found["tasks" if isinstance(model, TaskSpec) else "workflows"][name] = template
     return found
+
+
+def task_name(registered: str) -> str:
+    """Without its module; of a task in an array, without what flytekit adds."""
+    name = registered.rpartition(".")[2]
+    return "_".join(name.split("_")[1:-1]) if name.endswith("-arraynode") else name
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.cluster.profile import CLUSTERS, read_profile
+from slipstream.types import Workload
 from tests.unit.workflows.conftest import Registered
+from tests.unit.workflows.registration import registration, task_name
 
 PROFILES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
 ON_PODS = [name for name in PROFILES if name != "local"]
@@ -22,6 +25,13 @@ WITH_GPUS = {
     "evaluate_aime",
     "certify_losslessness",
     "certify_draft",
+    "make_part",
+}
+IN_ARRAYS = ("make_policy", "make_part")
+SCHEDULED = {
+    "nightly-draft-length": "0 1 * * *",
+    "weekly-draft-initialisation": "0 5 * * 6",
+    "monthly-projection": "0 6 1 * *",
 }
 
 profiles = pytest.mark.parametrize("profile", PROFILES)
@@ -37,7 +47,7 @@ def test_the_profiles_are_those_that_the_documents_name() -> None:
 
 
 @profiles
-def test_these_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
+def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Registered, profile: str) -> None:
     plans = registered(profile).plans
     assert set(plans) == {
         "tiny-smoke",
@@ -47,6 +57,8 @@ def test_these_plans_are_registered_and_fix_recipe_and_workload(registered: Regi
         "certify",
         "projection",
         "preflight",
+        "ablation",
+        *SCHEDULED,
     }
 
     def fixed(name: str) -> dict[str, Any]:
@@ -62,26 +74,26 @@ def test_these_plans_are_registered_and_fix_recipe_and_workload(registered: Regi
     assert fixed("rl-zero-8b") == {"recipe": eight, "workload": "rl_zero"}
     assert fixed("rl-think-8b") == {"recipe": eight, "workload": "rl_think"}
     assert fixed("rl-think-8b-async") == {"recipe": eight, "workload": "rl_think", "max_off_policy_steps": "1"}
-    assert fixed("certify") == fixed("projection") == fixed("preflight") == {}
+    assert fixed("certify") == fixed("projection") == fixed("ablation") == fixed("preflight") == {}
 
 
 @profiles
 def test_launch_forms_are_flat_and_every_input_is_described(registered: Registered, profile: str) -> None:
     workflows = registered(profile).workflows
-    assert set(workflows) == {"speculative_rl", "certify", "projection", "preflight"}
+    assert set(workflows) == {"speculative_rl", "certify", "projection", "ablation", "preflight"}
     for workflow in workflows.values():
         for name, variable in inputs(workflow).items():
-            kind = variable["type"]
-            is_list_of_text = kind.get("collectionType") == {"simple": "STRING"}
-            is_flat = kind.get("simple") in ("STRING", "INTEGER", "FLOAT", "BOOLEAN") or "enumType" in kind
-            assert is_flat or is_list_of_text or "blob" in kind, name
+            kind = variable["type"].get("collectionType", variable["type"])
+            is_flat = kind.get("simple") in ("STRING", "INTEGER", "FLOAT", "BOOLEAN", "DATETIME") or "enumType" in kind
+            assert is_flat or "blob" in kind, name
             assert len(variable["description"].split()) > 3, name
 
 
 @profiles
 def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profile: str) -> None:
     found = registered(profile)
-    for entity in [*found.workflows.values(), *found.tasks.values()]:
+    own = [task for name, task in found.tasks.items() if name not in IN_ARRAYS]  # flytekit names an array's output
+    for entity in [*found.workflows.values(), *own]:
         assert not [name for name in entity["interface"]["outputs"].get("variables", {}) if name.startswith("o")]
     nodes = [node for node in found.workflows["speculative_rl"]["nodes"] if "taskNode" in node]
     assert [node["id"] for node in nodes if node["id"].startswith(("train", "evaluate"))] == [
@@ -98,7 +110,7 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
 
 @profiles
 def test_a_failed_arm_does_not_end_the_other(registered: Registered, profile: str) -> None:
-    for name in ("speculative_rl", "certify"):
+    for name in ("speculative_rl", "certify", "ablation"):
         policy = registered(profile).workflows[name]["metadata"]["onFailure"]
         assert policy == "FAIL_AFTER_EXECUTABLE_NODES_COMPLETE"
 
@@ -118,15 +130,20 @@ def test_time_outs_go_by_what_a_task_does(registered: Registered, profile: str) 
         "project_speedup": checking,
         "project_request": checking,
         "report_speedup": checking,
+        "plan_ablation": checking,
+        "rank_ablation": checking,
+        "fail_ablation": checking,
         "prepare_data": preparing,
         "prepare_data_for": preparing,
         "prepare_policy": preparing,
+        "make_policy": preparing,
         "pretrain_draft": measuring,
         "tune_draft_length": measuring,
         "evaluate_aime": measuring,
         "certify_losslessness": measuring,
         "certify_draft": measuring,
         "train_grpo": training,
+        "make_part": training,
     }
 
 
@@ -164,6 +181,102 @@ def test_the_root_is_by_default_one_that_the_profile_shares(registered: Register
     root = parameters["run_root"]["default"]["scalar"]["primitive"]["stringValue"]
     assert root == ("runs" if profile == "local" else "/mnt/slipstream/runs")
     assert root == read_profile(profile).run_root
+
+
+@profiles
+def test_parts_of_an_ablation_follow_one_another_and_one_that_fails_sinks_no_other(
+    registered: Registered, profile: str
+) -> None:
+    workflow = registered(profile).workflows["ablation"]
+    arrays = {node["id"]: node for node in workflow["nodes"] if "arrayNode" in node}
+    assert {name: set(node["upstreamNodeIds"]) for name, node in arrays.items()} == {
+        "policies": {"plan-ablation"},
+        "drafts": {"plan-ablation", "policies"},
+        "baselines": {"plan-ablation", "drafts"},
+        "variants": {"plan-ablation", "baselines"},
+    }
+    for name, node in arrays.items():
+        array = node["arrayNode"]
+        assert (array["parallelism"], array["minSuccessRatio"]) == (read_profile(profile).parallel_parts, 0.001)
+        task = task_name(array["node"]["taskNode"]["referenceId"]["name"])
+        assert task == ("make_policy" if name == "policies" else "make_part")
+        assert array["node"]["metadata"]["retries"] == {"retries": 2}
+    # With MINIMAL_STATE, the default of the message, propeller would lose what a Ray job's plugin remembers.
+    modes = {name: node["arrayNode"].get("executionMode", "MINIMAL_STATE") for name, node in arrays.items()}
+    takes_gpus = profile in ("gb200", "h200")
+    assert modes["policies"] == "MINIMAL_STATE"
+    assert modes["variants"] == ("FULL_STATE" if takes_gpus else "MINIMAL_STATE")
+    assert workflow["failureNode"]["taskNode"]["referenceId"]["name"].endswith("fail_ablation")
+
+
+@profiles
+def test_recurring_plans_run_once_at_a_time_and_know_when_they_were_started(
+    registered: Registered, profile: str
+) -> None:
+    found = registered(profile)
+    scheduled = {name: plan for name, plan in found.plans.items() if plan["spec"]["entityMetadata"].get("schedule")}
+    assert set(scheduled) == set(SCHEDULED)
+    for name, plan in scheduled.items():
+        spec = plan["spec"]
+        assert spec["entityMetadata"]["schedule"] == {
+            "cronSchedule": {"schedule": SCHEDULED[name]},
+            "kickoffTimeInputArg": "kickoff_time",
+        }
+        assert spec["concurrencyPolicy"] == {"max": 1, "behavior": "CONCURRENCY_LIMIT_BEHAVIOR_SKIP"}
+        assert spec["entityMetadata"].get("notifications", []) == []
+        assert plan["isActivated"] is False
+        assert "kickoff_time" not in spec["fixedInputs"].get("literals", {})
+        workflow = found.workflows[spec["workflowId"]["name"].rpartition(".")[2]]
+        assert inputs(workflow)["kickoff_time"]["type"] == {"simple": "DATETIME"}
+        assert "seeds" not in spec["fixedInputs"].get("literals", {})
+
+
+@pytest.mark.parametrize("profile", ["gb200", "cpu"])
+def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Registered, profile: str) -> None:
+    from slipstream.drafts.config import DraftInit, DraftMethod
+    from slipstream.stages.ablation_grid import Grid, variant_recipe
+
+    sizes = {}
+    for name in ("nightly-draft-length", "weekly-draft-initialisation"):
+        fixed = registered(profile).plans[name]["spec"]["fixedInputs"]["literals"]
+        given = {key: _plain(value) for key, value in fixed.items()}
+        assert given["recipe"] == ("qwen3_8b" if profile == "gb200" else "tiny")
+        grid = Grid(
+            draft_inits=tuple(map(DraftInit, given.get("draft_inits", ["in_domain"]))),
+            methods=tuple(map(DraftMethod, given.get("methods", ["eagle3"]))),
+            losses=("kl_div",),
+            draft_lengths=tuple(map(int, given["draft_lengths"])),
+            seeds=(20779,),
+            workloads=(Workload.RL_ZERO,),
+        )
+        for variant in grid.variants():
+            assert variant_recipe(given["recipe"], variant, {}).grpo.seed == 20779
+        sizes[name] = len(grid.variants())
+    assert sizes == {"nightly-draft-length": 4, "weekly-draft-initialisation": 2 * len(DraftMethod)}
+
+
+def test_a_profile_says_whom_to_tell_and_whether_recurring_plans_are_active(tmp_path: Path) -> None:
+    values = yaml.safe_load((CLUSTERS / "cpu.yaml").read_text())
+    told = {"activate": True, "slack": ["runs@example.slack.com"], "email": ["team@example.com"]}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**values, "name": "mine", "parallel_parts": 3, "schedules": told}))
+    found = registration(str(path), tmp_path / "mine.json")
+    for name in SCHEDULED:
+        assert found.plans[name]["isActivated"] is True
+        slack, email = found.plans[name]["spec"]["entityMetadata"]["notifications"]
+        assert slack["slack"] == {"recipientsEmail": ["runs@example.slack.com"]}
+        assert set(slack["phases"]) == {"SUCCEEDED", "FAILED", "TIMED_OUT", "ABORTED"}
+        assert email["email"] == {"recipientsEmail": ["team@example.com"]}
+        assert set(email["phases"]) == {"FAILED", "TIMED_OUT", "ABORTED"}
+    assert found.plans["ablation"]["isActivated"] is False
+    arrays = [node["arrayNode"] for node in found.workflows["ablation"]["nodes"] if "arrayNode" in node]
+    assert {array["parallelism"] for array in arrays} == {3}
+
+
+def _plain(literal: dict[str, Any]) -> Any:
+    if "collection" in literal:
+        return [_plain(item) for item in literal["collection"]["literals"]]
+    return next(iter(literal["scalar"]["primitive"].values()))
 
 
 def test_a_role_without_an_image_ends_the_registration(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""`slipstream ablation`: one ablation on this machine, and its ranked table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream import demo
+from slipstream.config import require
+from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.records import read_record
+from slipstream.report.ablation import answer, ranked_table
+from slipstream.report.ablation_records import AblationRecord
+from slipstream.stages.ablation_grid import Grid, variant_recipe
+from slipstream.stages.context import new_execution
+from slipstream.stages.launch import requested
+from slipstream.types import Workload
+
+_PAGE = "rank_ablation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AblationLaunch:
+    """What the workflow is started with."""
+
+    recipe: str
+    grid: Grid
+    num_steps: int  # 0: the recipe's
+    overrides: tuple[str, ...]
+    execution: str
+    reuse_stored: bool = True
+
+    def command(self, root: Path) -> list[str]:
+        """`pyflyte run` and the workflow's inputs."""
+        grid = self.grid
+        return [
+            *demo.pyflyte_run("ablation"),
+            *("--recipe", self.recipe),
+            *("--draft_inits", json.dumps(grid.draft_inits)),
+            *("--methods", json.dumps(grid.methods)),
+            *("--losses", json.dumps(grid.losses)),
+            *("--draft_lengths", json.dumps(grid.draft_lengths)),
+            *("--seeds", json.dumps(grid.seeds)),
+            *("--workloads", json.dumps(grid.workloads)),
+            *("--num_steps", str(self.num_steps)),
+            *("--overrides", json.dumps(self.overrides)),
+            *("--run_root", str(root)),
+            "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
+        ]
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The grid's lists; the defaults are a small one."""
+    command.add_argument("--recipe", default="tiny")
+    command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=list(DraftInit))
+    command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=list(DraftMethod))
+    command.add_argument("--losses", nargs="+", default=["kl_div"])
+    command.add_argument("--draft-lengths", nargs="+", type=int, default=[3, 7], help="k; 0: by measured time")
+    command.add_argument("--seeds", nargs="+", type=int, default=[0])
+    command.add_argument("--workloads", nargs="+", choices=list(Workload), default=[Workload.RL_ZERO])
+    command.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
+    command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of every variant's recipe")
+    command.add_argument("--run-root", default="runs")
+    command.add_argument("--fresh", action="store_true", help="make data, policies and drafts anew, though stored")
+
+
+def launched(options: argparse.Namespace) -> AblationLaunch:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: the grid or a variant's recipe breaks a rule.
+    """
+    grid = Grid(
+        draft_inits=tuple(map(DraftInit, options.draft_inits)),
+        methods=tuple(map(DraftMethod, options.methods)),
+        losses=tuple(options.losses),
+        draft_lengths=tuple(options.draft_lengths),
+        seeds=tuple(options.seeds),
+        workloads=tuple(map(Workload, options.workloads)),
+    )
+    changes = requested(options.overrides, num_steps=options.num_steps, seed=grid.seeds[0], max_off_policy_steps=0)
+    for variant in grid.variants():
+        variant_recipe(options.recipe, variant, changes)
+    return AblationLaunch(
+        recipe=options.recipe,
+        grid=grid,
+        num_steps=options.num_steps,
+        overrides=tuple(options.overrides),
+        execution=new_execution(f"ablation-{Path(options.recipe).stem}"),
+        reuse_stored=not options.fresh,
+    )
+
+
+def result(root: Path, execution: str) -> str:
+    """What is printed at the end: the ranked table, the answer, and where the page lies."""
+    page = root / execution / _PAGE
+    require((page / "ablation.json").is_file(), "the ablation", "must have left a ranking", str(page))
+    record = read_record(AblationRecord, page / "ablation.json")
+    return "\n\n".join(["", ranked_table(record), *answer(record), f"page: {page / 'ablation.html'}"])

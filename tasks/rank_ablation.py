@@ -1,0 +1,65 @@
+"""Rank the variants of an ablation, or what a failed one left."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.error.error import FlyteError
+
+from slipstream import logs
+from slipstream.cluster.launch import shared_root
+from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.stages import rank_ablation as stage
+from slipstream.stages.context import RunContext
+from slipstream.types import Workload
+from tasks.recoverable import recoverable
+from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
+from tasks.start_run import execution_name
+
+
+class Ranking(NamedTuple):
+    """Output of an ablation."""
+
+    ranking: FlyteDirectory
+
+
+@task(**on_cpus(CHECKING), enable_deck=True, deck_fields=())
+@recoverable
+def rank_ablation(contexts: list[RunContext], finished: list[str | None]) -> Ranking:
+    """ablation.html, which is also the task's deck, ablation.json and speedups.svg.
+
+    `finished` names the variants that did; why the others did not lies under the run's root.
+    """
+    del finished  # it says when to start
+    logs.configure()
+    directory = stage.rank_ablation(Path(contexts[0].root), contexts[0].part_of)
+    Deck("ablation", (directory / "ablation.html").read_text())
+    return Ranking(ranking=FlyteDirectory(str(directory)))
+
+
+@task(**on_cpus(CHECKING))
+@recoverable
+def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
+    recipe: str,
+    draft_inits: list[DraftInit],
+    methods: list[DraftMethod],
+    losses: list[str],
+    draft_lengths: list[int],
+    seeds: list[int],
+    workloads: list[Workload],
+    num_steps: int,
+    overrides: list[str],
+    kickoff_time: datetime,
+    run_root: str,
+    reuse_stored: bool,
+    err: FlyteError | None = None,
+) -> None:
+    """The page of what there is, beside the parts, and the ablation's runs ended."""
+    del draft_inits, methods, losses, draft_lengths, seeds, workloads, num_steps, overrides, kickoff_time, reuse_stored
+    logs.configure()
+    root = shared_root(run_root, CLUSTER, is_local=runs_locally())
+    stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")

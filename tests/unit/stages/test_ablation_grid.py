@@ -1,0 +1,153 @@
+"""A grid becomes every combination once, its parts each once, and what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError, parse_overrides
+from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.stages.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, parts, variant_recipe
+from slipstream.types import Workload
+from tests.unit.conftest import Refusal
+
+ONE: dict[str, Any] = {
+    "draft_inits": (DraftInit.IN_DOMAIN,),
+    "methods": (DraftMethod.EAGLE3,),
+    "losses": ("kl_div",),
+    "draft_lengths": (3,),
+    "seeds": (0,),
+    "workloads": (Workload.RL_ZERO,),
+}
+
+
+def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=1, max_size=most, unique=True).map(tuple)
+
+
+GRIDS = st.builds(
+    Grid,
+    draft_inits=some(st.sampled_from(DraftInit), 2),
+    methods=some(st.sampled_from(DraftMethod), 1),
+    losses=some(st.sampled_from(("kl_div", "tv", "lk")), 2),
+    draft_lengths=some(st.integers(0, 9), 2),
+    seeds=some(st.integers(0, 99), 4),
+    workloads=some(st.sampled_from(Workload), 2),
+)
+
+
+@given(GRIDS)
+def test_every_combination_is_one_variant_with_a_name_of_its_own(grid: Grid) -> None:
+    variants = grid.variants()
+    sizes = [len(values) for values in vars(grid).values()]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert len(variants) == len(set(variants)) == len({variant.name for variant in variants}) == product
+    assert {variant.seed for variant in variants} == set(grid.seeds)
+    assert {variant.setting.num_speculative_tokens for variant in variants} == set(grid.draft_lengths)
+
+
+@given(GRIDS)
+def test_what_variants_share_is_made_once_and_before_it_is_needed(grid: Grid) -> None:
+    made = parts(grid.variants())
+    names = [part.name for part in made]
+    number = {kind: sum(part.kind is kind for part in made) for kind in Kind}
+    per_seed = len(grid.workloads) * len(grid.seeds)
+    drafts = per_seed * len(grid.draft_inits) * len(grid.methods) * len(grid.losses)
+    assert number == {
+        Kind.POLICY: len(grid.workloads),
+        Kind.DRAFT: drafts,
+        Kind.BASELINE: per_seed,
+        Kind.VARIANT: drafts * len(grid.draft_lengths),
+    }
+    assert len(set(names)) == len(names)
+    for place, part in enumerate(made):
+        assert set(part.needs) <= set(names[:place])
+
+
+def test_a_variant_needs_the_policy_the_draft_and_the_baseline_of_its_own_seed() -> None:
+    made = parts(Grid(**{**ONE, "seeds": (0, 4)}).variants())
+    assert made[-1].name == "rl_zero-in_domain-eagle3-kl_div-k3-seed4"
+    assert made[-1].needs == (
+        "policy-rl_zero",
+        "draft-rl_zero-in_domain-eagle3-kl_div-seed4",
+        "baseline-rl_zero-seed4",
+    )
+
+
+def test_a_length_of_0_is_one_that_is_tuned() -> None:
+    (variant,) = Grid(**{**ONE, "draft_lengths": (0,)}).variants()
+    assert variant.name == "rl_zero-in_domain-eagle3-kl_div-k-tuned-seed0"
+    base = variant_recipe("tiny", Grid(**ONE).variants()[0], {}).tuning
+    assert variant_recipe("tiny", variant, {}).tuning.candidate_ks == (0, 1, 3, 5, 7)  # the recipe's own
+    assert base.candidate_ks == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"losses": ()}, "losses must name at least one value, got ()"),
+        ({"seeds": (1, 1)}, "seeds must name each value once, got (1, 1)"),
+        ({"draft_lengths": (-1,)}, "draft_lengths must be >= 0, got (-1,); 0 is tuned"),
+        ({"seeds": (-1,)}, "seeds must be >= 0, got (-1,)"),
+        (
+            {"seeds": tuple(range(MAX_VARIANTS + 1))},
+            "the grid must have at most 64 variants, got 65; shorten one of its lists, or run two ablations",
+        ),
+    ],
+)
+def test_an_unsound_grid_is_refused(refusal: Refusal, changes: dict[str, Any], message: str) -> None:
+    assert refusal(Grid, **{**ONE, **changes}) == message
+
+
+def test_the_largest_grid_is_taken() -> None:
+    assert len(Grid(**{**ONE, "seeds": tuple(range(MAX_VARIANTS))}).variants()) == MAX_VARIANTS
+
+
+def test_the_recipe_of_a_variant_follows_it_alone() -> None:
+    grid = Grid(**{**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)})
+    recipe = variant_recipe(
+        "tiny", grid.variants()[0], parse_overrides(["grpo.group_size=4", "tuning.batch_sizes=[8]"])
+    )
+    draft = recipe.draft
+    assert (draft.init, draft.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
+    assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
+
+
+def test_a_workload_keeps_its_own_section_of_the_recipe() -> None:
+    grid = Grid(**{**ONE, "workloads": (Workload.RL_ZERO, Workload.RL_THINK)})
+    zero, think = (variant_recipe("tiny", variant, {}) for variant in grid.variants())
+    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
+
+
+def test_a_variant_that_the_recipe_refuses_is_named() -> None:
+    variant = Grid(**ONE).variants()[0]
+    wrong = replace(variant, setting=replace(variant.setting, loss="mse"))
+    with pytest.raises(
+        ConfigError, match=r"^variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft\.loss must be one of"
+    ):
+        variant_recipe("tiny", wrong, {})
+    long = replace(variant, setting=replace(variant.setting, num_speculative_tokens=99))
+    with pytest.raises(ConfigError, match=r"k99-seed0: engine\.max_model_len must hold"):
+        variant_recipe("tiny", long, {})
+
+
+@pytest.mark.parametrize(("field", "name"), [("draft.init=general", "draft_inits"), ("draft.seed=1", "seeds")])
+def test_an_override_of_what_the_grid_varies_is_refused(field: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must leave out {field.partition('=')[0]}.*give the input {name}"):
+        variant_recipe("tiny", Grid(**ONE).variants()[0], parse_overrides([field]))
+
+
+def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed() -> None:
+    assert chosen_seeds([3, 1], datetime(2026, 11, 22, tzinfo=UTC)) == (3, 1)
+    assert chosen_seeds([], datetime(1970, 1, 1, tzinfo=UTC)) == (0,)
+    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=UTC)) == (30,)
+    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59)) == (30,)
+    west = timezone(timedelta(hours=-5))
+    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=west)) == (31,)

@@ -1,0 +1,57 @@
+"""`slipstream ablation` refuses a grid before anything starts, and starts the workflow with what it was given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from slipstream import ablation
+from slipstream.cli import main
+from slipstream.config import ConfigError
+from slipstream.drafts.config import DraftInit
+
+
+def launched(*arguments: str) -> ablation.AblationLaunch:
+    parser = argparse.ArgumentParser()
+    ablation.add_options(parser)
+    return ablation.launched(parser.parse_args(arguments))
+
+
+def value(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_by_default_it_is_two_initialisations_by_two_lengths() -> None:
+    launch = launched()
+    assert len(launch.grid.variants()) == 4
+    assert launch.grid.draft_inits == tuple(DraftInit)
+    command = launch.command(Path("/runs"))
+    assert command[1:4] == ["run", "workflows/ablation.py", "ablation"]
+    assert value(command, "--draft_inits") == '["in_domain", "general"]'
+    assert (value(command, "--draft_lengths"), value(command, "--seeds")) == ("[3, 7]", "[0]")
+    assert command[-1] == "--reuse_stored"
+    assert launch.execution.startswith("ablation-tiny-")
+
+
+def test_what_is_asked_for_reaches_the_workflow() -> None:
+    command = launched(
+        "--draft-lengths", "0", "5", "--num-steps", "2", "--overrides", "grpo.group_size=4", "--fresh"
+    ).command(Path("/runs"))
+    assert value(command, "--draft_lengths") == "[0, 5]"
+    assert value(command, "--num_steps") == "2"
+    assert value(command, "--overrides") == '["grpo.group_size=4"]'
+    assert command[-1] == "--no_reuse_stored"
+
+
+def test_a_variant_that_the_recipe_refuses_ends_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["ablation", "--draft-lengths", "3", "99", "--run-root", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine.max_model_len must hold")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_ranking_there_is_nothing_to_print(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must have left a ranking"):
+        ablation.result(tmp_path, "abl")

@@ -1,0 +1,20 @@
+"""What every launch plan of a cluster has in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flytekit.models.common import RawOutputDataConfig
+from flytekit.models.security import Identity, SecurityContext
+
+from tasks.resources import CLUSTER
+
+
+def on_cluster(account: str | None = CLUSTER.service_account) -> dict[str, Any]:
+    """As whom pods run, and where Flyte keeps what they hand on."""
+    settings: dict[str, Any] = {}
+    if account is not None and not CLUSTER.is_local:
+        settings["security_context"] = SecurityContext(run_as=Identity(k8s_service_account=account))
+    if CLUSTER.object_store is not None:
+        settings["raw_output_data_config"] = RawOutputDataConfig(CLUSTER.object_store.prefix)
+    return settings
