@@ -213,3 +213,30 @@ def test_a_difference_of_arms_that_are_no_pairs_is_refused() -> None:
         bootstrap_difference([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match=r"^values must hold at least one observation, got none$"):
         bootstrap_difference([], [])
+
+
+@pytest.mark.parametrize("length", [6, 5])
+def test_the_grouped_bootstrap_is_the_one_of_its_seed(length: int) -> None:
+    """Drawn here with the same generator: three times one of three groups, and steps anew in it, paired or not."""
+    base = np.sqrt(np.arange(2.0, 8.0))
+    groups = [(base * scale, np.sqrt(np.arange(scale, scale + length))) for scale in (1.0, 2.0, 5.0)]
+    random = np.random.default_rng(0)
+    logs = np.zeros(10_000)
+    for _ in groups:
+        drawn = random.integers(3, size=10_000)
+        for group, (slow, fast) in enumerate(groups):
+            num = int((drawn == group).sum())
+            slow_rows = random.integers(6, size=(num, 6))
+            fast_rows = slow_rows if length == 6 else random.integers(5, size=(num, 5))
+            ratios = np.median(slow[slow_rows], axis=1) / np.median(fast[fast_rows], axis=1)
+            logs[drawn == group] += np.log(ratios)
+    found = bootstrap_grouped_ratio([(slow.tolist(), fast.tolist()) for slow, fast in groups])
+    assert found.ci95 == pytest.approx(tuple(np.percentile(np.exp(logs / 3), [2.5, 97.5])), rel=1e-12)
+
+
+def test_one_group_has_the_interval_of_its_seed_paired_or_not() -> None:
+    base, cand = np.sqrt(np.arange(2.0, 9.0)).tolist(), np.sqrt(np.arange(1.0, 7.0)).tolist()
+    apart = bootstrap_ratio(base, cand, paired=False, num_resamples=500, seed=4)
+    assert bootstrap_grouped_ratio([(base, cand)], num_resamples=500, seed=4) == apart
+    together = bootstrap_ratio(base[:6], cand, paired=True, num_resamples=500, seed=4)
+    assert bootstrap_grouped_ratio([(base[:6], cand)], num_resamples=500, seed=4) == together

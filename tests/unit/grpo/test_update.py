@@ -98,6 +98,10 @@ def test_a_ranks_part_is_its_rollouts_in_arrays() -> None:
     assert (part.batch.policy_version, part.loss, part.temperature) == (3, UPDATE.loss, 0.5)
     assert isinstance(part.batch.token_ids, Ragged) and isinstance(part.batch.rollout_logprobs, Ragged)
     assert isinstance(part.trainer_logprobs, Ragged) and isinstance(part.ref_logprobs, Ragged)
+    wide = [row.astype(np.float64) for row in LOGPROBS]
+    narrow = part_of(replace(UPDATE, trainer_logprobs=wide, ref_logprobs=wide), [0])
+    assert isinstance(narrow.trainer_logprobs, Ragged) and isinstance(narrow.ref_logprobs, Ragged)
+    assert (narrow.trainer_logprobs.values.dtype, narrow.ref_logprobs.values.dtype) == (np.float32, np.float32)
     assert part.batch.token_ids.values.dtype == np.int32
     for ragged in (part.batch.rollout_logprobs, part.trainer_logprobs, part.ref_logprobs):
         assert ragged.values.dtype == np.float32

@@ -94,6 +94,37 @@ def test_a_mixture_of_experts_is_planned_without_its_memory(tmp_path: Path) -> N
     assert _refusal({**dealt, "engine": engine}) == message
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"num_query_groups": 8, "ffn_hidden_size": 100}, "must divide the policy's 100 ffn hidden size, got 8"),
+        (
+            {"num_query_groups": 6, "ffn_hidden_size": 96},
+            "must divide the policy's 6 key-value heads, or be a multiple of them, got 8",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_divide_the_policy_is_refused(
+    tmp_path: Path, shape: dict[str, int], message: str
+) -> None:
+    heads = 24 if shape["num_query_groups"] == 6 else 32
+    scratch = ScratchConfig(num_layers=2, num_attention_heads=heads, **shape)  # type: ignore[arg-type]
+    dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
+    (tmp_path / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
+    overrides = {
+        "policy": {"model": str(tmp_path)},
+        "learner": {"parallel": {"tensor": 1, "data": 32}},
+        "engine": {"tensor_parallel_size": 8, "num_engines": 4},
+        "simulator": None,
+    }
+    assert _refusal(overrides) == f"engine.tensor_parallel_size {message}"
+    # Two engines' workers to one key-value head are as good as one, and so are two heads to one worker.
+    for tensor in (1, 2):
+        assert load_recipe(
+            "qwen3_8b", overrides={**overrides, "engine": {"tensor_parallel_size": tensor, "num_engines": 32 // tensor}}
+        )
+
+
 def test_experts_are_not_dealt_where_there_are_none() -> None:
     message = _refusal({"learner": {"parallel": {"tensor": 1, "data": 32, "expert": 4}}})
     assert message == "learner.parallel.expert must be 1 for a policy without experts, got 4"
@@ -132,6 +163,8 @@ def test_a_learner_alone_on_its_gpu_is_compared_without_the_engine() -> None:
         "learner.max_tokens_per_microbatch must be at most 47460 to fit, got 60000; the learner needs 213.6 GB, a "
         "GB200 has 176.7 GB to give"
     )
+    # 125 GB fit alone, and would not beside the engine's 84.
+    load_recipe("qwen3_8b", overrides={**SPLIT, "learner": {**learner, "max_tokens_per_microbatch": 30_000}})
 
 
 def test_an_engine_must_keep_a_cache_of_one_sequence_beside_the_learner() -> None:

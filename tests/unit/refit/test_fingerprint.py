@@ -332,3 +332,9 @@ def test_a_dtype_is_part_of_what_is_compared() -> None:
 def test_each_tensor_has_the_turn_of_the_first_number_in_its_name(name: str, index: int) -> None:
     assert [Turn(index=i, count=3).takes(name) for i in range(3)] == [i == index for i in range(3)]
     assert ALL.takes(name)
+
+
+def test_a_whole_tensor_is_one_part_from_its_first_row_to_its_last() -> None:
+    for tensor, length in ((torch.ones(3, 2), 3), (torch.ones(()), 1)):
+        (part,) = held_whole("w", tensor).parts
+        assert (part.name, part.dim, part.start, part.length, part.dtype) == ("w", 0, 0, length, "float32")

@@ -153,9 +153,11 @@ def test_the_space_of_both_files_is_asked_for_once_before_the_first(
     asked: list[tuple[Path, int]] = []
     monkeypatch.setattr(snapshot, "require_space", lambda directory, num_bytes: asked.append((directory, num_bytes)))
     writer = SnapshotWriter(tmp_path, "policy")
-    sizes = {writer.write(weights(1.0), version=version).num_bytes for version in range(3)}
-    assert asked == [(tmp_path, size) for size in sizes]  # of a whole file, its header among it
-    assert len(sizes) == 1
+    first = writer.write(weights(1.0), version=0)
+    assert asked == [(tmp_path, first.num_bytes)]  # of a whole file, its header among it
+    for version in (1, 2):
+        writer.write(weights(1.0), version=version)
+    assert len(asked) == 1
 
 
 def test_space_that_somebody_else_took_meanwhile_is_an_error_with_the_sizes(
