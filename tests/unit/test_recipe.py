@@ -242,3 +242,10 @@ def test_parameters_are_every_field_as_text_but_where_the_run_is_tracked() -> No
     assert found["learner.logprob_chunk_tokens"] == "null"
     assert found["tuning.candidate_ks"] == "[0, 1, 3, 5, 7]"
     assert not [name for name in found if name.startswith("tracking")]
+
+
+def test_one_draft_token_needs_room_for_two() -> None:
+    tuned = {"tuning": {"candidate_ks": [0, 1]}}
+    load_recipe("tiny", overrides={**tuned, "engine": {"max_model_len": 64 + 160 + 2}})
+    with pytest.raises(ConfigError, match=r"160 \+ 2 for drafts of k 1 = 226 tokens, got 225"):
+        load_recipe("tiny", overrides={**tuned, "engine": {"max_model_len": 64 + 160 + 1}})

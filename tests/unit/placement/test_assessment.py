@@ -118,11 +118,19 @@ def test_an_engine_that_does_not_divide_the_policy_is_refused(
         "simulator": None,
     }
     assert _refusal(overrides) == f"engine.tensor_parallel_size {message}"
-    # Two engines' workers to one key-value head are as good as one, and so are two heads to one worker.
-    for tensor in (1, 2):
-        assert load_recipe(
-            "qwen3_8b", overrides={**overrides, "engine": {"tensor_parallel_size": tensor, "num_engines": 32 // tensor}}
-        )
+
+
+def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
+    scratch = ScratchConfig(num_layers=2, num_attention_heads=32, num_query_groups=2, ffn_hidden_size=96)
+    dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
+    (tmp_path / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
+    overrides = {
+        "policy": {"model": str(tmp_path)},
+        "learner": {"parallel": {"tensor": 1, "data": 32}},
+        "engine": {"tensor_parallel_size": 8, "num_engines": 4},
+        "simulator": None,
+    }
+    load_recipe("qwen3_8b", overrides=overrides)  # four workers have each of the two heads
 
 
 def test_experts_are_not_dealt_where_there_are_none() -> None:

@@ -72,7 +72,8 @@ def by_definition(tensor: Tensor, name: str) -> int:
 
 def test_a_fingerprint_is_the_sum_that_it_is_defined_as() -> None:
     tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    assert whole(tensor, "w") == by_definition(tensor, "w")
+    for name in ("w", "lm_head.weight", *map(str, range(8))):
+        assert whole(tensor, name) == by_definition(tensor, name)
 
 
 def test_a_fingerprint_follows_name_values_shape_and_type_but_not_the_layout_in_memory() -> None:
@@ -338,3 +339,12 @@ def test_a_whole_tensor_is_one_part_from_its_first_row_to_its_last() -> None:
     for tensor, length in ((torch.ones(3, 2), 3), (torch.ones(()), 1)):
         (part,) = held_whole("w", tensor).parts
         assert (part.name, part.dim, part.start, part.length, part.dtype) == ("w", 0, 0, length, "float32")
+
+
+def test_columns_of_64_bits_keep_their_places_when_they_are_cut() -> None:
+    tensor = torch.arange(1, 31).view(5, 6)
+    cut = [
+        part_fingerprints([held(tensor[:, start:stop], part(dim=1, start=start, length=stop - start, dtype="int64"))])
+        for start, stop in ((0, 1), (1, 4), (4, 6))
+    ]
+    assert weight_totals(cut) == {"m": whole(tensor)}
