@@ -107,30 +107,25 @@ def test_a_mixture_of_experts_is_planned_without_its_memory(tmp_path: Path) -> N
 def test_an_engine_that_does_not_divide_the_policy_is_refused(
     tmp_path: Path, shape: dict[str, int], message: str
 ) -> None:
-    heads = 24 if shape["num_query_groups"] == 6 else 32
-    scratch = ScratchConfig(num_layers=2, num_attention_heads=heads, **shape)  # type: ignore[arg-type]
-    dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
-    (tmp_path / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
-    overrides = {
-        "policy": {"model": str(tmp_path)},
-        "learner": {"parallel": {"tensor": 1, "data": 32}},
-        "engine": {"tensor_parallel_size": 8, "num_engines": 4},
-        "simulator": None,
-    }
-    assert _refusal(overrides) == f"engine.tensor_parallel_size {message}"
+    assert _refusal(_with_engines_of_eight(tmp_path, **shape)) == f"engine.tensor_parallel_size {message}"
 
 
 def test_an_engine_may_copy_key_value_heads_evenly(tmp_path: Path) -> None:
-    scratch = ScratchConfig(num_layers=2, num_attention_heads=32, num_query_groups=2, ffn_hidden_size=96)
+    overrides = _with_engines_of_eight(tmp_path, num_query_groups=2, ffn_hidden_size=96)
+    load_recipe("qwen3_8b", overrides=overrides)  # four workers have each of the two heads
+
+
+def _with_engines_of_eight(directory: Path, **shape: int) -> dict[str, Any]:
+    heads = 24 if shape["num_query_groups"] == 6 else 32
+    scratch = ScratchConfig(num_layers=2, num_attention_heads=heads, **shape)  # type: ignore[arg-type]
     dense = Architecture.from_scratch(scratch, vocab_size=64, eos_token_id=1)
-    (tmp_path / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
-    overrides = {
-        "policy": {"model": str(tmp_path)},
+    (directory / "config.json").write_text(json.dumps(dense.to_hf(Dtype.BFLOAT16)))
+    return {
+        "policy": {"model": str(directory)},
         "learner": {"parallel": {"tensor": 1, "data": 32}},
         "engine": {"tensor_parallel_size": 8, "num_engines": 4},
         "simulator": None,
     }
-    load_recipe("qwen3_8b", overrides=overrides)  # four workers have each of the two heads
 
 
 def test_experts_are_not_dealt_where_there_are_none() -> None:
