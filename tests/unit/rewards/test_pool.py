@@ -39,6 +39,7 @@ def test_a_request_that_cost_its_worker_is_named(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         assert pool.run([BOMB]) == Outcome(verdicts=(False,), num_timeouts=1, num_crashes=0)
     assert caplog.messages == [f"a reward worker ran into the deadline of 1.0 s: {BOMB}"]
+    assert pool.run([BOMB, BOMB]).num_timeouts == 2
 
 
 def test_a_worker_that_died_while_idle_had_no_request_to_name(caplog: pytest.LogCaptureFixture) -> None:
