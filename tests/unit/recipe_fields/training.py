@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ class NotedLearner:
         self.channels.append("published")
         return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[str, int]:
-        return {name: 7 for name in dtypes if turn.takes(name)}
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        return lambda: {name: 7 for name in dtypes if turn.takes(name)}
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
