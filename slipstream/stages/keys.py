@@ -89,7 +89,8 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         policy: identity of the policy; `data`: of the prompts.
     """
     draft = to_mapping(recipe.draft)
-    draft.pop("checkpoint_every_steps")
+    for name in ("checkpoint_every_steps", *(name for name in draft if name.startswith("online"))):
+        draft.pop(name)
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,
