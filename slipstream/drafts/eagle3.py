@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from speculators.config import VerifierConfig
+from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
+from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 
 # Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
@@ -53,6 +56,42 @@ def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
         ).float()
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
     model.lm_head.weight.data.add_(noise)
+    return _trainable(model)
+
+
+def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftModel:
+    """The draft that was saved in the directory `draft`, to be trained further for `policy`.
+
+    Raises:
+        ConfigError: it is no EAGLE-3 draft, or reads other layers of the policy than `config` names.
+    """
+    saved = _saved_config(draft, config)
+    saved["transformer_layer_config"]["_attn_implementation"] = "sdpa"
+    settings = Eagle3SpeculatorConfig.model_validate(saved)
+    settings.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
+    tensors = load_file(draft / "model.safetensors")
+    with torch.random.fork_rng(devices=[]):
+        model = Eagle3DraftModel(settings)
+    model.load_vocab_mappings(tensors.get("t2d"), tensors.get("d2t"))
+    model.load_verifier_weights()
+    missing, extra = model.float().load_state_dict(tensors, strict=False)
+    assert not extra and set(missing) <= set(_NOT_SAVED), (missing, extra)
+    return _trainable(model)
+
+
+def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
+    """The config of a saved draft, which reads the layers that `config` names."""
+    file = draft / "config.json"
+    require(file.is_file(), "draft", "must be a model directory with a config.json", str(draft))
+    saved = json.loads(file.read_text())
+    is_eagle3 = saved.get("speculators_model_type") == "eagle3"
+    require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
+    ids, wanted = saved["eagle_aux_hidden_state_layer_ids"], list(config.aux_hidden_state_layer_ids)
+    require(ids == wanted, "draft.aux_hidden_state_layer_ids", f"must be those of the draft, {ids}", wanted)
+    return saved
+
+
+def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     model.lm_head.weight.requires_grad_(True)
     model._create_mask_fn = _dense_mask
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.

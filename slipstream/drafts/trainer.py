@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from speculators.losses import resolve_loss_config
+from speculators.losses import LossConfig, resolve_loss_config
+from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import build_draft, draft_tensors, save_draft
+from slipstream.drafts.eagle3 import build_draft, draft_tensors, load_draft, save_draft
 from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
 from slipstream.policy.errors import CheckpointError
 
@@ -43,15 +44,34 @@ class PackedChats:
 class DraftTrainer:
     """A draft, its optimizer and its schedule."""
 
-    def __init__(self, policy: Path, config: DraftConfig, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        *,
+        num_threads: int | None = None,
+        model: Eagle3DraftModel | None = None,
+    ) -> None:
+        """Train `model`, or without one a fresh draft of `policy`."""
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._config = config
-        self._model = build_draft(policy, config)
+        self._model = build_draft(policy, config) if model is None else model
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._loss = resolve_loss_config(config.loss, "eager")  # the fused losses need Triton on a GPU
         self._num_steps = 0
+
+    @classmethod
+    def from_draft(
+        cls, draft: Path, policy: Path, config: DraftConfig, *, num_threads: int | None = None
+    ) -> DraftTrainer:
+        """Train the saved `draft` further: its weights, a fresh optimizer, and the schedule from its first step.
+
+        Raises:
+            ConfigError: see `load_draft`.
+        """
+        return cls(policy, config, num_threads=num_threads, model=load_draft(draft, policy, config))
 
     @property
     def num_parameters(self) -> int:
@@ -64,11 +84,14 @@ class DraftTrainer:
         prompt_lengths: Sequence[int],
         states: States,
         *,
+        temperature: float = 1.0,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
         """One update; returns the loss summed over the TTT passes.
 
         Args:
+            temperature: at which responses are sampled: the draft learns softmax(logits / temperature) of the policy,
+                as softmax(its own logits / temperature), which is what it drafts from.
             sum_over_ranks: adds up a tensor over trainers of which each has a part of the sequences and all make the
                 same update; None: this one has them all.
         Raises:
@@ -83,7 +106,7 @@ class DraftTrainer:
             num_tokens = int(sum_over_ranks(torch.tensor(num_tokens)))
         total = 0.0
         for row in rows:
-            loss = self._forward(row) * (int(row.loss_mask.sum()) / num_tokens)
+            loss = self._forward(row, temperature) * (int(row.loss_mask.sum()) / num_tokens)
             loss.backward()
             total += float(loss.item())
         if sum_over_ranks is not None:
@@ -108,9 +131,14 @@ class DraftTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        states: States,
+        *,
+        temperature: float = 1.0,
     ) -> tuple[list[float], float]:
-        """Held-out acceptance under rejection sampling at temperature 1.
+        """Held-out acceptance under rejection sampling at `temperature`.
 
         The chance to accept draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own tokens
         (teacher forcing). The length is 1 + the mean over windows of the sum over i of the product of the chances
@@ -119,7 +147,8 @@ class DraftTrainer:
         Returns:
             The mean chance by position, and the mean acceptance length.
         """
-        windows = torch.cat([self._windows(row) for row in self._rows(sequences, prompt_lengths, states)], dim=1)
+        rows = self._rows(sequences, prompt_lengths, states)
+        windows = torch.cat([self._windows(row, temperature) for row in rows], dim=1)
         length = 1.0 + float(windows.cumprod(dim=0).sum(dim=0).mean())
         return [float(rate) for rate in windows.mean(dim=1)], length
 
@@ -185,9 +214,9 @@ class DraftTrainer:
         # A row whose responses are all too short to draft for teaches nothing.
         return [row for row in packed if row.loss_mask.any()]
 
-    def _windows(self, batch: PackedChats) -> Tensor:
+    def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows]: chance to accept each token of every draft window that lies within one response."""
-        overlaps = self._overlaps(batch)
+        overlaps = self._overlaps(batch, temperature)
         num_steps = self._config.ttt_steps
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
         documents = batch.document_ids[0]
@@ -196,7 +225,7 @@ class DraftTrainer:
             inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
         return torch.stack([overlaps[i][:num][inside] for i in range(num_steps)])
 
-    def _forward(self, batch: PackedChats) -> Tensor:
+    def _forward(self, batch: PackedChats, temperature: float) -> Tensor:
         _, loss, _ = self._model(
             hidden_states=batch.hidden_states,
             input_ids=batch.input_ids,
@@ -206,22 +235,22 @@ class DraftTrainer:
             verifier_last_hidden_states=batch.last,
             ttt_steps=self._config.ttt_steps,
             ttt_step_loss_decay=self._config.ttt_step_loss_decay,
-            loss_config=self._loss,
+            loss_config=_at_temperature(self._loss, temperature),
         )
         return loss
 
-    def _overlaps(self, batch: PackedChats) -> list[Tensor]:
+    def _overlaps(self, batch: PackedChats, temperature: float) -> list[Tensor]:
         """For each TTT pass i, sum_v min(p, q) of the draft token i of the window that starts at each position."""
         logits: list[Tensor] = []
         hook = self._model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
         try:
-            self._forward(batch)
+            self._forward(batch, temperature)
         finally:
             hook.remove()
-        policy = self._model.verifier_lm_head(batch.last)[0].softmax(-1)  # [N, V]
+        policy = (self._model.verifier_lm_head(batch.last)[0] / temperature).softmax(-1)  # [N, V]
         overlaps = []
         for i, draft_logits in enumerate(logits):
-            draft = draft_logits[0].softmax(-1)
+            draft = (draft_logits[0] / temperature).softmax(-1)
             num = draft.shape[0] - i
             overlap = torch.zeros(draft.shape[0])
             overlap[:num] = torch.minimum(policy[i:], draft[:num]).sum(-1)
@@ -235,6 +264,15 @@ class DraftTrainer:
             return config.learning_rate * (step + 1) / config.warmup_steps
         done = min((step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1), 1.0)
         return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def _at_temperature(losses: LossConfig, temperature: float) -> LossConfig:
+    """The losses between both distributions at this temperature."""
+
+    def scaled(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda logits, targets: loss(logits / temperature, targets / temperature)
+
+    return {name: (scaled(loss), weight) for name, (loss, weight) in losses.items()}
 
 
 def pack_chats(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> PackedChats:

@@ -25,7 +25,7 @@ from slipstream.rollout.config import EngineConfig
 
 DATA_FORMAT = 1
 POLICY_FORMAT = 1
-DRAFT_FORMAT = 1
+DRAFT_FORMAT = 2
 """Raise one when its stage makes something else of the same inputs: what older code kept is then not found."""
 
 _CHUNK_BYTES = 1 << 22

@@ -112,8 +112,11 @@ def train_on(
     with start_learner(recipe.learner, layout=recipe.layout) as learner:
         learner.load(policy, None)
         num_parameters = learner.start_draft(policy, config)
-        losses = _train(learner, train, config, checkpoint=directory / "checkpoint", on_step=on_step)
-        progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config)
+        temperature = recipe.sampling.temperature
+        losses = _train(
+            learner, train, config, temperature=temperature, checkpoint=directory / "checkpoint", on_step=on_step
+        )
+        progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
         learner.save_draft(directory / "draft")
     return DraftRecord(
         method=config.method.value,
@@ -133,6 +136,7 @@ def _train(
     train: Responses,
     config: DraftConfig,
     *,
+    temperature: float,
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
@@ -144,7 +148,9 @@ def _train(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(learner, train, config, checkpoint=checkpoint, on_step=on_each_step)
+        return train_draft(
+            learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step
+        )
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

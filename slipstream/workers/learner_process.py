@@ -206,7 +206,9 @@ class LearnerProcess:
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
         total = summed_over_data_ranks if self._config.parallel.data > 1 else None
-        return trained, self._drafting.step(kept, batch.prompt_lengths, states, sum_over_ranks=total)
+        return trained, self._drafting.step(
+            kept, batch.prompt_lengths, states, temperature=update.temperature, sum_over_ranks=total
+        )
 
     def location(self) -> Location:
         """Where this rank computes."""
@@ -290,7 +292,7 @@ class LearnerProcess:
         self._draft_chats = _DraftChats(sequences, prompt_lengths, states)
         return fits
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
         """One update of the draft on the frozen policy's hidden states of these chats; returns the loss."""
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
@@ -299,12 +301,15 @@ class LearnerProcess:
             states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
         else:
             states = [chats.states[index] for index in indices]
-        return self._drafting.step(sequences, [chats.prompt_lengths[index] for index in indices], states)
+        lengths = [chats.prompt_lengths[index] for index in indices]
+        return self._drafting.step(sequences, lengths, states, temperature=temperature)
 
-    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
+    def evaluate_draft(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
+    ) -> DraftProgress:
         """Held-out acceptance of the draft."""
         states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states)
+        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:

@@ -210,14 +210,18 @@ class RemoteLearner:
         data = self._shared(sequences)
         return self._on_all("hold_draft_chats", lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
         """One update of the draft; returns its loss."""
-        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config, temperature))
 
-    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
+    def evaluate_draft(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
+    ) -> DraftProgress:
         """Held-out acceptance of the draft."""
         data = self._shared(sequences)
-        return self._on_all("evaluate_draft", lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
+        return self._on_all(
+            "evaluate_draft", lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config, temperature)
+        )
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""

@@ -20,54 +20,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import _dense_mask
 from slipstream.drafts.trainer import DraftTrainer, pack_chats
 from slipstream.policy.errors import CheckpointError
-
-CONFIG = DraftConfig(
-    aux_hidden_state_layer_ids=(0, 1, 2), num_steps=30, warmup_steps=2, ttt_steps=3, learning_rate=3e-3
-)
-CHATS = [[2, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 3], [2, 9, 5, 6, 7, 8, 9, 3]]
-PROMPTS = [3, 2]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def states(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(policy)
-    found = []
-    for chat in CHATS:
-        with torch.no_grad():
-            hidden = model(torch.tensor([chat]), output_hidden_states=True).hidden_states
-        found.append((torch.cat(hidden, dim=-1)[0], hidden[-1][0]))
-    return found
-
-
-@pytest.fixture
-def draft(policy: Path, tmp_path: Path) -> Path:
-    DraftTrainer(policy, CONFIG).save(tmp_path / "draft")
-    return tmp_path / "draft"
-
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 def test_chats_are_shifted_within_themselves() -> None:
     def one(offset: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,7 +256,7 @@ def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(po
         learner.load(policy, None)
         learner.start_draft(policy, config)
         assert learner.hold_draft_chats(CHATS, PROMPTS, config) is (gib > 0.0)
-        losses.append([learner.draft_step(indices, config) for indices in ([0, 1], [1], [0])])
+        losses.append([learner.draft_step(indices, config, 1.0) for indices in ([0, 1], [1], [0])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
