@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_idle import compare_dealing, show_dealing
-from benchmarks.runs import FinishedRun, open_run
+from benchmarks.runs import open_run
 from benchmarks.step import TimedSteps, show, time_steps
-from benchmarks.trl_comparison import TrlSteps, comparison, dtypes, require_packages, time_trl
-from benchmarks.turns import Turns, in_turn
+from benchmarks.trl_comparison import comparison, dtypes, require_packages, time_trl
 from slipstream import logs
 from slipstream.config import ConfigError, require
+from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Dtype
 from slipstream.workers.session import connect
 
@@ -50,28 +50,24 @@ def _measure(path: Path, num_steps: int, packages: Path | None) -> None:
     run = open_run(path)
     print(run.described())
     connect()
-    members: dict[str, Callable[[Turns, str], Any]] = {
-        ("speculative" if k else "autoregressive"): partial(_ours, run, num_steps, k) for k in sorted({0, run.chosen_k})
+    members: dict[str, Callable[[Turn], Any]] = {
+        ("speculative" if k else "autoregressive"): partial(time_steps, run, num_steps, k)
+        for k in sorted({0, run.chosen_k})
     }
     timed_dtypes: tuple[Dtype, ...] = ()
     if packages is not None:
         timed_dtypes = dtypes(run.recipe.learner.dtype)
-        members |= {f"TRL {dtype.value}": partial(_trl, run, packages, num_steps, dtype) for dtype in timed_dtypes}
+        members |= {f"TRL {dtype.value}": partial(time_trl, run, packages, num_steps, dtype) for dtype in timed_dtypes}
     found = in_turn(members)
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
     ours = {name: steps.step_s for name, steps in found.items() if isinstance(steps, TimedSteps)}
     for name in ours:
         show(found[name])
     if timed_dtypes:
         print(f"\n{comparison(ours, [found[f'TRL {dtype.value}'] for dtype in timed_dtypes])}")
     show_dealing(compare_dealing(run, num_steps), run.chosen_k)
-
-
-def _ours(run: FinishedRun, num_steps: int, k: int, turns: Turns, name: str) -> TimedSteps:
-    return time_steps(run, num_steps, k, turns=turns, name=name)
-
-
-def _trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, turns: Turns, name: str) -> TrlSteps:
-    return time_trl(run, packages, num_steps, dtype, turns=turns, name=name)
 
 
 if __name__ == "__main__":

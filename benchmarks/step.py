@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runs import FinishedRun
-from benchmarks.turns import Turns
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.records import StepRecord
 from slipstream.refit.channel.driver import open_channel
@@ -22,6 +21,7 @@ from slipstream.stages.support import decode, recipe_engine, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
+from slipstream.train.turns import Turn
 from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
@@ -61,11 +61,11 @@ class NotingEngine:
         self.engine.close()
 
 
-def time_steps(run: FinishedRun, num_steps: int, k: int, *, turns: Turns, name: str) -> TimedSteps:
+def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSteps:
     """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up.
 
     Args:
-        turns: a step begins when the turn of `name` has come.
+        turn: a step begins when it has come.
     """
     # What is timed next runs alone.
     recipe = replace(
@@ -76,12 +76,12 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, *, turns: Turns, name: 
     records: list[StepRecord] = []
 
     def start_clock() -> StageClock:
-        turns.wait(name)
+        turn.begin()
         return StageClock()
 
     def on_step(record: StepRecord) -> None:
         records.append(record)
-        turns.pass_on(name)
+        turn.end()
 
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.runs import FinishedRun
 from benchmarks.trl_step import MARK, READY
-from benchmarks.turns import Turns
 from slipstream.config import require
+from slipstream.train.turns import Turn
 from slipstream.types import Dtype
 
 _LIMITS = {"autoregressive": 0.70, "speculative": 0.50}  # of TRL's step
@@ -49,11 +49,11 @@ def dtypes(settled: Dtype) -> tuple[Dtype, ...]:
     return (settled, Dtype.FLOAT32) if settled is Dtype.BFLOAT16 else (settled,)
 
 
-def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, *, turns: Turns, name: str) -> TrlSteps:
+def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, turn: Turn) -> TrlSteps:
     """TRL's trainer on the run's policy and prompts, in a process of its own; the first step warms up.
 
     Args:
-        turns: a step begins when the turn of `name` has come.
+        turn: a step begins when it has come.
     """
     path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "benchmarks.trl_step", str(run.execution), "--num-steps", str(num_steps)]
@@ -71,11 +71,11 @@ def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, *, 
         try:
             for _ in range(num_steps):
                 assert next(said) == READY
-                turns.wait(name)
+                turn.begin()
                 process.stdin.write("\n")
                 process.stdin.flush()
                 seconds.append(float(next(said)))
-                turns.pass_on(name)
+                turn.end()
             lengths = json.loads(next(said))
         except BaseException:
             process.kill()

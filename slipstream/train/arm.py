@@ -18,8 +18,9 @@ from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import SyncLoop
-from slipstream.train.metrics import metrics_of, step_line
+from slipstream.train.metrics import StageClock, metrics_of, step_line
 from slipstream.train.recovery import LastingEngines
+from slipstream.train.turns import Turn
 from slipstream.types import Arm, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.engines import RemoteEngine
@@ -39,6 +40,12 @@ class ArmPlan:
     num_speculative_tokens: int
     draft: Path | None  # directory of the draft that the engine holds
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
+    label: str = ""  # what its progress is called; empty: the arm's name
+
+    @property
+    def title(self) -> str:
+        """In progress and in the log."""
+        return f"train_grpo {self.label or self.arm.value}"
 
 
 def train(
@@ -50,12 +57,14 @@ def train(
     decode: Callable[[Sequence[int]], str],
     directory: Path,
     log: LogMetrics,
+    turn: Turn | None = None,
 ) -> ArmRecord:
     """Train and write the final policy to `directory/policy`.
 
     Args:
         decode: tokens to text, for scoring.
         log: gets the metrics of each step.
+        turn: a step begins when it has come; None: no other arm is trained meanwhile.
     """
     checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
     with plan.start_engine() as engine, Verifier(recipe.reward) as verifier:
@@ -68,6 +77,7 @@ def train(
             directory=directory,
             checkpoints=checkpoints,
             log=log,
+            turn=turn or _Alone(),
         )
         history = _with_restarts(run, engine)
         machine = machines(engine.engines)
@@ -88,6 +98,17 @@ class _Run:
     directory: Path
     checkpoints: Checkpoints
     log: LogMetrics
+    turn: Turn
+
+
+class _Alone:
+    """Every turn is one's own."""
+
+    def begin(self) -> None:
+        """At once."""
+
+    def end(self) -> None:
+        """Nobody waits."""
 
 
 def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
@@ -112,7 +133,7 @@ def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
 def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[StepRecord]:
     """From the last checkpoint to the end, with the final policy written; returns all steps."""
     recipe, draft = run.recipe, run.plan.draft
-    name = f"train_grpo {run.plan.arm.value}"
+    name = run.plan.title
     learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
     history = run.checkpoints.restore(learner)
     with (
@@ -138,6 +159,11 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             logger.info("%s: %s", name, ", ".join(words))
             if len(history) % recipe.grpo.checkpoint_every_steps == 0:
                 run.checkpoints.save(learner, history)
+            run.turn.end()
+
+        def start_clock() -> StageClock:
+            run.turn.begin()
+            return StageClock()
 
         SyncLoop(
             arm=run.plan.arm,
@@ -151,7 +177,9 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             on_step=on_step,
             draft_version=0 if draft is not None else None,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+            start_clock=start_clock,
         ).run(start_step=len(history))
+        run.turn.begin()
         learner.save_hf(run.directory / "policy", run.policy)
     return history
 
