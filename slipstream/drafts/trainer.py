@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
@@ -65,7 +65,7 @@ class DraftTrainer:
     @classmethod
     def from_draft(
         cls, draft: Path, policy: Path, config: DraftConfig, *, num_threads: int | None = None
-    ) -> DraftTrainer:
+    ) -> Self:
         """Train the saved `draft` further: its weights, a fresh optimizer, and the schedule from its first step.
 
         Raises:
@@ -104,6 +104,8 @@ class DraftTrainer:
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         if sum_over_ranks is not None:
             num_tokens = int(sum_over_ranks(torch.tensor(num_tokens)))
+        if num_tokens == 0:
+            return 0.0  # responses of a single token leave nothing to draft
         total = 0.0
         for row in rows:
             loss = self._forward(row, temperature) * (int(row.loss_mask.sum()) / num_tokens)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import TuningRecord, read_record, write_record
+from slipstream.records import DraftRecord, TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import (
@@ -55,12 +56,7 @@ def train_grpo(
     ) as tracker:
         record = train(
             recipe,
-            ArmPlan(
-                arm=arm,
-                num_speculative_tokens=chosen_k,
-                draft=draft_weights(recipe.draft, draft) if chosen_k else None,
-                start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
-            ),
+            arm_plan(recipe, arm, policy=policy, draft=draft, k=chosen_k),
             policy=policy,
             prompts=read_prompt_sets(data).train,
             decode=decode(tokenizer(policy)),
@@ -70,6 +66,32 @@ def train_grpo(
         record = replace(record, versions=versions())
         tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory
+
+
+def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, k: int, label: str = "") -> ArmPlan:
+    """How an arm is trained that drafts `k` tokens.
+
+    Args:
+        draft: what `pretrain_draft` made; nothing reads it where k is 0.
+        label: see `ArmPlan`.
+    """
+    return ArmPlan(
+        arm=arm,
+        num_speculative_tokens=k,
+        draft=draft_weights(recipe.draft, draft) if k else None,
+        draft_length=known_length(draft, k) if k else None,
+        start_engine=partial(recipe_engine, recipe, policy, draft, k),
+        label=label,
+    )
+
+
+def known_length(draft: Path, k: int) -> float | None:
+    """Mean acceptance length at `k` of a draft on text that it was not trained on; None of one that somebody brought."""
+    file = draft / "draft.json"
+    if not file.is_file():
+        return None
+    rates = read_record(DraftRecord, file).heldout_rate_by_position
+    return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
 def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
