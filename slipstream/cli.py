@@ -1,4 +1,4 @@
-"""The command line: run the demo or an ablation, check a recipe, replay a spool. Prints, as `simulator.cli` does."""
+"""The command line: run the demo, an ablation or a bake-off, check a recipe. Prints, as `simulator.cli` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import ablation, demo, logs
+from slipstream import ablation, bake_off, demo, logs
 from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.placement.assessment import assess
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     grid = commands.add_parser("ablation", help="train a grid of drafts and draft lengths here, and rank them")
     ablation.add_options(grid)
     grid.set_defaults(run=_ablation)
+    drafters = commands.add_parser("bakeoff", help="compare drafters on one policy here, their steps in turn")
+    bake_off.add_options(drafters)
+    drafters.set_defaults(run=_bake_off)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
@@ -112,6 +115,16 @@ def _ablation(options: argparse.Namespace) -> int:
     status = demo.run(launch, root)
     if status == 0:
         print(ablation.result(root, launch.execution))
+    return status
+
+
+def _bake_off(options: argparse.Namespace) -> int:
+    """The same as `pyflyte run workflows/bake_off.py bake_off`, then the table."""
+    root = Path(options.run_root).resolve()
+    launch = bake_off.launched(options)
+    status = demo.run(launch, root)
+    if status == 0:
+        print(bake_off.result(root, launch.execution))
     return status
 
 

@@ -149,7 +149,12 @@ def _unfinished(root: Path) -> list[str]:
     """Executions without a report that have recorded their recipe, the latest first."""
     recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parents[1].name for path in recipes]
-    return [name for name in names if not is_finished(root, name)]
+    return [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
+
+
+def _starts_anew(root: Path, execution: str) -> bool:
+    """Whether it compares many settings: such a one is not gone on with."""
+    return any((root / execution / node).is_dir() for node in ("plan_ablation", "bake_off"))
 
 
 @contextmanager
@@ -175,11 +180,11 @@ def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
     if waiting:
         replay = shlex.join([*_slipstream(), "replay", str(root)])
         lines.append(f"{len(waiting)} MLflow run(s) are not up to date; they are when you go on, or by: {replay}")
-    if recorded_recipe(root, launch.execution).is_file():
+    if _starts_anew(root, launch.execution):
+        lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
+    elif recorded_recipe(root, launch.execution).is_file():
         resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", launch.execution])
         lines.append(f"{what}; go on with: {resume}")
-    elif (root / launch.execution / "plan_ablation").is_dir():
-        lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
     else:
         lines.append(f"{what} before anything was made; start again with the same command")
     return "\n".join(lines)

@@ -49,7 +49,12 @@ def fail_certificate(  # noqa: PLR0913  # as above
 ) -> None:
     """The same for an execution that certifies alone."""
     del policy, draft, workload, num_speculative_tokens, seed, overrides
-    _fail(execution_name(recipe), run_root, err)
+    end_failed(recipe, run_root, err)
+
+
+def end_failed(recipe: str, run_root: str, error: FlyteError | None) -> None:
+    """What a failed execution of any workflow ends with."""
+    _fail(execution_name(recipe), run_root, error)
 
 
 def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:

@@ -15,6 +15,7 @@ from slipstream.cluster.pods import PREFLIGHT_ACCOUNT
 from slipstream.types import Workload
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation as ablation_workflow
+from workflows.bake_off import bake_off as bake_off_workflow
 from workflows.losslessness import certify as certify_workflow
 from workflows.on_cluster import on_cluster
 from workflows.preflight import preflight as preflight_workflow

@@ -74,6 +74,7 @@ def judge(entrant: Entrant, arm: ArmRecord, baseline: ArmRecord, *, pretraining_
         training_s=float(np.mean([step.draft_update.elapsed_s if step.draft_update else 0.0 for step in own])),
         saved_s=float(np.median([s.times.step_s for s in base]) - np.median([s.times.step_s for s in own])),
         reward_difference=bootstrap_difference(rewards[0], rewards[1]),
+        machine=arm.machine,
     )
 
 

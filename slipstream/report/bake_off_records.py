@@ -38,6 +38,7 @@ class Result:
     training_s: float  # of the draft, a step on average; 0: there was none
     saved_s: float  # a step, median autoregressive less median own; negative: lost
     reward_difference: Estimate  # own minus autoregressive, over the last quarter of the steps
+    machine: str  # on which both were timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,6 @@ class BakeOffRecord:
     execution: str
     recipe: str
     workload: str
-    machine: str
     dtype: str  # of the learner and the engines
     results: tuple[Result, ...]  # the shortest step first
     dropouts: tuple[Dropout, ...]

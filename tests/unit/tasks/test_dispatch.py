@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,10 @@ from flytekit.types.file import FlyteFile
 from slipstream.cluster.preflight.inside import PreflightRecord
 from slipstream.cluster.preflight.needs import Finding, State
 from slipstream.cluster.profile import ClusterProfile
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records import write_record
+from slipstream.report.bake_off_records import Entrant
 from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm, Workload
@@ -79,6 +80,8 @@ class Stages:
             make_part=self._make_part,
             rank_ablation=self._rank_ablation,
             fail_ablation=self._fail_ablation,
+            check_drafters=self._check_drafters,
+            bake_off=self._bake_off,
         )
 
     def _writes(self, names: tuple[str, ...]) -> Callable[..., Path]:
@@ -132,6 +135,17 @@ class Stages:
 
     def _fail_ablation(self, root: Path, execution: str, *, message: str) -> None:
         self.seen |= {"root": root, "execution": execution, "message": message}
+
+    def _check_drafters(self, context: RunContext, recipe: Recipe, field: Sequence[Entrant], *, k: int) -> None:
+        self.seen |= {"drafters of": recipe.name, "field": [entrant.name for entrant in field], "k": k}
+
+    def _bake_off(
+        self, context: RunContext, recipe: Recipe, field: Sequence[Entrant], *, k: int, policy: Path, data: Path
+    ) -> Path:
+        self._check_drafters(context, recipe, field, k=k)
+        return self._writes(("bake_off.html", "bake_off.json", "speedups.svg"))(
+            context, recipe, policy=policy, data=data
+        )
 
     def _tuned_length(self, recipe: Recipe, tuning: Path) -> int:
         self.seen["tuning"] = _read(tuning)
@@ -188,6 +202,13 @@ _GRID = {
     "reuse_stored": True,
     "err": FlyteError(message="no luck", failed_node_id="variants"),
 }
+_FIELD = {
+    "methods": [DraftMethod.EAGLE3, DraftMethod.NGRAM],
+    "inits": [DraftInit.IN_DOMAIN],
+    "online": [DraftOnline.OFF, DraftOnline.ALWAYS],
+    "num_speculative_tokens": 3,
+}
+_TAKES_PART = {"field": ["eagle3-in_domain-off", "eagle3-in_domain-always", "ngram-off"], "k": 3}
 _FAILED = {"node": "train-speculative", "message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
@@ -255,6 +276,13 @@ CASES = {
         handed_on=("ablation.html", "ablation.json", "speedups.svg"),
     ),
     "fail_ablation": Case(values=_GRID, seen={"message": "no luck"}, handed_on=()),
+    "check_drafters": Case(values=_FIELD, seen={"drafters of": "tiny", **_TAKES_PART}, handed_on=()),
+    "bake_off": Case(
+        values=_FIELD,
+        seen={**_marks("policy", "data"), "drafters of": "tiny", **_TAKES_PART},
+        handed_on=("bake_off.html", "bake_off.json", "speedups.svg"),
+    ),
+    "fail_bake_off": Case(values={**_FORM, **_FIELD}, seen=_FAILED, handed_on=()),
     "preflight": Case(
         values={"timeout_s": 2.0}, seen={"cluster": "local", "timeout_s": 2.0}, handed_on=("findings.json",)
     ),
@@ -287,9 +315,9 @@ def test_a_task_reads_its_inputs_from_the_store_and_writes_its_outputs_there(
 ) -> None:
     task, case, store = TASKS[name], CASES[name], f"memory://{uuid.uuid4().hex}"
     stages = Stages(recipe=write_recipe(load_recipe("tiny"), tmp_path / "recipe.yaml"))
-    module = sys.modules[task.task_function.__module__]
-    if "stage" in vars(module):
-        monkeypatch.setattr(module, "stage", stages.namespace())
+    for module in (sys.modules[task.task_function.__module__], sys.modules["tasks.fail_run"]):
+        if "stage" in vars(module):
+            monkeypatch.setattr(module, "stage", stages.namespace())
 
     outputs = _dispatched(task, _inputs(task, case, stages, store, tmp_path / "runs"), tmp_path, raw=f"{store}/raw")
 

@@ -14,11 +14,13 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
 from tasks.fail_run import fail_certificate, fail_run
+from tasks.bake_off import fail_bake_off
 from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
 from tests.unit.tasks.declared import declared_tasks
 from workflows.ablation import ablation as decorated
+from workflows.bake_off import bake_off
 from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
 
@@ -38,7 +40,7 @@ def test_every_task_says_which_failures_another_attempt_may_outlive(task: Python
 
 
 @pytest.mark.parametrize(
-    ("workflow", "closes"), [(speculative_rl, fail_run), (certify, fail_certificate)], ids=["chain", "certify"]
+    ("workflow", "closes"), [(speculative_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)], ids=["chain", "certify", "bake-off"]
 )
 def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     workflow: PythonFunctionWorkflow, closes: PythonFunctionTask

@@ -1,0 +1,93 @@
+"""Compare drafters on one policy, their steps in turn."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from flytekit import Deck, task
+from flytekit.types.directory import FlyteDirectory
+from flytekit.types.error.error import FlyteError
+from flytekit.types.file import FlyteFile
+
+from slipstream import logs
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.recipe import load_recipe
+from slipstream.stages import bake_off as stage
+from slipstream.stages.bake_off_field import entrants
+from slipstream.stages.context import RunContext
+from slipstream.types import Workload
+from tasks.deliverables import model_of, records_of
+from tasks.fail_run import end_failed
+from tasks.recoverable import recoverable
+from tasks.resources import CHECKING, TRAINING, on_cpus, on_gpus
+
+
+class BakeOff(NamedTuple):
+    """Output of a bake-off."""
+
+    comparison: FlyteDirectory
+
+
+@task(**on_cpus(CHECKING, retries=0))
+@recoverable
+def check_drafters(
+    context: RunContext,
+    recipe: FlyteFile,
+    methods: list[DraftMethod],
+    inits: list[DraftInit],
+    online: list[DraftOnline],
+    num_speculative_tokens: int,
+) -> list[str]:
+    """The drafters' names. Raises before anything expensive starts if the recipe refuses one."""
+    logs.configure()
+    field = entrants(methods, inits, online)
+    stage.check_drafters(context, load_recipe(os.fspath(recipe)), field, k=num_speculative_tokens)
+    return [entrant.name for entrant in field]
+
+
+@task(**on_gpus(TRAINING), enable_deck=True, deck_fields=())
+@recoverable
+def bake_off(
+    context: RunContext,
+    recipe: FlyteFile,
+    policy: FlyteDirectory,
+    data: FlyteDirectory,
+    methods: list[DraftMethod],
+    inits: list[DraftInit],
+    online: list[DraftOnline],
+    num_speculative_tokens: int,
+) -> BakeOff:
+    """bake_off.html, which is also the task's deck, bake_off.json and speedups.svg."""
+    logs.configure()
+    directory = stage.bake_off(
+        context,
+        load_recipe(os.fspath(recipe)),
+        entrants(methods, inits, online),
+        k=num_speculative_tokens,
+        policy=model_of(context, policy),
+        data=records_of(data),
+    )
+    Deck("bake-off", (directory / "bake_off.html").read_text())
+    return BakeOff(comparison=FlyteDirectory(str(directory)))
+
+
+@task(**on_cpus(CHECKING))
+@recoverable
+def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflow, and for the error
+    recipe: str,
+    methods: list[DraftMethod],
+    inits: list[DraftInit],
+    online: list[DraftOnline],
+    num_speculative_tokens: int,
+    workload: Workload,
+    num_steps: int,
+    seed: int,
+    overrides: list[str],
+    run_root: str,
+    reuse_stored: bool,
+    err: FlyteError | None = None,
+) -> None:
+    """failure.md and failure.json beside the execution's stages, and its runs ended."""
+    del methods, inits, online, num_speculative_tokens, workload, num_steps, seed, overrides, reuse_stored
+    end_failed(recipe, run_root, err)

@@ -1,0 +1,65 @@
+"""A small bake-off as people launch it: real engines and learners, their steps in turn, and one drafter that fails."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.records import ArmRecord, read_record
+from tests.integration.small_recipe import write_small_recipe
+
+pytestmark = pytest.mark.slow
+
+
+def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workflows.bake_off import bake_off
+
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(f'{{"problem": "{i} + {i}", "answer": "{2 * i}"}}\n' for i in range(5)))
+    changes: dict[str, Any] = {"data": {"draft_general": [{"path": str(few)}]}, "tuning": {"max_live_engines": 4}}
+    recipe = write_small_recipe(tmp_path / "smoke.yaml", changes)
+    root = tmp_path / "runs"
+    monkeypatch.setenv("SLIPSTREAM_EXECUTION", "bake")
+
+    bake_off(
+        recipe=str(recipe),
+        methods=[DraftMethod.EAGLE3, DraftMethod.NGRAM],
+        inits=[DraftInit.IN_DOMAIN, DraftInit.GENERAL],
+        online=[DraftOnline.OFF, DraftOnline.ALWAYS],
+        num_speculative_tokens=2,
+        run_root=str(root),
+    )
+
+    page = root / "bake" / "bake_off"
+    record = json.loads((page / "bake_off.json").read_text())
+    results = {_name(result["entrant"]): result for result in record["results"]}
+    assert set(results) == {"eagle3 in_domain off", "eagle3 in_domain always", "ngram None off"}
+    assert {result["num_steps"] for result in results.values()} == {3}
+    assert results["eagle3 in_domain off"]["pretraining_s"] == results["eagle3 in_domain always"]["pretraining_s"] > 0
+    trained = {name for name, result in results.items() if result["training_s"] > 0}
+    assert trained == {"eagle3 in_domain always"}
+    dropouts = {_name(dropout["entrant"]): dropout["reason"] for dropout in record["dropouts"]}
+    assert set(dropouts) == {"eagle3 general off", "eagle3 general always"}
+    assert all("must be <= 5" in reason for reason in dropouts.values())
+    assert "Dropped out" in (page / "bake_off.html").read_text()
+    assert len(list((root / "store" / "pretrain_draft").iterdir())) == 1  # shared by both trainings in RL
+    arm = read_record(ArmRecord, root / "bake" / "eagle3-in_domain-always" / "train_grpo" / "arm.json")
+    assert [step.draft_version for step in arm.steps] == [0, 1, 2]
+    assert _metrics(root, "bake")["result/num_drafters"] == 3
+
+
+def _name(entrant: dict[str, Any]) -> str:
+    return f"{entrant['method']} {entrant['init']} {entrant['online']}"
+
+
+def _metrics(root: Path, run: str) -> dict[str, float]:
+    query = "SELECT key, value FROM latest_metrics JOIN runs USING (run_uuid) WHERE name = ?"
+    with sqlite3.connect(root / "mlflow.db") as database:
+        return dict(database.execute(query, (run,)).fetchall())

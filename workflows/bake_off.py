@@ -1,0 +1,83 @@
+"""Which drafter pays: all of them on one policy, their steps in turn, ranked by measured time."""
+
+# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from flytekit import WorkflowFailurePolicy, workflow
+
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.types import Workload
+from tasks.bake_off import BakeOff, check_drafters, fail_bake_off
+from tasks.bake_off import bake_off as compare
+from tasks.prepare_data import prepare_data
+from tasks.prepare_policy import prepare_policy
+from tasks.resources import CLUSTER
+from tasks.start_run import start_run
+
+
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_bake_off)
+def bake_off(  # noqa: PLR0913  # one input a line of the launch form
+    recipe: str = "tiny",
+    methods: list[DraftMethod] = [DraftMethod.EAGLE3, DraftMethod.NGRAM],  # noqa: B006  # flytekit reads the default as a value
+    inits: list[DraftInit] = [DraftInit.IN_DOMAIN, DraftInit.GENERAL],  # noqa: B006
+    online: list[DraftOnline] = [DraftOnline.OFF, DraftOnline.ALWAYS],  # noqa: B006
+    num_speculative_tokens: int = 3,
+    workload: Workload = Workload.RL_ZERO,
+    num_steps: int = 0,
+    seed: int = 0,
+    overrides: list[str] = [],  # noqa: B006
+    run_root: str = CLUSTER.run_root,
+    reuse_stored: bool = True,
+) -> BakeOff:
+    """Train with every drafter from one policy, their steps in turn with an autoregressive arm's, and rank them.
+
+    A drafter that fails is in the table with its reason; the others go on.
+
+    Args:
+        recipe: name of a file in configs/ without its ending, or a path to one.
+        methods: speculation methods, named as in vLLM: eagle3, draft_model, ngram, suffix.
+        inits: prompts that drafts are pretrained on: in_domain, general; methods without pretraining ignore them.
+        online: training of the draft during RL: off, always, when_stale; methods without it ignore them.
+        num_speculative_tokens: draft tokens an iteration (k), at least 1, the same for all drafters.
+        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces.
+        num_steps: GRPO steps of each arm; 0 keeps the recipe's.
+        seed: integer that prompts, sampling and training are drawn with.
+        overrides: fields of the recipe as field=value, one an item.
+        run_root: absolute directory on the volume that all pods share.
+        reuse_stored: take data, policy and drafts from run_root/store where an earlier execution made them alike.
+
+    Returns:
+        comparison: bake_off.html, bake_off.json and speedups.svg.
+    """
+    run = start_run(
+        recipe=recipe,
+        workload=workload,
+        num_steps=num_steps,
+        seed=seed,
+        overrides=overrides,
+        max_off_policy_steps=0,
+        run_root=run_root,
+        resume_execution="",
+        reuse_stored=reuse_stored,
+    ).with_overrides(name="check the recipe", node_name="start-run")
+    field = {
+        "methods": methods,
+        "inits": inits,
+        "online": online,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    shared = {"context": run.context, "recipe": run.recipe}
+    checked = check_drafters(**shared, **field).with_overrides(
+        name="check every drafter", node_name="check-drafters"
+    )
+    prepared = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data")
+    checked >> prepared  # pyright: ignore[reportUnusedExpression]
+    data = prepared.data
+    policy = (
+        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
+    )
+    return compare(**shared, **field, policy=policy, data=data).with_overrides(
+        name="compare drafters", node_name="bake-off"
+    )
