@@ -61,4 +61,5 @@ rl_think_8b_async = LaunchPlan.get_or_create(
 certify = LaunchPlan.get_or_create(workflow=certify_workflow, name="certify", **on_cluster())
 projection = LaunchPlan.get_or_create(workflow=projection_workflow, name="projection", **on_cluster())
 ablation = LaunchPlan.get_or_create(workflow=ablation_workflow, name="ablation", **on_cluster())
+bake_off = LaunchPlan.get_or_create(workflow=bake_off_workflow, name="bake-off", **on_cluster())
 preflight = LaunchPlan.get_or_create(workflow=preflight_workflow, name="preflight", **on_cluster(PREFLIGHT_ACCOUNT))
