@@ -271,8 +271,8 @@ def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: 
 
 def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
     class Lost(Engines):
-        def take(self, version: int, digest: str) -> list[EngineState]:
-            return super().take(version, digest)[:1]
+        def take(self, version: int, digest: str, draft_version: int | None) -> list[EngineState]:
+            return super().take(version, digest, draft_version)[:1]
 
     checked = gate(Lost())
     with pytest.raises(ValueError, match="zip"):
