@@ -69,12 +69,9 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         "num_speculative_tokens": num_speculative_tokens,
     }
     shared = {"context": run.context, "recipe": run.recipe}
-    checked = check_drafters(**shared, **field).with_overrides(
-        name="check every drafter", node_name="check-drafters"
-    )
-    prepared = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data")
-    checked >> prepared  # pyright: ignore[reportUnusedExpression]
-    data = prepared.data
+    checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
+    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
+    checked >> data  # pyright: ignore[reportUnusedExpression]
     policy = (
         prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
     )

@@ -49,9 +49,7 @@ def test_what_is_asked_for_reaches_the_workflow() -> None:
     assert command[-1] == "--no_reuse_stored"
 
 
-def test_a_drafter_that_the_recipe_refuses_ends_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_drafter_that_the_recipe_refuses_ends_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bakeoff", "--num-speculative-tokens", "99", "--run-root", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: drafter eagle3-in_domain-off: engine.max_model_len must hold")

@@ -13,8 +13,8 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
-from tasks.fail_run import fail_certificate, fail_run
 from tasks.bake_off import fail_bake_off
+from tasks.fail_run import fail_certificate, fail_run
 from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
@@ -40,7 +40,9 @@ def test_every_task_says_which_failures_another_attempt_may_outlive(task: Python
 
 
 @pytest.mark.parametrize(
-    ("workflow", "closes"), [(speculative_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)], ids=["chain", "certify", "bake-off"]
+    ("workflow", "closes"),
+    [(speculative_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)],
+    ids=["chain", "certify", "bake-off"],
 )
 def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     workflow: PythonFunctionWorkflow, closes: PythonFunctionTask
