@@ -63,9 +63,7 @@ class DraftTrainer:
         self._num_steps = 0
 
     @classmethod
-    def from_draft(
-        cls, draft: Path, policy: Path, config: DraftConfig, *, num_threads: int | None = None
-    ) -> Self:
+    def from_draft(cls, draft: Path, policy: Path, config: DraftConfig, *, num_threads: int | None = None) -> Self:
         """Train the saved `draft` further: its weights, a fresh optimizer, and the schedule from its first step.
 
         Raises:

@@ -117,9 +117,7 @@ def _train(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(
-            learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step
-        )
+        return train_draft(learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step)
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

@@ -22,6 +22,7 @@ from slipstream.drafts.trainer import DraftTrainer, pack_chats
 from slipstream.policy.errors import CheckpointError
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
+
 def test_chats_are_shifted_within_themselves() -> None:
     def one(offset: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         aux = torch.arange(offset, offset + length).float()[:, None]
@@ -168,9 +169,7 @@ def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None
         check_draft(policy, draft, max_model_len=64)
 
 
-def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(
-    policy: Path, draft: Path
-) -> None:
+def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(policy: Path, draft: Path) -> None:
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
     from slipstream.grpo.config import LossConfig, OptimizerConfig
     from slipstream.grpo.update import Update

@@ -207,9 +207,7 @@ def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_
     assert rollouts.versions[0] == (3, expected[3].draft_version)
 
 
-def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(
-    policy: Path, draft: Path
-) -> None:
+def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(policy: Path, draft: Path) -> None:
     process = started(policy, draft)
     model = process._online[0]._model
     start = model.verifier_lm_head.weight.clone()

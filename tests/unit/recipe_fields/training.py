@@ -260,9 +260,7 @@ class DraftingEngine(NotedEngine):
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
         groups = tuple(
-            replace(
-                group, rollouts=tuple(replace(each, draft_version=self.draft_version) for each in group.rollouts)
-            )
+            replace(group, rollouts=tuple(replace(each, draft_version=self.draft_version) for each in group.rollouts))
             for group in rollout_groups(prompts, group_size, self.version)
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)

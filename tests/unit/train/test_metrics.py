@@ -42,9 +42,7 @@ ACCEPTANCE = AcceptanceStats(
     acceptance_rate=0.6,
     rate_by_position=(0.8, 0.4),
 )
-DECISION = DraftDecision(
-    trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None
-)
+DECISION = DraftDecision(trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None)
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,
