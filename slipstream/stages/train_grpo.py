@@ -86,7 +86,7 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, k: int, lab
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k` of a draft on text that it was not trained on; None of one that somebody brought."""
+    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that somebody brought."""
     file = draft / "draft.json"
     if not file.is_file():
         return None

@@ -265,12 +265,10 @@ class DraftingEngine(NotedEngine):
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        if draft is not None:
-            self.draft_version = draft_version
-        return self.adopt(policy_version=policy_version, draft_version=draft_version)
+    def refit(self, policy: Path, *, policy_version: int, **more: Any) -> list[EngineState]:
+        if more["draft"] is not None:
+            self.draft_version = more["draft_version"]
+        return self.adopt(policy_version=policy_version, draft_version=None)
 
     def states(self) -> list[EngineState]:
         return [replace(state, draft_version=self.draft_version, draft_digest="d") for state in super().states()]

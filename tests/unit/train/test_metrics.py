@@ -156,7 +156,6 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         trained=Trained(stats=STEP.train, own_logprobs=None, draft=UPDATE),
         mismatch=STEP.mismatch,
         has_logprob_pass=False,
-        draft_decision=DECISION,
     )
     assert record == replace(
         STEP,
@@ -168,6 +167,5 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         acceptance=ACCEPTANCE,
         draft_version=4,
         has_logprob_pass=False,
-        draft_decision=DECISION,
         draft_update=UPDATE,
     )
