@@ -23,6 +23,10 @@ class DraftInit(StrEnum):
     GENERAL = "general"
 
 
+LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
+"""What each means is in `drafts/losses.py`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """A one-layer EAGLE-3 draft and its pretraining.
@@ -43,7 +47,8 @@ class DraftConfig:
     tokens_per_row: int = 512  # chats are packed into rows; attention over a row is dense, so its cost is quadratic
     ttt_steps: int = 4
     ttt_step_loss_decay: float = 1.0
-    loss: str = "kl_div"
+    loss: str = "kl_div"  # one of LOSSES, see drafts/losses.py
+    loss_chunk_tokens: int = 1024  # tokens whose logits over the vocabulary are held at a time
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     clip_grad: float = 1.0
@@ -67,11 +72,12 @@ class DraftConfig:
             "num_steps",
             "ttt_steps",
             "tokens_per_row",
+            "loss_chunk_tokens",
         ):
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
-        require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)
+        require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 
 
 def speculative_config(method: DraftMethod, draft: Path, num_speculative_tokens: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,13 +38,16 @@ if TYPE_CHECKING:
 Sequences = Sequence[Sequence[int]]
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
+IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
+"""A part of some chats: their indices in the whole, their tokens, and where each response begins."""
 _POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftChats:
-    """What the draft trains on; without `states` they are computed at each step."""
+    """This rank's share of what the draft trains on; without `states` they are computed at each step."""
 
+    places: Mapping[int, int]  # in what follows, by the index in the whole
     sequences: Sequences
     prompt_lengths: Sequence[int]
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
@@ -196,7 +199,6 @@ class LearnerProcess:
         `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
         """
         from slipstream.policy.capture import Capture
-        from slipstream.policy.collectives import summed_over_data_ranks
 
         capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
         trained = self._loaded.train_step(update, capture=capture)
@@ -205,9 +207,12 @@ class LearnerProcess:
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        total = summed_over_data_ranks if self._config.parallel.data > 1 else None
         return trained, self._drafting.step(
-            kept, batch.prompt_lengths, states, temperature=update.temperature, sum_over_ranks=total
+            kept,
+            batch.prompt_lengths,
+            states,
+            temperature=update.temperature,
+            sum_over_ranks=self._sum_over_ranks,
         )
 
     def location(self) -> Location:
@@ -276,40 +281,50 @@ class LearnerProcess:
         """A fresh draft for the loaded policy; returns its number of trained parameters."""
         from slipstream.drafts.trainer import DraftTrainer
 
-        self._draft = DraftTrainer(here(policy, self._origin), config, num_threads=self._config.num_threads)
+        self._draft = DraftTrainer(
+            here(policy, self._origin), config, num_threads=self._config.num_threads, device=self._loaded.device
+        )
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
-        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache.
+    def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
+        """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
 
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
+        indices, sequences, prompt_lengths = part
         layer_ids = config.aux_hidden_state_layer_ids
-        num_bytes = sum(map(len, sequences)) * self._loaded.hidden_states_bytes_per_token(layer_ids)
-        fits = num_bytes <= config.states_cache_gib * 2**30
+        fits = self._loaded.hidden_states_bytes(sequences, layer_ids) <= config.states_cache_gib * 2**30
         states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
-        self._draft_chats = _DraftChats(sequences, prompt_lengths, states)
+        places = {index: place for place, index in enumerate(indices)}
+        self._draft_chats = _DraftChats(places, sequences, prompt_lengths, states)
         return fits
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
-        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss."""
+        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss.
+
+        Each data-parallel rank computes those that it holds, and the update is that of all of them.
+        """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        sequences = [chats.sequences[index] for index in indices]
+        mine = [chats.places[index] for index in indices if index in chats.places]
+        sequences = [chats.sequences[place] for place in mine]
         if chats.states is None:
             states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
         else:
-            states = [chats.states[index] for index in indices]
-        lengths = [chats.prompt_lengths[index] for index in indices]
-        return self._drafting.step(sequences, lengths, states, temperature=temperature)
+            states = [chats.states[place] for place in mine]
+        lengths = [chats.prompt_lengths[place] for place in mine]
+        return self._drafting.step(
+            sequences, lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
 
-    def evaluate_draft(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
-    ) -> DraftProgress:
-        """Held-out acceptance of the draft."""
+    def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
+        """Held-out acceptance of the draft, over the shares of all ranks."""
+        sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
+        rates, length = self._drafting.evaluate(
+            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
@@ -353,6 +368,13 @@ class LearnerProcess:
     def _loaded(self) -> MegatronPolicy:
         assert self._policy is not None, "load or create comes first"
         return self._policy
+
+    @property
+    def _sum_over_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What adds up the parts of the data-parallel ranks; None for one that has everything."""
+        from slipstream.policy.collectives import summed_over_data_ranks
+
+        return summed_over_data_ranks if self._config.parallel.data > 1 else None
 
     @property
     def _drafting(self) -> DraftTrainer:

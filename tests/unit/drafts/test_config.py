@@ -42,7 +42,8 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
         ({"ttt_steps": 0}, "draft.ttt_steps must be > 0, got 0"),
         ({"tokens_per_row": 0}, "draft.tokens_per_row must be > 0, got 0"),
         ({"states_cache_gib": -0.1}, "draft.states_cache_gib must be >= 0, got -0.1"),
-        ({"loss": "mse"}, "draft.loss must be one of kl_div, tv, lk, got 'mse'"),
+        ({"loss_chunk_tokens": 0}, "draft.loss_chunk_tokens must be > 0, got 0"),
+        ({"loss": "mse"}, "draft.loss must be one of kl_div, tv, lk, lk_hybrid, got 'mse'"),
     ],
 )
 def test_a_draft_outside_its_bounds_is_refused(
@@ -51,7 +52,7 @@ def test_a_draft_outside_its_bounds_is_refused(
     assert refusal(Draft, **values) == message
 
 
-@pytest.mark.parametrize("loss", ["kl_div", "tv", "lk"])
+@pytest.mark.parametrize("loss", ["kl_div", "tv", "lk", "lk_hybrid"])
 def test_a_draft_on_its_bounds_is_taken(loss: str) -> None:
     config = Draft(
         num_prompts=1,
@@ -61,6 +62,7 @@ def test_a_draft_on_its_bounds_is_taken(loss: str) -> None:
         ttt_steps=1,
         tokens_per_row=1,
         states_cache_gib=0.0,
+        loss_chunk_tokens=1,
         loss=loss,
     )
     assert config.loss == loss

@@ -17,6 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length
 from slipstream.drafts.trainer import DraftTrainer
+from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.rollout.engine import GenerationResult
 from slipstream.stages import pretrain_draft, support
@@ -92,14 +93,25 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
     return losses, rows, weights, config["eagle_aux_hidden_state_layer_ids"], trainer.evaluate(chats, [2] * 3, states)
 
 
+def head_calls(recipe: Recipe, tools: Tools) -> int:
+    """How often the draft's output head is asked in one update: once a chunk and pass."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
+    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
+    calls: list[None] = []
+    trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
+    trainer.step([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))])
+    return len(calls)
+
+
 def draft_cache(recipe: Recipe, _: Tools) -> bool:
     """Whether the hidden states of a chat that take 1 MiB are kept."""
     process = LearnerProcess.__new__(LearnerProcess)
     process._policy = typing.cast(
         Any,
-        SimpleNamespace(hidden_states_bytes_per_token=lambda ids: 2**20, hidden_states=lambda chats, ids: []),
+        SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: []),
     )
-    return process.hold_draft_chats([(1,)], [0], recipe.draft)
+    return process.hold_draft_chats(([0], Ragged.of([(1,)], np.int32), [0]), recipe.draft)
 
 
 class TimedEngine:
@@ -147,6 +159,7 @@ CHECKS = {
     "draft.ttt_steps": Check(3, draft_steps),
     "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
     "draft.loss": Check("tv", draft_steps),
+    "draft.loss_chunk_tokens": Check(4, head_calls),
     "draft.learning_rate": Check(0.1, draft_steps),
     "draft.warmup_steps": Check(4, draft_steps),
     "draft.clip_grad": Check(1e-9, draft_steps),
