@@ -20,7 +20,6 @@ from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.vocabulary import vocabulary_maps
 
 # Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
 # parts serve training alone. A draft with the policy's embeddings or head would be made to share the policy's modules,
@@ -67,6 +66,14 @@ def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] |
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
     model.lm_head.weight.data.add_(noise)
     return _trainable(model)
+
+
+def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """`t2d` [vocabulary] marks `token_ids`; `d2t` [draft vocabulary] is what to add to a draft's id to get them."""
+    ids = torch.tensor(token_ids)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return t2d, ids - torch.arange(len(ids))
 
 
 def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftModel:

@@ -25,8 +25,7 @@ from transformers import LlamaConfig
 from slipstream.config import require
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import write_draft
-from slipstream.drafts.vocabulary import vocabulary_maps
+from slipstream.drafts.eagle3 import vocabulary_maps, write_draft
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.source import locate
 

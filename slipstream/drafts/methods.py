@@ -89,6 +89,9 @@ TRAITS = {
                 "tokens_per_row",
                 "ttt_step_loss_decay",
                 "loss",
+                "loss_chunk_tokens",
+                "model",
+                "vocab_size",
                 "clip_grad",
             }
         ),

@@ -235,8 +235,8 @@ class DraftTrainer:
             parameter.copy_(tensors[f"{index}.parameter"])
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(float(self._num_steps)),
-                "exp_avg": tensors[f"{index}.exp_avg"],
-                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"],
+                "exp_avg": tensors[f"{index}.exp_avg"].to(self._device),
+                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"].to(self._device),
             }
 
     def _rows(

@@ -6,22 +6,20 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor
-
 from slipstream.config import require
+
+
+def require_cut(num: int, vocab_size: int) -> None:
+    """Refuse a draft's vocabulary that is none of the policy's, or all of it."""
+    fix = "null keeps the whole vocabulary"
+    require(0 < num < vocab_size, "draft.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
 
 
 def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:
     """The `num` tokens that occur most, in ascending order; of two that occur as often the smaller one.
 
-    Raises:
-        ConfigError: that is no cut.
-
     Source: `build_vocab_mappings_from_distribution` of speculators 0.9.
     """
-    fix = "null keeps the whole vocabulary"
-    require(num < vocab_size, "draft.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
     counts = Counter(itertools.chain.from_iterable(responses))
     by_count = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return tuple(sorted(by_count[:num]))
@@ -31,11 +29,3 @@ def coverage(responses: Iterable[Sequence[int]], token_ids: Iterable[int]) -> fl
     """Fraction of the tokens in `responses` that are among `token_ids`."""
     counts = Counter(itertools.chain.from_iterable(responses))
     return sum(counts[token] for token in set(token_ids)) / max(counts.total(), 1)
-
-
-def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """`t2d` [vocabulary] marks `token_ids`; `d2t` [draft vocabulary] is what to add to a draft's id to get them."""
-    ids = torch.tensor(token_ids)
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[ids] = True
-    return t2d, ids - torch.arange(len(ids))

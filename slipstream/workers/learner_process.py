@@ -277,13 +277,26 @@ class LearnerProcess:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._loaded.load_checkpoint(path)
 
-    def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """A fresh draft for the loaded policy; returns its number of trained parameters."""
+    def start_draft(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        given: Path | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """A fresh draft for the loaded policy, or the `given` one; returns its number of trained parameters.
+
+        Args:
+            token_ids: that a fresh draft knows; None: all.
+        """
         from slipstream.drafts.trainer import DraftTrainer
 
-        self._draft = DraftTrainer(
-            here(policy, self._origin), config, num_threads=self._config.num_threads, device=self._loaded.device
-        )
+        policy, num_threads, device = here(policy, self._origin), self._config.num_threads, self._loaded.device
+        if given is None:
+            self._draft = DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
+        else:
+            draft = here(given, self._origin)
+            self._draft = DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 

@@ -201,9 +201,19 @@ class RemoteLearner:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
-    def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """Make a fresh draft; returns its number of trained parameters."""
-        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config))
+    def start_draft(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        given: Path | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """Make a fresh draft, or go on from a `given` one; returns its number of trained parameters.
+
+        Args:
+            token_ids: that a fresh draft knows; None: all.
+        """
+        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config, given, token_ids))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
         """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""

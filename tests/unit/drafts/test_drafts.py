@@ -16,13 +16,14 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.config import ConfigError
+from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.eagle3 import _dense_mask
-from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
 from slipstream.ragged import Ragged
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+
 
 def test_chats_are_shifted_within_themselves() -> None:
     def one(offset: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

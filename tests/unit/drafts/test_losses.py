@@ -177,3 +177,10 @@ def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, states: St
     assert torch.equal(model.embed_tokens.weight, embeddings)
     assert not model.verifier_lm_head.weight.any()
     assert trainer.evaluate(CHATS, PROMPTS, states) != before
+
+
+def test_what_speculators_would_compile_on_a_gpu_is_not_called(policy: Path, states: States) -> None:
+    trainer = DraftTrainer(policy, CONFIG)
+    trainer._model.register_forward_pre_hook(lambda *_: pytest.fail("the whole model was called"))
+    trainer.step(CHATS, PROMPTS, states)
+    trainer.evaluate(CHATS, PROMPTS, states)

@@ -49,7 +49,9 @@ def test_the_loss_is_the_divergence_at_the_temperature(policy: Path, states: Sta
     p, q = _probabilities(policy, states, temperature)
     expected = (p * (np.log(p) - np.log(q))).sum(-1).mean()
     trainer = DraftTrainer(policy, ONE_PASS)
-    assert trainer.step(CHATS[:1], PROMPTS[:1], states[:1], temperature=temperature) == pytest.approx(expected, rel=1e-4)
+    assert trainer.step(CHATS[:1], PROMPTS[:1], states[:1], temperature=temperature) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])

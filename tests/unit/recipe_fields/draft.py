@@ -17,6 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.draft_model import scratch_model
+from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
@@ -103,6 +104,14 @@ def head_calls(recipe: Recipe, tools: Tools) -> int:
     trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
     trainer.step([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))])
     return len(calls)
+
+
+def known_tokens(recipe: Recipe, tools: Tools) -> object:
+    """Of a policy of 64 tokens those that the draft knows."""
+    policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
+    tools.patch.setattr(pretrain_draft, "Architecture", policy)
+    answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
+    return pretrain_draft._known_tokens(recipe.draft, answers, tools.directory)
 
 
 def draft_cache(recipe: Recipe, _: Tools) -> bool:
@@ -193,6 +202,7 @@ CHECKS = {
     "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
     "draft.loss": Check("tv", draft_steps),
     "draft.loss_chunk_tokens": Check(4, head_calls),
+    "draft.vocab_size": Check(2, known_tokens),
     "draft.learning_rate": Check(0.1, draft_steps),
     "draft.warmup_steps": Check(4, draft_steps),
     "draft.clip_grad": Check(1e-9, draft_steps),
