@@ -10,6 +10,14 @@ from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 
 
+class DraftOnline(StrEnum):
+    """When the draft learns from the policy's own forward pass while RL runs."""
+
+    OFF = "off"
+    ALWAYS = "always"  # in every step
+    WHEN_STALE = "when_stale"  # in a step in which that is expected to pay: see `slipstream.drafts.controller`
+
+
 class DraftInit(StrEnum):
     """Which prompts the draft is pretrained on; responses always come from the policy itself."""
 
@@ -61,6 +69,9 @@ class DraftConfig:
 
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
+
+    `online` training takes its rollouts in a random order, `tokens_per_step` tokens an update, with an optimizer of its
+    own whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3
@@ -86,6 +97,10 @@ class DraftConfig:
     ttt_step_loss_decay: float = 1.0
     loss: str = "kl_div"  # one of LOSSES, see drafts/losses.py
     loss_chunk_tokens: int = 1024  # tokens whose logits over the vocabulary are held at a time
+    online: DraftOnline = DraftOnline.OFF
+    online_learning_rate: float = 1e-3
+    online_updates: int = 1  # of the draft, beside each update of the policy
+    online_horizon_steps: int = 8  # for which `when_stale` expects a trained draft to keep what it gained
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     clip_grad: float = 1.0
@@ -103,10 +118,14 @@ class DraftConfig:
             "ttt_steps",
             "tokens_per_row",
             "loss_chunk_tokens",
+            "online_updates",
+            "online_horizon_steps",
         ):
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
         self._check_given()
+        rate = self.online_learning_rate
+        require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
         require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 

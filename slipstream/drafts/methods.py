@@ -75,6 +75,9 @@ _TRAINED = {
     "seed",
 }
 
+ONLINE_FIELDS = ("online", "online_learning_rate", "online_updates", "online_horizon_steps")
+"""What pretraining does not read."""
+
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
         weights=Weights.OWN,
@@ -92,6 +95,7 @@ TRAITS = {
                 "loss_chunk_tokens",
                 "model",
                 "vocab_size",
+                *ONLINE_FIELDS,
                 "clip_grad",
             }
         ),

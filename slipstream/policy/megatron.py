@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -44,6 +44,7 @@ from slipstream.policy.weights import load_exactly, shard_from_hf
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 FloatArray = NDArray[np.float32]
 
 
@@ -276,6 +277,12 @@ class MegatronPolicy:
         """
         return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
+    def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
+        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
+        named = dict(self._gpt.named_parameters())
+        found = dict(held.gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
+        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
+
     def held_weights(self) -> Iterator[HeldWeights]:
         """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
         return held.held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
@@ -288,17 +295,28 @@ class MegatronPolicy:
             collections.deque(self.weights(), maxlen=0)
         parallel.barrier()
 
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`."""
-        self._checkpoints.save(path, version=self.version, num_updates=self._num_updates, extra=extra)
+    def save_checkpoint(
+        self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
+
+        Args:
+            beside: other tensors that belong to the run, the same on all ranks.
+        """
+        version, num_updates = self.version, self._num_updates
+        self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
         self._checkpoints.wait()
 
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`."""
-        state = self._checkpoints.load(path)
+    def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`.
+
+        Args:
+            beside: is filled with the tensors that were written beside the policy.
+        """
+        state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import TRAITS
+from slipstream.drafts.methods import ONLINE_FIELDS, TRAITS
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
 from slipstream.recipe import OPERATION, Recipe
@@ -90,7 +90,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         recipe: with every `dtype: auto` settled.
         policy: identity of the policy; `data`: of the prompts.
     """
-    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps"}
+    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps", *ONLINE_FIELDS}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
     return _key(
         "pretrain_draft",

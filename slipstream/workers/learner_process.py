@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
+from slipstream.records import DraftUpdate
 from slipstream.refit.channel import choice
 from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
+from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -28,6 +30,7 @@ from slipstream.workers.files import here
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.drafts.online import OnlineDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
@@ -74,6 +77,7 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | None = None
+        self._online_config: DraftConfig | None = None  # of a draft that is trained beside the policy
         self._draft_chats: _DraftChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
@@ -127,7 +131,7 @@ class LearnerProcess:
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
-        self._policy = self._reference = self._draft = self._draft_chats = None
+        self._policy = self._reference = self._draft = self._draft_chats = self._online_config = None
         self.close_stream()
         self._sources, self._snapshots = {}, {}
         gc.collect()
@@ -187,33 +191,41 @@ class LearnerProcess:
         return self._loaded.map_logits(extended, [len(prefix) for prefix in part], function, width=width)
 
     def train_step(self, part: Update) -> Trained:
-        """One update of the policy; the stats are those of the whole update."""
-        return self._loaded.train_step(part)
+        """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
+        return self._train_step_with_draft(part) if part.trains_draft else self._loaded.train_step(part)
 
-    def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[Trained, float]:
-        """One update of the policy, and one of the draft on the hidden states of the same forward pass.
+    def _train_step_with_draft(self, update: Update) -> Trained:
+        """One update of the policy, and the draft's on the hidden states of the same forward pass.
 
         Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
 
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
-        `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
+        a `train_step` without it to the last bit.
         """
         from slipstream.policy.capture import Capture
 
-        capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
+        draft, config = self._online
+        capture, batch, num_ranks = Capture(config.aux_hidden_state_layer_ids), update.batch, self._config.parallel.data
+        start = time.perf_counter()
+        draft.follow(*self._loaded.vocabulary_weights())  # of the policy that the forward pass asks
+        follow_s = time.perf_counter() - start
         trained = self._loaded.train_step(update, capture=capture)
+        start = time.perf_counter()
         kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
         states = []
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        return trained, self._drafting.step(
+        loss = draft.learn(
             kept,
             batch.prompt_lengths,
             states,
             temperature=update.temperature,
+            num_ranks=num_ranks,
             sum_over_ranks=self._sum_over_ranks,
         )
+        elapsed_s = follow_s + time.perf_counter() - start
+        return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online_updates, elapsed_s=elapsed_s))
 
     def location(self) -> Location:
         """Where this rank computes."""
@@ -265,9 +277,14 @@ class LearnerProcess:
         """Write the policy as transformers and vLLM read it."""
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
+    def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
+        """The same of the draft, which all ranks hold whole."""
+        named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
+
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, in the background."""
-        self._loaded.save_checkpoint(path, extra)
+        """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
+        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online_config else None)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -275,7 +292,24 @@ class LearnerProcess:
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
-        return self._loaded.load_checkpoint(path)
+        if self._online_config is None:
+            return self._loaded.load_checkpoint(path)
+        state: dict[str, torch.Tensor] = {}
+        extra = self._loaded.load_checkpoint(path, beside=state)
+        self._online[0].restore(state)
+        return extra
+
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
+        """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
+        from slipstream.drafts.online import OnlineDraft
+
+        own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
+        self._draft = OnlineDraft.of(
+            own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
+        )
+        self._online_config = config
+        self._sources.pop(_DRAFT, None)
+        return self._draft.num_parameters
 
     def start_draft(
         self,
@@ -297,6 +331,7 @@ class LearnerProcess:
         else:
             draft = here(given, self._origin)
             self._draft = DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
+        self._online_config = None
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
@@ -393,6 +428,13 @@ class LearnerProcess:
     def _drafting(self) -> DraftTrainer:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
+
+    @property
+    def _online(self) -> tuple[OnlineDraft, DraftConfig]:
+        from slipstream.drafts.online import OnlineDraft
+
+        assert isinstance(self._draft, OnlineDraft) and self._online_config is not None, "continue_draft comes first"
+        return self._draft, self._online_config
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         with uncollected():

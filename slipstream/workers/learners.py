@@ -182,6 +182,12 @@ class RemoteLearner:
         calls = [(rank, rank.actor.weight_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
         return lambda: weight_totals(self._crew.gather("weight_fingerprints", calls))
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """The same of the draft, of which rank 0 sends its own."""
+        first = self.ranks[0]
+        calls = [(first, first.actor.draft_fingerprints.remote(dtypes, turn))]
+        return lambda: weight_totals(self._crew.gather("draft_fingerprints", calls))
+
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
         self._require_shared(path)
@@ -200,6 +206,10 @@ class RemoteLearner:
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
+
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
+        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
+        return self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config))
 
     def start_draft(
         self,

@@ -164,7 +164,7 @@ def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None
 
 
 def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(
-    tmp_path: Path, policy: Path
+    policy: Path, draft: Path
 ) -> None:
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
     from slipstream.grpo.config import LossConfig, OptimizerConfig
@@ -184,7 +184,7 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     alone, beside = (LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
     for learner in (alone, beside):
         learner.load(policy, optimizer)
-    beside.start_draft(policy, CONFIG)
+    beside.continue_draft(draft, policy, CONFIG)
     before = {name: tensor.clone() for name, tensor in beside._drafting._model.state_dict().items()}
     for _ in range(3):
         update = Update(
@@ -195,9 +195,10 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
             temperature=1.0,
         )
         expected = alone.train_step(update)
-        found, draft_loss = beside.train_step_with_draft(update, CONFIG)
-        assert found == expected
-        assert draft_loss > 0
+        found = beside.train_step(replace(update, trains_draft=True))
+        assert (found.stats, found.own_logprobs) == (expected.stats, expected.own_logprobs)
+        assert found.draft is not None
+        assert found.draft.loss > 0
         assert expected.stats.grad_norm > optimizer.clip_grad
     for (name, one), (_, other) in zip(alone._loaded.weights(), beside._loaded.weights(), strict=True):
         assert torch.equal(one, other), name

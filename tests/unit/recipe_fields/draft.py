@@ -17,6 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.draft_model import scratch_model
+from slipstream.drafts.online import OnlineDraft
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.ragged import Ragged
@@ -114,6 +115,22 @@ def known_tokens(recipe: Recipe, tools: Tools) -> object:
     return pretrain_draft._known_tokens(recipe.draft, answers, tools.directory)
 
 
+def online_steps(recipe: Recipe, tools: Tools) -> object:
+    """Two steps' training of a saved draft: losses, updates, and its weights' sum."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    policy, draft = tools.directory / "policy", tools.directory / "draft"
+    own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
+    DraftTrainer(policy, recipe.draft).save(draft)
+    trainer = OnlineDraft.of(draft, policy, recipe.draft)
+    random = np.random.default_rng(0)
+    chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
+    losses = [trainer.learn(chats, [2] * 4, states, temperature=1.0) for _ in range(2)]
+    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
+    return losses, int(trainer.state()["num_steps"]), weights
+
+
 def draft_cache(recipe: Recipe, _: Tools) -> bool:
     """Whether the hidden states of a chat that take 1 MiB are kept."""
     process = LearnerProcess.__new__(LearnerProcess)
@@ -207,6 +224,8 @@ CHECKS = {
     "draft.warmup_steps": Check(4, draft_steps),
     "draft.clip_grad": Check(1e-9, draft_steps),
     "draft.seed": Check(1, draft_steps),
+    "draft.online_learning_rate": Check(0.1, online_steps),
+    "draft.online_updates": Check(2, online_steps),
     "draft.states_cache_gib": Check(0.0001, draft_cache),
     "tuning.candidate_ks": Check([0, 1], tuning),
     "tuning.batch_sizes": Check([2, 4], tuning),
