@@ -13,9 +13,7 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.draft_model import link_draft_model, num_parameters
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
-from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
-from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
-from slipstream.policy.architecture import Architecture
+from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
@@ -23,9 +21,10 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish
 from slipstream.stages.support import draft_init, settled, tracked
+from slipstream.stages.teaching import GIVEN, num_done, on_responses, on_states, prepare
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
-from slipstream.workers.learners import RemoteLearner, start_learner
+from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    for name in ("checkpoint", "given"):  # as large as the draft, and of no more use
+    for name in ("checkpoint", GIVEN):  # as large as the draft, and of no more use
         shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
 
@@ -118,77 +117,33 @@ def train_on(
     """
     config = recipe.draft
     start = time.perf_counter()
-    given = _given(recipe, policy, directory / "given")
-    if config.vocab_size is not None:
-        require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
+    prepare(recipe, policy, directory)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    token_ids = _known_tokens(config, train, policy)
-    with start_learner(recipe.learner, layout=recipe.layout) as learner:
-        learner.load(policy, None)
-        num_trained = learner.start_draft(policy, config, given, token_ids)
-        temperature = recipe.sampling.temperature
-        losses = _train(
-            learner, train, config, temperature=temperature, checkpoint=directory / "checkpoint", on_step=on_step
-        )
-        progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
-        learner.save_draft(directory / "draft")
-    return DraftRecord(
-        method=config.method.value,
-        init=config.init.value,
-        num_parameters=num_trained,
-        num_training_tokens=sum(map(len, train.token_ids)),
-        num_steps=config.num_steps,
-        losses=tuple(losses),
-        heldout_rate_by_position=progress.rate_by_position,
-        heldout_mean_acceptance_length=progress.mean_acceptance_length,
-        elapsed_s=time.perf_counter() - start,
-    )
-
-
-def _given(recipe: Recipe, policy: Path, directory: Path) -> Path | None:
-    """The draft that training begins with, if there is one: checked before anything else is done."""
-    if not recipe.draft.is_given:
-        return None
-    from slipstream.drafts.given import bring_draft
-
-    bring_draft(recipe.draft, policy, directory, max_model_len=recipe.engine.max_model_len)
-    logger.info("pretrain_draft: goes on from %s", recipe.draft.model)
-    return directory
-
-
-def _known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
-    """The tokens that a draft of a cut vocabulary knows; None for all."""
-    if config.vocab_size is None:
-        return None
-    answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
-    vocab_size = Architecture.from_hf(policy).vocab_size
-    token_ids = frequent_tokens(answers, num=config.vocab_size, vocab_size=vocab_size)
-    known = 100 * coverage(answers, token_ids)
-    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
-    return token_ids
-
-
-def _train(
-    learner: RemoteLearner,
-    train: Responses,
-    config: DraftConfig,
-    *,
-    temperature: float,
-    checkpoint: Path,
-    on_step: Callable[[int, float], None],
-) -> list[float]:
-    """`train_draft`, followed by a bar."""
-    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
-    with progress(_NODE, total=config.num_steps, unit="step", done=num_done(checkpoint)) as bar:
+    teach = on_states if config.trains is Training.HIDDEN_STATES else on_responses
+    with (
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
+        progress(_NODE, total=config.num_steps, unit="step", done=num_done(directory)) as bar,
+    ):
 
         def on_each_step(step: int, loss: float) -> None:
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step)
+        taught = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
+    return DraftRecord(
+        method=config.method.value,
+        init=config.init.value,
+        num_parameters=taught.num_parameters,
+        num_training_tokens=sum(map(len, train.token_ids)),
+        num_steps=config.num_steps,
+        losses=taught.losses,
+        heldout_rate_by_position=taught.heldout.rate_by_position,
+        heldout_mean_acceptance_length=taught.heldout.mean_acceptance_length,
+        elapsed_s=time.perf_counter() - start,
+    )
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

@@ -23,7 +23,7 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.rollout.engine import GenerationResult
-from slipstream.stages import pretrain_draft, support
+from slipstream.stages import pretrain_draft, support, teaching
 from slipstream.types import Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -110,9 +110,9 @@ def head_calls(recipe: Recipe, tools: Tools) -> int:
 def known_tokens(recipe: Recipe, tools: Tools) -> object:
     """Of a policy of 64 tokens those that the draft knows."""
     policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
-    tools.patch.setattr(pretrain_draft, "Architecture", policy)
+    tools.patch.setattr(teaching, "Architecture", policy)
     answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
-    return pretrain_draft._known_tokens(recipe.draft, answers, tools.directory)
+    return teaching.known_tokens(recipe.draft, answers, tools.directory)
 
 
 def online_steps(recipe: Recipe, tools: Tools) -> object:
