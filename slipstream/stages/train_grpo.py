@@ -91,6 +91,8 @@ def known_length(draft: Path, k: int) -> float | None:
     if not file.is_file():
         return None
     rates = read_record(DraftRecord, file).heldout_rate_by_position
+    if not rates:  # taken as it was
+        return None
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
