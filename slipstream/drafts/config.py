@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
+from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.records import ScheduleEntry
 
 
 class DraftMethod(StrEnum):
@@ -23,6 +26,16 @@ class DraftInit(StrEnum):
     GENERAL = "general"
 
 
+class DraftLengthRule(StrEnum):
+    """Whether all rollouts of the speculative arm are drafted for with the tuned k, or with one k a running batch.
+
+    With `by_batch` a rollout's draws depend on how many others run beside it; its distribution never does.
+    """
+
+    FIXED = "fixed"
+    BY_BATCH = "by_batch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """A one-layer EAGLE-3 draft and its pretraining.
@@ -33,6 +46,8 @@ class DraftConfig:
 
     method: DraftMethod = DraftMethod.EAGLE3
     init: DraftInit = DraftInit.IN_DOMAIN
+    length: DraftLengthRule = DraftLengthRule.FIXED
+    autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
     aux_hidden_state_layer_ids: tuple[int, ...]
     num_prompts: int = 1024
     samples_per_prompt: int = 1
@@ -74,16 +89,24 @@ class DraftConfig:
         require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)
 
 
-def speculative_config(method: DraftMethod, draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
+def speculative_config(
+    method: DraftMethod, draft: Path, num_speculative_tokens: int, *, schedule: Sequence[ScheduleEntry] = ()
+) -> dict[str, Any]:
     """vLLM's `speculative_config` of a draft.
 
     `draft_sample_method` is explicit: vLLM's default drafts greedily, which wastes acceptance at temperature > 0.
+
+    Args:
+        num_speculative_tokens: of every draft; with a schedule, of the longest.
+        schedule: k by running batch. Only with one can the length be changed while the engine lives.
     """
     require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
+    by_batch = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     return {
         "method": method.value,
         "model": str(draft),
         "num_speculative_tokens": num_speculative_tokens,
         "draft_sample_method": "probabilistic",
         "rejection_sample_method": "standard",
+        **({"num_speculative_tokens_per_batch_size": by_batch} if by_batch else {}),
     }

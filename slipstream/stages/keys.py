@@ -89,7 +89,8 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         policy: identity of the policy; `data`: of the prompts.
     """
     draft = to_mapping(recipe.draft)
-    draft.pop("checkpoint_every_steps")
+    for key in ("checkpoint_every_steps", "length", "autopilot"):  # the last two: how it is used
+        draft.pop(key)
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.schedule import DraftLength, described
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import TuningRecord, read_record, write_record
+from slipstream.records import write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked, versions
+from slipstream.stages.support import decode, draft_length, recipe_engine, settled, tokenizer, tracked, versions
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.cluster import accelerators
@@ -31,9 +32,10 @@ def train_grpo(
         return done
     recipe = settled(context, recipe)
     directory = context.directory(node)
-    chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
-    logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
-    labels = arm_labels(recipe, arm, chosen_k)
+    length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
+    k = length.num_speculative_tokens
+    logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
+    labels = arm_labels(recipe, arm, length)
     connect()
     with tracked(
         context,
@@ -41,16 +43,17 @@ def train_grpo(
         node,
         labels,
         name=f"{context.execution} {arm.value}",
-        params={**parameters(recipe), **labels},
+        params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
         record = train(
             recipe,
             ArmPlan(
                 arm=arm,
-                num_speculative_tokens=chosen_k,
-                draft=draft / "draft" if chosen_k else None,
-                start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
+                num_speculative_tokens=k,
+                schedule=length.schedule,
+                draft=draft / "draft" if k else None,
+                start_engine=partial(recipe_engine, recipe, policy, draft, k, schedule=length.schedule),
             ),
             policy=policy,
             prompts=read_prompt_sets(data).train,
@@ -63,7 +66,13 @@ def train_grpo(
     return directory
 
 
-def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
+def _table(length: DraftLength) -> dict[str, str]:
+    """The draft length by running batch, as a parameter, where there is more than one."""
+    return {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
+
+
+def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
     """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
     drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
-    return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}
+    speculates = length.num_speculative_tokens > 0
+    return {"arm": arm.value, "k": length.label, **(drafts if speculates else dict.fromkeys(drafts, "none"))}

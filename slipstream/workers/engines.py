@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from slipstream.placement.config import Layout
+from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
@@ -116,6 +117,10 @@ class RemoteEngine:
         result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
         self._lengths.note(result.groups)
         return result
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        """See `VllmEngine.draft_by`; all engines."""
+        self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
@@ -228,6 +233,7 @@ class RunningEngines:
 
 
 _ANYWHERE = Layout()
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
 
@@ -252,6 +258,8 @@ def start_engine(
         else:
             draft = None if speculative_config is None else Path(speculative_config["model"])
             engine.refit(policy, policy_version=0, draft=draft)
+            if speculative_config is not None and _SCHEDULE in speculative_config:  # its last user may have changed it
+                engine.draft_by([_entry(*each) for each in speculative_config[_SCHEDULE]])
         yield engine
     except BaseException:
         if engine is not None:
@@ -296,6 +304,10 @@ def _new_engine(
         start=replacement,
         max_num_seqs=config.max_num_seqs,
     )
+
+
+def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
+    return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
 
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
