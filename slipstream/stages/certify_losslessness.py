@@ -92,8 +92,15 @@ def certify_losslessness(
     return directory
 
 
-def _drawn(  # what an engine is made of
-    recipe: Recipe, start: Path, trained: Path, draft: Path, length: DraftLength, prompts: Sequence[Prompt], *, seed: int
+def _drawn(
+    recipe: Recipe,
+    start: Path,
+    trained: Path,
+    draft: Path,
+    length: DraftLength,
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
 ) -> Sample:
     """What an engine with drafts of that length, started with one policy and refitted to the trained one, says."""
     config = recipe.losslessness
