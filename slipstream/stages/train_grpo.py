@@ -13,7 +13,17 @@ from slipstream.recipe import Recipe, parameters
 from slipstream.records import write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, draft_length, recipe_engine, settled, tokenizer, tracked, versions
+from slipstream.stages.support import (
+    decode,
+    draft_init,
+    draft_length,
+    draft_weights,
+    recipe_engine,
+    settled,
+    tokenizer,
+    tracked,
+    versions,
+)
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.cluster import accelerators
@@ -52,7 +62,7 @@ def train_grpo(
                 arm=arm,
                 num_speculative_tokens=k,
                 schedule=length.schedule,
-                draft=draft / "draft" if k else None,
+                draft=draft_weights(recipe.draft, draft) if k else None,
                 start_engine=partial(recipe_engine, recipe, policy, draft, k, schedule=length.schedule),
             ),
             policy=policy,
@@ -73,6 +83,6 @@ def _table(length: DraftLength) -> dict[str, str]:
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
     """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
-    drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
+    drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     speculates = length.num_speculative_tokens > 0
     return {"arm": arm.value, "k": length.label, **(drafts if speculates else dict.fromkeys(drafts, "none"))}

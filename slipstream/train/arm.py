@@ -165,7 +165,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
 def _piloted(run: _Run, engine: RemoteEngine, history: Sequence[StepRecord]) -> ReplaceableEngines:
     """The engines, watched by the autopilot of speculation if the recipe has one and they speculate."""
     config = run.recipe.draft.autopilot
-    if run.plan.draft is None or not config.enabled:
+    if not run.plan.num_speculative_tokens or not config.enabled:
         return engine
     return PilotedEngines(engine, config=config, schedule=run.plan.schedule, history=history)
 

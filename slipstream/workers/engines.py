@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from slipstream.drafts.methods import SCHEDULE
 from slipstream.placement.config import Layout
 from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
@@ -48,9 +49,9 @@ class EngineProcess(VllmEngine):
         origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
-        if speculative_config is not None:
-            draft = here(Path(speculative_config["model"]), origin)
-            speculative_config = {**speculative_config, "model": str(draft)}
+        draft = _draft_directory(speculative_config)
+        if speculative_config is not None and draft is not None:
+            speculative_config = {**speculative_config, "model": str(here(draft, origin))}
         _name_interface()
         super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
         self._origin = origin
@@ -233,7 +234,6 @@ class RunningEngines:
 
 
 _ANYWHERE = Layout()
-_SCHEDULE = "num_speculative_tokens_per_batch_size"
 _idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
 
 
@@ -256,10 +256,9 @@ def start_engine(
         if engine is None:
             engine = _new_engine(policy, config, speculative_config, layout)
         else:
-            draft = None if speculative_config is None else Path(speculative_config["model"])
-            engine.refit(policy, policy_version=0, draft=draft)
-            if speculative_config is not None and _SCHEDULE in speculative_config:  # its last user may have changed it
-                engine.draft_by([_entry(*each) for each in speculative_config[_SCHEDULE]])
+            engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
+            if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
+                engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
         yield engine
     except BaseException:
         if engine is not None:
@@ -310,6 +309,13 @@ def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
     return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
 
 
+def _draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
+    """Of the draft's own weights; None without a draft, and where it has none."""
+    if speculative_config is None or "model" not in speculative_config:
+        return None
+    return Path(speculative_config["model"])
+
+
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
     """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
     if reservation is not None:
@@ -319,6 +325,7 @@ def _start(reservation: Reservation | None, index: int, config: EngineConfig) ->
 
 def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:
     """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
-    models = [policy] if speculative_config is None else [policy, Path(speculative_config["model"])]
+    draft = _draft_directory(speculative_config)
+    models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
     return json.dumps([asdict(config), speculative_config, architectures, asdict(layout)])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.drafts.schedule import constant
 from slipstream.records import ScheduleEntry
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -21,6 +22,7 @@ ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
 SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=24)
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 GREEDY = replace(SAMPLING, temperature=0.0)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 TABLE = tuple(
@@ -56,7 +58,7 @@ def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
     policy, draft = models
     with start_engine(policy, config=ENGINE) as engine:
         plain = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
-    speculative = speculative_config(DraftMethod.EAGLE3, draft, 4, schedule=TABLE)
+    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
     with start_engine(policy, config=ENGINE, speculative_config=speculative) as engine:
         many = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         few = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
@@ -88,7 +90,7 @@ def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
 
     policy, draft = models
     config = replace(ENGINE, num_kept_idle=1)
-    speculative = speculative_config(DraftMethod.EAGLE3, draft, 4, schedule=TABLE)
+    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
     with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
         before = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
         engine.draft_by(constant(0))
