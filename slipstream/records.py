@@ -27,8 +27,8 @@ class AcceptanceStats:
     """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
 
     `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
-    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted, and `rate_by_position[i]` that over
-    the drafts that had a token i: where drafts differ in length, fewer have the later ones.
+    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted, and `rate_by_position[i]` that
+    over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
     """
 
     num_drafts: int

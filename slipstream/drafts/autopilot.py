@@ -1,10 +1,10 @@
 """Does speculation still pay? Decided from what the steps of a run cost, and from nothing else.
 
 The cost of a step is its generation time over its generated tokens. A run goes one way, drafting or not, and measures
-the other in single steps (probes): as soon as there is something to compare with, then at growing intervals, and at once
-when the way it goes seems to lose. It turns round when every one of the last `patience_steps` cost more, by `margin`,
-than two probes of the other way that are no older than those steps. So one odd step turns nothing, and a run that
-resumes decides as if it had never stopped: the decision is a function of the steps' records.
+the other in single steps (probes): as soon as there is something to compare with, then at growing intervals, and at
+once when the way it goes seems to lose. It turns round when every one of the last `patience_steps` cost more, by
+`margin`, than two probes of the other way that are no older than those steps. So one odd step turns nothing, and a run
+that resumes decides as if it had never stopped: the decision is a function of the steps' records.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def constant(k: int) -> tuple[ScheduleEntry, ...]:
 def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> tuple[RunningPoint, ...]:
     """Every k at every range of running batches that its engine came through, up to `largest`.
 
-    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one that
-    never met the chosen k, as engines were too many to live at once, is compared with it through k=0.
+    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one
+    that never met the chosen k, as engines were too many to live at once, is compared with it through k=0.
     """
     return tuple(
         _point(k, batches, costs, chosen_k)

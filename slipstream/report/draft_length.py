@@ -30,7 +30,9 @@ def running_table(record: RunRecord) -> Table:
         kind = "" if chosen == tuning.chosen_k else "chosen"
         rows.append(Row(label=label, cells=(*cells, f"k = {chosen}"), kind=kind))
     measured = ColumnGroup(heading="speedup over k = 0, measured", columns=tuple(f"k = {k}" for k in ks))
-    return Table(label="running batch", groups=(measured, ColumnGroup(heading="", columns=("schedule",))), rows=tuple(rows))
+    return Table(
+        label="running batch", groups=(measured, ColumnGroup(heading="", columns=("schedule",))), rows=tuple(rows)
+    )
 
 
 def schedule_text(record: RunRecord) -> str:
@@ -55,7 +57,9 @@ def autopilot_text(record: RunRecord) -> str:
     probes = sum(step.autopilot.is_probe for step in steps if step.autopilot)
     turns = _turns(steps)
     told = f" It turned at {turns}." if turns else " It never turned speculation off."
-    return f"The autopilot had {without} of {len(steps)} steps generate without drafts, {probes} steps were probes.{told}"
+    return (
+        f"The autopilot had {without} of {len(steps)} steps generate without drafts, {probes} steps were probes.{told}"
+    )
 
 
 def _turns(steps: Sequence[StepRecord]) -> str:

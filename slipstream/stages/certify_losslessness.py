@@ -37,7 +37,9 @@ class LosslessnessError(RuntimeError):
 def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
     """The draft length to certify: the trained arm's, or the largest tried where speculation lost."""
     length = draft_length(recipe, tuning)
-    return length if length.num_speculative_tokens else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
+    return (
+        length if length.num_speculative_tokens else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
+    )
 
 
 def certify_losslessness(

@@ -1,4 +1,4 @@
-"""The draft length by running batch in the real engine: obeyed, changed between generations, and without effect on tokens."""
+"""The draft length by running batch in the real engine: obeyed, changed between generations, without a trace left."""
 
 from __future__ import annotations
 

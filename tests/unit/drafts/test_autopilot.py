@@ -40,7 +40,7 @@ def pattern(steps: list[AutopilotStep]) -> str:
 
 def test_where_speculation_pays_it_is_probed_ever_more_rarely_and_never_left() -> None:
     steps = flown(lambda i, speculates: 1.0 if speculates else 2.0, 40)
-    # The first step warms up, three say what speculation costs, then k = 0 is looked at; after 8, 16 and 32 steps again.
+    # The first step warms up, three say what speculation costs, then k = 0 is looked at; after 8 and 16 steps again.
     assert pattern(steps) == "SSSSp" + "SSSSSSSp" + "S" * 15 + "p" + "S" * 11
 
 

@@ -314,9 +314,9 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
         ScheduleEntry(batch_from=2, batch_to=8, num_speculative_tokens=1),
     )
     assert record.schedule_gain == pytest.approx(2.0)
-    assert choose(swept.points, config=replace(config, min_schedule_gain=2.1), batch=8, rounds=swept.rounds).schedule == (
-        ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=1),
-    )
+    assert choose(
+        swept.points, config=replace(config, min_schedule_gain=2.1), batch=8, rounds=swept.rounds
+    ).schedule == (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=1),)
 
 
 @pytest.mark.parametrize(

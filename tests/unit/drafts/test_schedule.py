@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,7 +109,7 @@ def test_a_table_covers_every_running_batch_once_whatever_was_measured(
     table = schedule(points, chosen_k=chosen_k, largest=largest, min_gain=1.0)
     covered = [num for each in table for num in range(each.batch_from, each.batch_to + 1)]
     assert covered == list(range(1, largest + 1))
-    assert all(a.num_speculative_tokens != b.num_speculative_tokens for a, b in zip(table, table[1:], strict=False))
+    assert all(a.num_speculative_tokens != b.num_speculative_tokens for a, b in pairwise(table))
     assert expected_gain(points, table, [by_k], chosen_k=chosen_k) >= 1.0 - 1e-9
 
 

@@ -32,16 +32,15 @@ def test_an_arm_without_drafts_has_none_also_where_speculation_lost() -> None:
 
 def test_an_arm_that_drafts_by_the_running_batch_says_so() -> None:
     schedule = tuple(
-        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 8, 5), (9, 48, 2))
+        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k)
+        for start, end, k in ((1, 8, 5), (9, 48, 2))
     )
     length = DraftLength(num_speculative_tokens=5, schedule=schedule)
     assert arm_labels(load_recipe("tiny"), Arm.SPECULATIVE, length)["k"] == "by_batch"
 
 
 def tuned(directory: Path, *entries: tuple[int, int, int]) -> Path:
-    table = tuple(
-        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in entries
-    )
+    table = tuple(ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in entries)
     write_record(TuningRecord(chosen_k=3, reason="told so", points=(), schedule=table), directory / "tuning.json")
     return directory
 
