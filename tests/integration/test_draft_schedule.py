@@ -99,3 +99,28 @@ def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
         engine.close()
     assert tokens(after) == tokens(before)
     assert drafted(after) == drafted(before)
+
+
+def test_prompts_that_were_cached_without_drafts_are_drafted_for_as_any_other(
+    models: tuple[Path, Path], ray_session: None
+) -> None:
+    """Prompts of more than a block of the prefix cache: at length 0 the draft's cache is filled all the same."""
+    from slipstream.workers.engines import start_engine
+
+    policy, draft = models
+    config = replace(ENGINE, max_model_len=256)
+    prompts = tuple(
+        Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(200))), answer="")
+        for i in range(2)
+    )
+    speculative = speculative_config(DRAFT, draft, 4, schedule=constant(4))
+    with start_engine(policy, config=config, speculative_config=speculative) as engine:
+        engine.draft_by(constant(0))
+        engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=1)
+        engine.draft_by(constant(4))
+        cached = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
+        engine.refit(policy, policy_version=0)  # forgets what is cached
+        fresh = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
+    assert cached.acceptance is not None and cached.acceptance.num_accepted_tokens > 0
+    assert tokens(cached) == tokens(fresh)
+    assert cached.acceptance == fresh.acceptance
