@@ -27,7 +27,8 @@ class AcceptanceStats:
     """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
 
     `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
-    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted.
+    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted, and `rate_by_position[i]` that
+    over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
     """
 
     num_drafts: int
@@ -37,6 +38,17 @@ class AcceptanceStats:
     mean_acceptance_length: float
     acceptance_rate: float
     rate_by_position: tuple[float, ...]
+    drafted_by_position: tuple[int, ...] = ()  # drafts that had a token i; empty: not counted, all were of one length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutopilotStep:
+    """What the autopilot of speculation had a step do, and what that cost."""
+
+    speculates: bool
+    is_probe: bool  # one step of the other way, to measure it
+    token_ms: float  # generation time over the generated tokens
+    has_switched: bool = False  # to what this step does, from what those before it did
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +129,16 @@ class StepRecord:
     has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
     draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
     draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
+    autopilot: AutopilotStep | None = None  # None: it is off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleEntry:
+    """Use `num_speculative_tokens` while the running batch lies in [batch_from, batch_to]: vLLM's form."""
+
+    batch_from: int
+    batch_to: int
+    num_speculative_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +146,9 @@ class ArmRecord:
     """One arm of GRPO training."""
 
     arm: Arm
-    num_speculative_tokens: int  # 0 in the autoregressive arm
+    num_speculative_tokens: int  # 0 in the autoregressive arm; the largest of the schedule
     steps: tuple[StepRecord, ...]
+    schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     machine: str = ""  # of the engines that were timed; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # where they were
 
@@ -154,22 +177,37 @@ class SweepPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleEntry:
-    """Use `num_speculative_tokens` while the running batch lies in [batch_from, batch_to]: vLLM's form."""
+class RunningPoint:
+    """One draft length while `batch_from` to `batch_to` rollouts run: medians over the rounds that came there.
 
+    Measured on the engine's steps that computed no prompt.
+    """
+
+    k: int
     batch_from: int
     batch_to: int
-    num_speculative_tokens: int
+    num_rounds: int
+    num_steps: int
+    token_ms: float  # for every running rollout to gain a token
+    tokens_per_step: float  # of a rollout: 1 without a draft
+    speedup: float  # median over the rounds of k=0's token_ms / this k's
+    gain: float  # the same with the chosen k in the place of k=0
+    gain_p10: float  # over the rounds; equal to `gain` where both never ran in one round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningRecord:
-    """What tuning measured and chose; `chosen_k` 0 means that speculation lost."""
+    """What tuning measured and chose; `chosen_k` 0 means that speculation lost.
+
+    `schedule` says for every running batch which k was fastest there, `chosen_k` unless another one was clearly so.
+    """
 
     chosen_k: int
     reason: str
     points: tuple[SweepPoint, ...]
     schedule: tuple[ScheduleEntry, ...]
+    running: tuple[RunningPoint, ...] = ()
+    schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
     machine: str = ""  # of the engines that were timed; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # where they were
 
@@ -301,6 +339,7 @@ class CertificateRecord:
     draft_fingerprint: str
     versions: dict[str, str]
     elapsed_s: float
+    schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

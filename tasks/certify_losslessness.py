@@ -51,7 +51,7 @@ def certify_losslessness(
         trained=model_of(context, trained) / "policy",
         data=records_of(data),
         draft=model_of(context, draft),
-        k=stage.tuned_length(loaded, records_of(tuning)),
+        length=stage.tuned_length(loaded, records_of(tuning)),
     )
     return Certificate(certificate=handed_on(context, "certify_losslessness", directory, records=("certificate.json",)))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slipstream.config import require
+from slipstream.drafts.autopilot import AutopilotConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 
@@ -32,6 +33,16 @@ FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
 
 LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
 """What each means is in `drafts/losses.py`."""
+
+
+class DraftLengthRule(StrEnum):
+    """Whether all rollouts of the speculative arm are drafted for with the tuned k, or with one k a running batch.
+
+    With `by_batch` a rollout's draws depend on how many others run beside it; its distribution never does.
+    """
+
+    FIXED = "fixed"
+    BY_BATCH = "by_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,8 @@ class DraftConfig:
 
     method: DraftMethod = DraftMethod.EAGLE3
     init: DraftInit = DraftInit.IN_DOMAIN
+    length: DraftLengthRule = DraftLengthRule.FIXED
+    autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
     model: str | None = None  # hub id or path; of `draft_model`, where None trains `scratch`, and of `init: from_hub`
     scratch: DraftScratchConfig = field(default_factory=DraftScratchConfig)
@@ -111,6 +124,7 @@ class DraftConfig:
         if self.reads("aux_hidden_state_layer_ids"):
             self._check_layer_ids()
         self._check_lookup()
+        self._check_length()
         for name in (
             "num_prompts",
             "samples_per_prompt",
@@ -176,6 +190,14 @@ class DraftConfig:
             "duplicates make vLLM fail with a shape error",
         )
         require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
+
+    def _check_length(self) -> None:
+        fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"
+        varies = not TRAITS[self.method].has_one_length
+        is_fixed = self.length is DraftLengthRule.FIXED
+        require(varies or is_fixed, "draft.length", f"must be fixed with {self.method.value}", self.length.value, fix)
+        is_off = not self.autopilot.enabled
+        require(varies or is_off, "draft.autopilot.enabled", f"must be false with {self.method.value}", True, fix)
 
     def _check_lookup(self) -> None:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max

@@ -14,7 +14,9 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from slipstream.config import require
-from slipstream.records import ScheduleEntry, SweepPoint, TuningRecord
+from slipstream.drafts import schedule
+from slipstream.drafts.schedule import Round
+from slipstream.records import SweepPoint, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine, GenerationResult
@@ -35,6 +37,7 @@ class TuningConfig:
     max_live_engines: int = 2  # how many fit into memory at once; as many as `candidate_ks` compares all k at once
     num_starting: int = 1  # of them start at once; on a GPU each measures the free memory as it starts
     min_speedup: float = 1.0  # a k that is not faster than this loses to k=0
+    min_schedule_gain: float = 1.03  # another k takes a running batch from the chosen one if it is so much faster there
 
     def __post_init__(self) -> None:
         ks = self.candidate_ks
@@ -52,6 +55,15 @@ class TuningConfig:
         require(self.max_live_engines >= 2, "tuning.max_live_engines", "must be >= 2", self.max_live_engines)
         require(self.num_starting >= 1, "tuning.num_starting", "must be >= 1", self.num_starting)
         require(self.min_speedup > 0, "tuning.min_speedup", "must be > 0", self.min_speedup)
+        require(self.min_schedule_gain >= 1, "tuning.min_schedule_gain", "must be >= 1", self.min_schedule_gain)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """What a sweep measured: by k and batch size, and by round what every engine's steps took."""
+
+    points: tuple[SweepPoint, ...]
+    rounds: tuple[Round, ...]
 
 
 def sweep(
@@ -64,7 +76,7 @@ def sweep(
     group_size: int = 1,
     on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
     on_generated: Callable[[], None] = lambda: None,
-) -> tuple[SweepPoint, ...]:
+) -> Sweep:
     """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
 
     Args:
@@ -73,7 +85,7 @@ def sweep(
         on_points: told the points of a batch size as soon as they are known.
         on_generated: told each of the `num_generations` that are measured when it is done.
     Returns:
-        By k, then by batch size.
+        The points by k, then by batch size.
     Raises:
         ConfigError: there are fewer prompts, or a batch size is no multiple of the group size.
     """
@@ -82,6 +94,7 @@ def sweep(
     require(largest <= at_hand, "tuning.batch_sizes", f"must be at most the {at_hand} rollouts of the prompts", largest)
     require_groups(config, group_size)
     points: list[SweepPoint] = []
+    rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
     def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engine]:
@@ -101,11 +114,12 @@ def sweep(
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
                     results = _rounds(engines, batches, sampling, group_size, seed, on_generated)
                     baselines[batch] += results[0]
+                    rounds += ({k: results[k][i].running for k in results} for i in range(config.num_repeats))
                     known = [_point(k, batch, results[k], results[0]) for k in ks]
                     points += known
                     on_points(known)
     points += [_point(0, batch, results, results) for batch, results in baselines.items()]
-    return tuple(sorted(points, key=lambda point: (point.k, point.batch)))
+    return Sweep(points=tuple(sorted(points, key=lambda point: (point.k, point.batch))), rounds=tuple(rounds))
 
 
 def num_generations(config: TuningConfig) -> int:
@@ -114,8 +128,14 @@ def num_generations(config: TuningConfig) -> int:
     return engines * len(config.batch_sizes) * config.num_repeats
 
 
-def choose(points: Sequence[SweepPoint], *, config: TuningConfig, batch: int) -> TuningRecord:
-    """The fastest k at the measured batch nearest to `batch`, and a schedule over all batches."""
+def choose(
+    points: Sequence[SweepPoint], *, config: TuningConfig, batch: int, rounds: Sequence[Round] = ()
+) -> TuningRecord:
+    """The fastest k at the measured batch nearest to `batch`, and a schedule over all running batches.
+
+    Args:
+        rounds: of the sweep; without them the schedule is the chosen k throughout.
+    """
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
     best = _fastest([point for point in points if point.batch == nearest], config.min_speedup)
     if best.k == 0:
@@ -125,24 +145,23 @@ def choose(points: Sequence[SweepPoint], *, config: TuningConfig, batch: int) ->
             f"k={best.k} is fastest at batch {nearest}: {best.speedup:.2f}x autoregressive "
             f"({best.autoregressive_s:.2f} -> {best.generation_s:.2f} s, AL {best.mean_acceptance_length:.2f})"
         )
-    return TuningRecord(chosen_k=best.k, reason=reason, points=tuple(points), schedule=tuple(_schedule(points, config)))
+    largest = config.batch_sizes[-1]
+    running = schedule.running_points(rounds, chosen_k=best.k, largest=largest)
+    table = schedule.schedule(running, chosen_k=best.k, largest=largest, min_gain=config.min_schedule_gain)
+    return TuningRecord(
+        chosen_k=best.k,
+        reason=reason,
+        points=tuple(points),
+        schedule=table,
+        running=running,
+        schedule_gain=schedule.expected_gain(running, table, rounds, chosen_k=best.k),
+    )
 
 
 def _fastest(points: Sequence[SweepPoint], min_speedup: float) -> SweepPoint:
     """The point with the best speedup over its own interleaved baseline; k=0 unless one beats `min_speedup`."""
     best = max(points, key=lambda point: point.speedup)
     return best if best.k and best.speedup > min_speedup else next(point for point in points if point.k == 0)
-
-
-def _schedule(points: Sequence[SweepPoint], config: TuningConfig) -> Iterator[ScheduleEntry]:
-    """vLLM's batch schedule: each measured batch stands for the sizes up to the middle of the next one."""
-    sizes = config.batch_sizes
-    start = 1
-    for size, following in zip(sizes, [*sizes[1:], None], strict=True):
-        end = size if following is None else (size + following) // 2
-        best = _fastest([point for point in points if point.batch == size], config.min_speedup)
-        yield ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=best.k)
-        start = end + 1
 
 
 def require_groups(config: TuningConfig, group_size: int) -> None:

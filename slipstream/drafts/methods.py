@@ -6,6 +6,7 @@ what may be trained during RL.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
@@ -13,9 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require
+from slipstream.records import ScheduleEntry
 
 if TYPE_CHECKING:
     from slipstream.drafts.config import DraftConfig
+
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+"""vLLM's name for the table of draft lengths by running batch."""
 
 
 class DraftMethod(StrEnum):
@@ -59,6 +64,7 @@ class Traits:
     trains_online: bool
     fields: frozenset[str]
     package: str | None = None
+    has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than it was started for
 
 
 _TRAINED = {
@@ -128,11 +134,14 @@ TRAITS = {
             }
         ),
         package="arctic_inference",
+        has_one_length=True,
     ),
 }
 
 
-def speculative_config(config: DraftConfig, draft: Path | None, num_speculative_tokens: int) -> dict[str, Any]:
+def speculative_config(
+    config: DraftConfig, draft: Path | None, num_speculative_tokens: int, *, schedule: Sequence[ScheduleEntry] = ()
+) -> dict[str, Any]:
     """vLLM's `speculative_config`.
 
     `draft_sample_method` is explicit where it applies: vLLM's default drafts greedily, which wastes acceptance at
@@ -141,6 +150,8 @@ def speculative_config(config: DraftConfig, draft: Path | None, num_speculative_
 
     Args:
         draft: directory of the draft; None exactly where the method has no weights of its own.
+        num_speculative_tokens: of every draft; with a schedule, of the longest.
+        schedule: k by running batch. Only with one can the length be changed while the engine lives.
     Raises:
         ConfigError: fewer than one token, or the method's package is not installed.
     """
@@ -153,6 +164,8 @@ def speculative_config(config: DraftConfig, draft: Path | None, num_speculative_
         "num_speculative_tokens": num_speculative_tokens,
         "rejection_sample_method": "standard",
     }
+    if schedule:
+        told[SCHEDULE] = [[entry.batch_from, entry.batch_to, entry.num_speculative_tokens] for entry in schedule]
     if draft is not None:
         told["model"] = str(draft)
     if traits.samples:

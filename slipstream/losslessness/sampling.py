@@ -8,6 +8,7 @@ from typing import Protocol
 
 from slipstream.config import require
 from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.records import ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt
@@ -43,6 +44,7 @@ class Subject:
     policy_fingerprint: str
     draft_fingerprint: str
     versions: Mapping[str, str]
+    schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
 
 
 def draw(

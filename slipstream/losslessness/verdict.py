@@ -95,6 +95,7 @@ def certify(
         policy_fingerprint=subject.policy_fingerprint,
         draft_fingerprint=subject.draft_fingerprint,
         versions=dict(subject.versions),
+        schedule=subject.schedule,
         elapsed_s=time.perf_counter() - started_s,
     )
 

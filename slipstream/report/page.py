@@ -14,10 +14,12 @@ from markupsafe import Markup
 from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.draft_training import decisions, draft_training
+from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
 from slipstream.report.drift_table import drift_table
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
 from slipstream.simulator.project.records import ProjectionRecord
+from slipstream.types import Arm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,8 @@ def render(
         projection=projection,
         workload_label=formats.WORKLOAD_LABELS.get(record.workload, record.workload),
         num_warmup_steps=NUM_WARMUP_STEPS,
+        schedule_text=schedule_text(record),
+        autopilot_text=autopilot_text(record),
         style=Markup((here / "style.css").read_text()),
     )
 
@@ -103,7 +107,8 @@ def _effect(record: RunRecord, run: RunSummary) -> str:
             f"Speculation lost, so both arms ran without it ({record.tuning.reason}): "
             f"the ratio of the arms, {generation} for generation and {step} for the step, shows the machine's noise."
         )
-    method = f"Speculation ({record.draft.method}, k = {k})"
+    lengths = [arm_length(arm) for arm in record.arms if arm.arm is Arm.SPECULATIVE]
+    method = f"Speculation ({record.draft.method}, k = {lengths[0]})"
     if comparison.generation.ci95 is None:
         ratios = [formats.speedup(estimate.value) for estimate in (comparison.generation, comparison.step)]
         return (
@@ -188,6 +193,8 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
         "draft": tables.draft_table(record),
         "certificate": tables.certificate_table(record.certificate),
     }
+    if record.tuning.running:
+        built["running"] = running_table(record)
     if run.comparison is not None:
         built["speedup"] = tables.speedup_table(run, workload, reference)
     if workload is not None:

@@ -16,17 +16,23 @@ _COUNTER = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcceptanceCounters:
-    """An engine's counters since its start. `accepted_by_position[i]` counts accepted draft tokens i (from 0)."""
+    """An engine's counters since its start. `accepted_by_position[i]` counts accepted draft tokens i (from 0).
+
+    `drafted_by_position[i]` counts the drafts that had a token i; where it is empty all drafts were of one length.
+    """
 
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int  # bonus tokens excluded
     accepted_by_position: tuple[int, ...]
+    drafted_by_position: tuple[int, ...] = ()
 
 
-def read_counters(metrics: Iterable[Any]) -> AcceptanceCounters:
+def read_counters(metrics: Iterable[Any], *, drafted_by_position: Sequence[int] = ()) -> AcceptanceCounters:
     """The counters among vLLM's metrics; a missing one is an error, never a zero.
 
+    Args:
+        drafted_by_position: counted elsewhere, for vLLM exports no such metric.
     Raises:
         RuntimeError: there is no such counter.
     """
@@ -37,6 +43,7 @@ def read_counters(metrics: Iterable[Any]) -> AcceptanceCounters:
             num_draft_tokens=int(by_name["draft_tokens"].value),
             num_accepted_tokens=int(by_name["accepted_tokens"].value),
             accepted_by_position=tuple(int(value) for value in by_name["accepted_tokens_per_pos"].values),
+            drafted_by_position=tuple(drafted_by_position),
         )
     except KeyError as error:
         raise RuntimeError(f"vLLM reports no counter {_COUNTER}{error.args[0]}: acceptance is unknown") from error
@@ -54,6 +61,9 @@ def acceptance_between(before: AcceptanceCounters, after: AcceptanceCounters) ->
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
         accepted_by_position=positions,
+        drafted_by_position=tuple(
+            a - b for b, a in zip(before.drafted_by_position, after.drafted_by_position, strict=True)
+        ),
     )
     return _stats(delta)
 
@@ -66,16 +76,26 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
     """
     if not parts:
         raise ValueError("parts must hold at least one span, got none")
+    differ = len({len(part.accepted_by_position) for part in parts}) > 1
+    is_counted = differ or any(part.drafted_by_position for part in parts)
     return _stats(
         AcceptanceCounters(
             num_drafts=sum(part.num_drafts for part in parts),
             num_draft_tokens=sum(part.num_draft_tokens for part in parts),
             num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
-            accepted_by_position=tuple(
-                sum(column) for column in zip_longest(*(part.accepted_by_position for part in parts), fillvalue=0)
-            ),
+            accepted_by_position=_summed([part.accepted_by_position for part in parts]),
+            drafted_by_position=_summed([_drafted(part) for part in parts]) if is_counted else (),
         )
     )
+
+
+def _summed(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*counts, fillvalue=0))
+
+
+def _drafted(part: AcceptanceStats | AcceptanceCounters) -> tuple[int, ...]:
+    """Drafts that had a token i: all of them, where they were of one length."""
+    return part.drafted_by_position or (part.num_drafts,) * len(part.accepted_by_position)
 
 
 def sampling_deviation(stats: AcceptanceStats) -> float:
@@ -94,7 +114,10 @@ def sampling_deviation(stats: AcceptanceStats) -> float:
 def _stats(delta: AcceptanceCounters) -> AcceptanceStats:
     drafts, proposed, accepted = delta.num_drafts, delta.num_draft_tokens, delta.num_accepted_tokens
     consistent = 0 <= accepted <= proposed and drafts >= 0 and sum(delta.accepted_by_position) == accepted
-    if not consistent or any(count > drafts for count in delta.accepted_by_position):
+    drafted = _drafted(delta)
+    possible = all(a <= d <= drafts for a, d in zip(delta.accepted_by_position, drafted, strict=True))
+    counted = not delta.drafted_by_position or sum(drafted) == proposed
+    if not (consistent and possible and counted):
         raise RuntimeError(f"acceptance counters contradict each other: {delta}")
     return AcceptanceStats(
         num_drafts=drafts,
@@ -103,5 +126,6 @@ def _stats(delta: AcceptanceCounters) -> AcceptanceStats:
         accepted_by_position=delta.accepted_by_position,
         mean_acceptance_length=1.0 + accepted / drafts if drafts else 1.0,
         acceptance_rate=accepted / proposed if proposed else 0.0,
-        rate_by_position=tuple(count / drafts if drafts else 0.0 for count in delta.accepted_by_position),
+        rate_by_position=tuple(a / d if d else 0.0 for a, d in zip(delta.accepted_by_position, drafted, strict=True)),
+        drafted_by_position=delta.drafted_by_position,
     )

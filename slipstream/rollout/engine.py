@@ -9,9 +9,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.records import AcceptanceStats
+from slipstream.records import AcceptanceStats, AutopilotStep
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningTime:
+    """An engine's steps while `num_running` rollouts ran, those that computed a prompt left out."""
+
+    num_running: int
+    num_steps: int
+    num_tokens: int  # of all rollouts
+    elapsed_s: float
+
+    def plus(self, other: RunningTime) -> RunningTime:
+        """Both together; of one running batch."""
+        return RunningTime(
+            num_running=self.num_running,
+            num_steps=self.num_steps + other.num_steps,
+            num_tokens=self.num_tokens + other.num_tokens,
+            elapsed_s=self.elapsed_s + other.elapsed_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +40,8 @@ class GenerationResult:
     `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
     and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
     `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
-    engines that were lost and replaced since the call before.
+    engines that were lost and replaced since the call before. `running` are the engines' steps by running batch, and
+    `autopilot` is what decided whether to draft, None where nothing does.
     """
 
     groups: tuple[RolloutGroup, ...]
@@ -29,6 +49,8 @@ class GenerationResult:
     generation_s: float
     num_engine_restarts: int = 0
     engine_idle_fraction: float = 0.0
+    running: tuple[RunningTime, ...] = ()
+    autopilot: AutopilotStep | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +61,7 @@ class Portion:
     acceptance: AcceptanceStats | None  # of all that it generated in the call, in unfinished groups too
     started_s: float  # on the engine's own clock
     ended_s: float
+    running: tuple[RunningTime, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

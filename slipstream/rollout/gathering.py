@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.dealing import Deal
-from slipstream.rollout.engine import GenerationResult, Portion
+from slipstream.rollout.engine import GenerationResult, Portion, RunningTime
 from slipstream.rollout.requests import GroupRequest
 
 H = TypeVar("H", bound=Hashable)
@@ -79,4 +79,13 @@ def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion
         acceptance=combine(known) if known else None,
         generation_s=generation_s,
         engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
+        running=_running(parts),
     )
+
+
+def _running(parts: Sequence[Portion]) -> tuple[RunningTime, ...]:
+    """The engines' steps by the running batch of the engine that made them."""
+    found: dict[int, RunningTime] = {}
+    for time in (time for part in parts for time in part.running):
+        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
+    return tuple(found[num] for num in sorted(found))

@@ -5,7 +5,6 @@ One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.w
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -14,13 +13,16 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.imports import uncollected
+from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn, weight_totals
-from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, read_counters
+from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Portion, Trace
 from slipstream.rollout.requests import GroupRequest, group_requests
+from slipstream.rollout.vllm_arguments import device_arguments, stop_token_ids
+from slipstream.rollout.vllm_drafting import Drafting
 from slipstream.rollout.vllm_groups import GroupsUnderWay
 from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -71,9 +73,8 @@ class VllmEngine:
 
             from slipstream.refit.engine_transfer import BACKEND
 
-        self._speculates = speculative_config is not None
         self._has_draft = speculative_config is not None and "model" in speculative_config
-        self._stop_token_ids = _stop_token_ids(policy)
+        self._stop_token_ids = stop_token_ids(policy)
         self._llm = LLM(
             str(policy),
             dtype=config.dtype.value,
@@ -89,9 +90,10 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=_PROBE,
             seed=0,  # of what no rollout sees: each has a seed of its own
-            **_device_arguments(config),
+            **device_arguments(config),
         )
         self._check_sampler()
+        self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._max_model_len = config.max_model_len
         self._is_draft_updating = False
         self._num_traced = 0
@@ -119,6 +121,7 @@ class VllmEngine:
         """
         if is_first:
             self._groups.drop()
+            self._groups.take_running()
         self._check_lengths([request.prompt for request in requests], sampling)
         params = self._params(sampling)
         before = self._counters()
@@ -137,7 +140,24 @@ class VllmEngine:
         ended_s = time.perf_counter()
         after = self._counters()
         acceptance = None if before is None or after is None else acceptance_between(before, after)
-        return Portion(groups=tuple(done), acceptance=acceptance, started_s=started_s, ended_s=ended_s)
+        return Portion(
+            groups=tuple(done),
+            acceptance=acceptance,
+            started_s=started_s,
+            ended_s=ended_s,
+            running=self._groups.take_running(),
+        )
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        """Draft by another table from the next generation on; only an engine that started with one can.
+
+        Raises:
+            ConfigError: the engine does not speculate, or started without a table.
+        """
+        self._groups.drop()
+        require(self._drafting is not None, "draft.length", "needs an engine that speculates", None)
+        assert self._drafting is not None
+        self._drafting.draft_by(schedule)
 
     def _group(self, request: GroupRequest, outputs: Sequence[Any]) -> RolloutGroup:
         rollouts = tuple(self._rollout(output, request.prompt) for output in outputs)
@@ -346,7 +366,11 @@ class VllmEngine:
 
     def _counters(self) -> AcceptanceCounters | None:
         """The engine's counters, None without a draft."""
-        return read_counters(self._llm.get_metrics()) if self._speculates else None
+        return None if self._drafting is None else self._drafting.counters()
+
+    @property
+    def _speculates(self) -> bool:
+        return self._drafting is not None
 
     def _rollout(self, output: Any, prompt: Prompt) -> Rollout:
         completion = output.outputs[0]
@@ -362,32 +386,8 @@ class VllmEngine:
         )
 
 
-def _device_arguments(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's arguments for the device."""
-    if config.kv_cache_gib is None:
-        return {"gpu_memory_utilization": config.gpu_memory_utilization}
-    return {
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
-        # a CPU's generator has none, and the engine would end there.
-        "enable_chunked_prefill": False,
-    }
-
-
 def _seeded(params: Any, seed: int) -> Any:
     """vLLM's sampling parameters of one rollout."""
     own = params.clone()
     own.seed = seed
     return own
-
-
-def _stop_token_ids(policy: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens of config.json and, where there is one, generation_config.json."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = policy / name
-        if path.is_file():
-            eos = json.loads(path.read_text()).get("eos_token_id")
-            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    require(bool(ids), "policy.model", "must name an eos_token_id in its config.json", str(policy))
-    return tuple(sorted(ids))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.rollout.engine import RunningTime
 from slipstream.rollout.requests import GroupRequest
 
 
@@ -32,6 +34,8 @@ class GroupsUnderWay:
         self._max_num_seqs = max_num_seqs
         self._num_started = 0
         self._places: dict[str, tuple[_Group, int]] = {}  # unfinished rollouts by vLLM's name for them
+        self._lengths: dict[str, int] = {}  # their tokens so far
+        self._running: dict[int, RunningTime] = {}
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
         """Add a group's rollouts.
@@ -45,19 +49,43 @@ class GroupsUnderWay:
             name = f"rollout-{self._num_started}"
             self._num_started += 1
             self._places[name] = (group, sample)
+            self._lengths[name] = 0
             self._engine.add_request(name, prompt, params(seed))
 
     def step(self) -> list[tuple[GroupRequest, Sequence[Any]]]:
         """One step of the engine: the groups that it completed, each with vLLM's outputs in the order of its seeds."""
+        started_s = time.perf_counter()
+        outputs = self._engine.step()
+        self._note(outputs, time.perf_counter() - started_s)
         done = []
-        for output in self._engine.step():
+        for output in outputs:
             if not output.finished:
                 continue
+            del self._lengths[output.request_id]
             group, sample = self._places.pop(output.request_id)
             group.outputs[sample] = output
             if group.is_done:
                 done.append((group.request, [group.outputs[i] for i in range(len(group.request.seeds))]))
         return done
+
+    def take_running(self) -> tuple[RunningTime, ...]:
+        """The steps since the last call of this, by running batch."""
+        taken = tuple(self._running[num] for num in sorted(self._running))
+        self._running.clear()
+        return taken
+
+    def _note(self, outputs: Sequence[Any], elapsed_s: float) -> None:
+        """Count a step to its running batch, unless a rollout got its first tokens in it."""
+        num_tokens, is_prefill = 0, False
+        for output in outputs:
+            before, length = self._lengths[output.request_id], len(output.outputs[0].token_ids)
+            num_tokens += length - before
+            is_prefill |= before == 0
+            self._lengths[output.request_id] = length
+        if num_tokens and not is_prefill:
+            step = RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
+            known = self._running.get(step.num_running)
+            self._running[step.num_running] = step if known is None else known.plus(step)
 
     def is_empty(self) -> bool:
         """Whether all groups are done."""
@@ -73,3 +101,4 @@ class GroupsUnderWay:
         if self._places:
             self._engine.abort_request(list(self._places))
             self._places.clear()
+            self._lengths.clear()

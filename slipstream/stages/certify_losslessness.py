@@ -9,16 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.schedule import DraftLength
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import CertificateRecord, TuningRecord, read_record, write_record
+from slipstream.records import CertificateRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
-from slipstream.stages.support import draft_weights, recipe_engine, settled, tracked, versions
+from slipstream.stages.support import draft_length, draft_weights, recipe_engine, settled, tracked, versions
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
@@ -26,21 +27,25 @@ from slipstream.workers.session import connect
 logger = logging.getLogger(__name__)
 
 _NODE = "certify_losslessness"
+_NO_DRAFT = DraftLength(num_speculative_tokens=0)
 
 
 class LosslessnessError(RuntimeError):
     """The certificate of a run does not say that its speculation is lossless."""
 
 
-def tuned_length(recipe: Recipe, tuning: Path) -> int:
-    """The draft length to certify: the chosen one, or the largest tried where speculation lost."""
-    return read_record(TuningRecord, tuning / "tuning.json").chosen_k or max(recipe.tuning.candidate_ks)
+def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
+    """The draft length to certify: the trained arm's, or the largest tried where speculation lost."""
+    length = draft_length(recipe, tuning)
+    return (
+        length if length.num_speculative_tokens else DraftLength(num_speculative_tokens=max(recipe.tuning.candidate_ks))
+    )
 
 
 def certify_losslessness(
-    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, k: int
+    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, length: DraftLength
 ) -> Path:
-    """Certify speculation of k tokens with `draft` for the policy in `trained`; a directory with certificate.json.
+    """Certify speculation by `length` with `draft` for the policy in `trained`; a directory with certificate.json.
 
     The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
     covers the refit.
@@ -57,11 +62,11 @@ def certify_losslessness(
     prompts = read_prompt_sets(data).train
     started_s = time.perf_counter()
     connect()
-    with tracked(context, recipe, _NODE, {"k": str(k)}) as tracker:
+    with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
         # The engines must not share their randomness.
-        speculative = _drawn(recipe, policy, trained, draft, k, prompts, seed=recipe.losslessness.seed)
+        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=recipe.losslessness.seed)
         seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
-        baseline = _drawn(recipe, trained, trained, draft, 0, prompts, seed=seed)
+        baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         num_responses = len(speculative.traces) + len(baseline.traces)
         logger.info("certify_losslessness: the learner judges %d responses", num_responses)
         with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
@@ -73,7 +78,8 @@ def certify_losslessness(
                 config=recipe.losslessness,
                 sampling=recipe.sampling,
                 subject=Subject(
-                    num_speculative_tokens=k,
+                    num_speculative_tokens=length.num_speculative_tokens,
+                    schedule=length.schedule,
                     policy_fingerprint=directory_fingerprint(trained),
                     draft_fingerprint="" if weights is None else directory_fingerprint(weights),
                     versions=versions(),
@@ -90,13 +96,20 @@ def certify_losslessness(
 
 
 def _drawn(
-    recipe: Recipe, start: Path, trained: Path, draft: Path, k: int, prompts: Sequence[Prompt], *, seed: int
+    recipe: Recipe,
+    start: Path,
+    trained: Path,
+    draft: Path,
+    length: DraftLength,
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
 ) -> Sample:
-    """What an engine with k draft tokens, started with one policy and refitted to the trained one, says."""
+    """What an engine with drafts of that length, started with one policy and refitted to the trained one, says."""
     config = recipe.losslessness
     with (
-        recipe_engine(recipe, start, draft, k) as engine,
-        progress(f"{_NODE} k={k}", total=config.num_tokens, unit="token") as bar,
+        recipe_engine(recipe, start, draft, length.num_speculative_tokens, schedule=length.schedule) as engine,
+        progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
         engine.refit(trained, policy_version=recipe.grpo.num_steps)
         sample = draw(
@@ -108,13 +121,16 @@ def _drawn(
             seed=seed,
             on_drawn=bar.advance,
         )
-    logger.info("certify_losslessness: k=%d drew %d tokens", k, sample.num_tokens)
+    logger.info("certify_losslessness: k=%s drew %d tokens", length.label, sample.num_tokens)
     return sample
 
 
 def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:
     """Certify `draft` for a policy that was not trained; the execution's run ends with it."""
-    directory = certify_losslessness(context, recipe, policy=policy, trained=policy, data=data, draft=draft, k=k)
+    length = DraftLength(num_speculative_tokens=k)
+    directory = certify_losslessness(
+        context, recipe, policy=policy, trained=policy, data=data, draft=draft, length=length
+    )
     end_execution(context, recipe, read_record(CertificateRecord, directory / "certificate.json"))
     return directory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from slipstream.drafts.schedule import DraftLength
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, DriftRecord, RunRecord
@@ -15,6 +16,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.origin import execution_url
 from slipstream.stages.support import execution_run
 from slipstream.tracking import RunStatus, Tracker, spent
+from slipstream.types import Arm
 
 NOTE = "mlflow.note.content"
 """Tag that MLflow shows as a run's description, in Markdown."""
@@ -54,17 +56,25 @@ def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> No
     cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
     metrics = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
     tracker.log(metrics)
-    k = int(metrics["result/num_speculative_tokens"])
+    k = _length(record)
     tracker.log_params({"k": k})
     tracker.set_tags(
         {
-            "k": str(k),
+            "k": k,
             "losslessness": record.certificate.verdict,
             HARDWARE_TAG: hardware(record),
             **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
             NOTE: description(record, execution_url=execution_url()),
         }
     )
+
+
+def _length(record: RunRecord) -> str:
+    """What the speculative arm drafted with: a k, or `by_batch`."""
+    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
+    if arm is None:
+        return "0"
+    return DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule).label
 
 
 def _status(certificate: CertificateRecord) -> RunStatus:

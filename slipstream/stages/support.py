@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
-from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, speculative_config
+from slipstream.drafts.schedule import DraftLength, constant, length_of
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
-from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
+from slipstream.records import (
+    LayoutRecord,
+    NumericsRecord,
+    ScheduleEntry,
+    TuningRecord,
+    read_record,
+    write_record,
+)
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.stages.origin import origin_tags
@@ -173,11 +181,26 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 
 
 @contextmanager
-def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
-    """An engine with k draft tokens; everything but speculation is the same for every k."""
-    speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k) if k else None
+def recipe_engine(
+    recipe: Recipe, policy: Path, draft: Path, k: int, *, schedule: Sequence[ScheduleEntry] = ()
+) -> Iterator[RemoteEngine]:
+    """An engine with k draft tokens, the most of a schedule; all but speculation is the same for every k."""
+    weights = draft_weights(recipe.draft, draft)
+    speculative = speculative_config(recipe.draft, weights, k, schedule=schedule) if k else None
     with start_engine(policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout) as engine:
         yield engine
+
+
+def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
+    """What the speculative arm drafts by: the tuned length, as the recipe's rule has it.
+
+    An engine that the autopilot may stop from drafting is told from the start that its length changes.
+    """
+    record = read_record(TuningRecord, tuning / "tuning.json")
+    length = length_of(record, by_batch=recipe.draft.length is DraftLengthRule.BY_BATCH)
+    if recipe.draft.autopilot.enabled and length.num_speculative_tokens and not length.schedule:
+        return replace(length, schedule=constant(length.num_speculative_tokens))
+    return length
 
 
 def policy_needs(recipe: Recipe) -> Needs:

@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.schedule import DraftLength, described
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import DraftRecord, TuningRecord, read_record, write_record
+from slipstream.records import DraftRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import (
     decode,
     draft_init,
+    draft_length,
     draft_weights,
     recipe_engine,
     settled,
@@ -41,9 +43,10 @@ def train_grpo(
         return done
     recipe = settled(context, recipe)
     directory = context.directory(node)
-    chosen_k = read_record(TuningRecord, tuning / "tuning.json").chosen_k if arm is Arm.SPECULATIVE else 0
-    logger.info("%s: k=%d, %d steps; learner and engine start first", node, chosen_k, recipe.grpo.num_steps)
-    labels = arm_labels(recipe, arm, chosen_k)
+    length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
+    k = length.num_speculative_tokens
+    logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
+    labels = arm_labels(recipe, arm, length)
     connect()
     with tracked(
         context,
@@ -51,12 +54,12 @@ def train_grpo(
         node,
         labels,
         name=f"{context.execution} {arm.value}",
-        params={**parameters(recipe), **labels},
+        params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
         record = train(
             recipe,
-            arm_plan(recipe, arm, policy=policy, draft=draft, k=chosen_k),
+            arm_plan(recipe, arm, policy=policy, draft=draft, length=length),
             policy=policy,
             prompts=read_prompt_sets(data).train,
             decode=decode(tokenizer(policy)),
@@ -68,25 +71,29 @@ def train_grpo(
     return directory
 
 
-def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, k: int, label: str = "") -> ArmPlan:
-    """How an arm is trained that drafts `k` tokens.
+def arm_plan(
+    recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = ""
+) -> ArmPlan:
+    """How an arm is trained that drafts by `length`.
 
     Args:
-        draft: what `pretrain_draft` made; nothing reads it where k is 0.
+        draft: what `pretrain_draft` made; nothing reads it where nothing is drafted.
         label: see `ArmPlan`.
     """
+    k = length.num_speculative_tokens
     return ArmPlan(
         arm=arm,
         num_speculative_tokens=k,
+        schedule=length.schedule,
         draft=draft_weights(recipe.draft, draft) if k else None,
         draft_length=known_length(draft, k) if k else None,
-        start_engine=partial(recipe_engine, recipe, policy, draft, k),
+        start_engine=partial(recipe_engine, recipe, policy, draft, k, schedule=length.schedule),
         label=label,
     )
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that somebody brought."""
+    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that was not measured."""
     file = draft / "draft.json"
     if not file.is_file():
         return None
@@ -96,7 +103,13 @@ def known_length(draft: Path, k: int) -> float | None:
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
-def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
+def _table(length: DraftLength) -> dict[str, str]:
+    """The draft length by running batch, as a parameter, where there is more than one."""
+    return {"k_by_batch": described(length.schedule)} if length.label == "by_batch" else {}
+
+
+def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
     """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
     drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
-    return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}
+    speculates = length.num_speculative_tokens > 0
+    return {"arm": arm.value, "k": length.label, **(drafts if speculates else dict.fromkeys(drafts, "none"))}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
+from slipstream.drafts.schedule import described
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import SweepPoint, write_record
@@ -41,9 +42,12 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
     connect()
     with tracked(context, recipe, _NODE) as tracker:
         timed: set[Worker] = set()
-        points = _sweep(recipe, policy=policy, data=data, draft=draft, timed=timed)
+        swept = _sweep(recipe, policy=policy, data=data, draft=draft, timed=timed)
         record = length.choose(
-            points, config=recipe.tuning, batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size
+            swept.points,
+            config=recipe.tuning,
+            batch=recipe.grpo.prompts_per_step * recipe.grpo.group_size,
+            rounds=swept.rounds,
         )
         figure = directory / "sweep.svg"
         figure.write_text(sweep_figure(record.points, record.chosen_k))
@@ -51,9 +55,16 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         record = replace(record, machine=machines(timed), versions=versions())
         tracker.log_artifact(write_record(record, directory / "tuning.json"))
         tracker.set_tags({"k": str(record.chosen_k)})
-        for point in points:
+        for point in swept.points:
             tracker.log({f"sweep/speedup_batch_{point.batch}": point.speedup}, point.k)
+        tracker.log({"sweep/schedule_gain": record.schedule_gain})
     logger.info("tune_draft_length: %s", record.reason)
+    logger.info(
+        "tune_draft_length: by running batch: %s; decoding takes 1/%.3f of what k=%d throughout takes",
+        described(record.schedule),
+        record.schedule_gain,
+        record.chosen_k,
+    )
     return directory
 
 
@@ -66,7 +77,7 @@ def first_speedup(points: Sequence[SweepPoint]) -> str:
     )
 
 
-def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> tuple[SweepPoint, ...]:
+def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[Worker]) -> length.Sweep:
     """`length.sweep`, followed by a bar; its points are logged, and the first speedup announced.
 
     Args:

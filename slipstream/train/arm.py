@@ -12,16 +12,17 @@ from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import ArmRecord, StepRecord
+from slipstream.records import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.autopilot import PilotedEngines
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock, metrics_of, step_line
-from slipstream.train.recovery import LastingEngines
+from slipstream.train.recovery import LastingEngines, ReplaceableEngines
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
@@ -43,6 +44,7 @@ class ArmPlan:
     draft: Path | None  # directory of the draft that the engines start with
     draft_length: float | None = None  # mean acceptance length that it is known to reach; None: not known
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
+    schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     label: str = ""  # what its progress is called; empty: the arm's name
 
     @property
@@ -85,7 +87,11 @@ def train(
         history = _with_restarts(run, engine)
         machine = machines(engine.engines)
     return ArmRecord(
-        arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=tuple(history), machine=machine
+        arm=plan.arm,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        steps=tuple(history),
+        schedule=plan.schedule,
+        machine=machine,
     )
 
 
@@ -156,7 +162,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             config=recipe.refit,
             probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
         )
-        lasting = LastingEngines(engine, gate, max_restarts=recipe.engine.max_restarts)
+        lasting = LastingEngines(_piloted(run, engine, history), gate, max_restarts=recipe.engine.max_restarts)
 
         def on_step(record: StepRecord) -> None:
             history.append(record)
@@ -191,6 +197,14 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
         run.turn.begin()
         learner.save_hf(run.directory / "policy", run.policy)
     return history
+
+
+def _piloted(run: _Run, engine: RemoteEngine, history: Sequence[StepRecord]) -> ReplaceableEngines:
+    """The engines, watched by the autopilot of speculation if the recipe has one and they speculate."""
+    config = run.recipe.draft.autopilot
+    if not run.plan.num_speculative_tokens or not config.enabled:
+        return engine
+    return PilotedEngines(engine, config=config, schedule=run.plan.schedule, history=history)
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[Sequence[int]], str]) -> RewardResult:

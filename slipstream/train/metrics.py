@@ -75,6 +75,7 @@ def step_record(
         engine_idle_fraction=result.engine_idle_fraction,
         has_logprob_pass=has_logprob_pass,
         draft_update=trained.draft,
+        autopilot=result.autopilot,
     )
 
 
@@ -111,6 +112,9 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["train/entropy"] = record.train.entropy
     if record.refit.probe_difference is not None:
         metrics["refit/probe_difference"] = record.refit.probe_difference
+    if record.autopilot is not None:
+        metrics["spec/autopilot_speculates"] = float(record.autopilot.speculates)
+        metrics["spec/autopilot_probes"] = float(record.autopilot.is_probe)
     if record.acceptance is not None:
         metrics["spec/mean_acceptance_length"] = record.acceptance.mean_acceptance_length
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
@@ -143,6 +147,8 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
 def step_line(record: StepRecord, num_steps: int) -> str:
     """A step in words, for the log."""
     acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
+    if record.autopilot is not None and not record.autopilot.speculates:
+        acceptance = ", not drafted"
     tokens_per_s = record.num_response_tokens / record.times.generation_s
     draft = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     return (

@@ -13,7 +13,9 @@ from typing import Any
 
 import ray
 
+from slipstream.drafts.methods import SCHEDULE
 from slipstream.placement.config import Layout
+from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
@@ -116,6 +118,10 @@ class RemoteEngine:
         result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
         self._lengths.note(result.groups)
         return result
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        """See `VllmEngine.draft_by`; all engines."""
+        self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
@@ -251,6 +257,8 @@ def start_engine(
             engine = _new_engine(policy, config, speculative_config, layout)
         else:
             engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
+            if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
+                engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
         yield engine
     except BaseException:
         if engine is not None:
@@ -295,6 +303,10 @@ def _new_engine(
         start=replacement,
         max_num_seqs=config.max_num_seqs,
     )
+
+
+def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
+    return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
 
 
 def _draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.drafts.schedule import DraftLength
 from slipstream.recipe import load_recipe, parameters
 from slipstream.records import DriftRecord, write_record
 from slipstream.report.page import write_report
@@ -69,7 +70,8 @@ def log_execution(root: Path, name: str, seed: int, uri: str | None = None) -> N
     context, path = start_run("tiny", workload=None, root=root, execution=name, overrides=overrides)
     recipe = load_recipe(str(path))
     for record in RECORD.arms:
-        labels = arm_labels(recipe, record.arm, record.num_speculative_tokens)
+        length = DraftLength(num_speculative_tokens=record.num_speculative_tokens, schedule=record.schedule)
+        labels = arm_labels(recipe, record.arm, length)
         title, params = f"{name} {record.arm.value}", {**parameters(recipe), **labels}
         with tracked(context, recipe, f"train_grpo_{record.arm.value}", labels, name=title, params=params) as tracker:
             for step in record.steps:

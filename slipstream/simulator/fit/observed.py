@@ -106,6 +106,8 @@ def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, en
     arm = _arm(arms, Arm.SPECULATIVE)
     if arm is None or arm.num_speculative_tokens == 0:
         return None
+    if len({entry.num_speculative_tokens for entry in arm.schedule}) > 1:  # the simulator knows one k a rollout
+        return None
     k = arm.num_speculative_tokens
     at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)

@@ -12,7 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.length import TuningConfig, choose, num_generations, sweep
 from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
+from slipstream.rollout.engine import GenerationResult, RunningTime
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SAMPLING = SamplingConfig(max_response_tokens=8)
@@ -70,7 +70,7 @@ def _sweep(calls: list[tuple[int, int]], max_live_engines: int = 2) -> tuple[Swe
         yield TimedEngine(k, SECONDS, calls)
 
     config = replace(CONFIG, max_live_engines=max_live_engines)
-    return sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+    return sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
 
 
 def test_every_k_is_measured_in_turn_with_the_baseline() -> None:
@@ -129,7 +129,7 @@ def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
         yield Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, [])
 
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+    _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
     assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
 
 
@@ -180,7 +180,7 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
         engines.append(TimedEngine(k, SECONDS, []))
         yield engines[-1]
 
-    points = sweep(start, PROMPTS[:6], config=CONFIG, sampling=SAMPLING, seed=0, group_size=2)
+    points = sweep(start, PROMPTS[:6], config=CONFIG, sampling=SAMPLING, seed=0, group_size=2).points
     assert [p.batch for p in points[:2]] == [2, 8]
     warm_up, *measured = engines[1].asked  # k = 1
     assert warm_up == ["0", "1", "2", "3"]
@@ -219,7 +219,7 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
 
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend)
+    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend).points
     assert told == [point]  # the baseline's is known last
     assert point == SweepPoint(
         k=1,
@@ -278,7 +278,7 @@ def test_a_k_must_be_faster_than_the_least_speedup_and_not_only_as_fast() -> Non
     record = choose(points, config=replace(CONFIG, min_speedup=2.0), batch=2)
     assert record.chosen_k == 0
     assert record.reason == "k=0 wins at batch 2: no draft length is more than 2.00x as fast"
-    assert [entry.num_speculative_tokens for entry in record.schedule] == [0, 0]
+    assert [entry.num_speculative_tokens for entry in record.schedule] == [0]
 
 
 def test_k_0_is_chosen_and_said_when_speculation_loses() -> None:
@@ -287,18 +287,36 @@ def test_k_0_is_chosen_and_said_when_speculation_loses() -> None:
     assert "k=0 wins at batch 8" in record.reason
 
 
-def test_the_schedule_covers_every_batch_once() -> None:
-    schedule = choose(_sweep([]), config=CONFIG, batch=8).schedule
-    assert schedule == (
-        ScheduleEntry(batch_from=1, batch_to=5, num_speculative_tokens=3),
-        ScheduleEntry(batch_from=6, batch_to=8, num_speculative_tokens=0),
+def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -> None:
+    """k=1 is chosen for whole generations; the steps say that a rollout alone wants k=3."""
+    seconds = {0: 4.0, 1: 2.0, 3: 3.0}
+    steps = {0: (10, 10, 1.0), 1: (5, 10, 0.5), 3: (3, 10, 0.25)}
+
+    class SteppingEngine(TimedEngine):
+        def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
+            num_steps, num_tokens, elapsed_s = steps[self.k]
+            time = RunningTime(num_running=1, num_steps=num_steps, num_tokens=num_tokens, elapsed_s=elapsed_s)
+            return replace(super().generate(*args, **kwargs), running=(time,))
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, [])
+
+    config = replace(CONFIG, max_live_engines=3)
+    swept = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
+    assert len(swept.rounds) == 4  # two of each batch size
+    assert all(sorted(each) == [0, 1, 3] for each in swept.rounds)
+
+    record = choose(swept.points, config=config, batch=8, rounds=swept.rounds)
+    assert record.chosen_k == 1
+    assert record.schedule == (
+        ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=3),
+        ScheduleEntry(batch_from=2, batch_to=8, num_speculative_tokens=1),
     )
-
-
-def test_batches_whose_middle_is_no_whole_number_meet_below_it() -> None:
-    points = [replace(point, batch={2: 2, 8: 9}[point.batch]) for point in _sweep([])]
-    schedule = choose(points, config=replace(CONFIG, batch_sizes=(2, 9)), batch=2).schedule
-    assert [(entry.batch_from, entry.batch_to) for entry in schedule] == [(1, 5), (6, 9)]
+    assert record.schedule_gain == pytest.approx(2.0)
+    assert choose(
+        swept.points, config=replace(config, min_schedule_gain=2.1), batch=8, rounds=swept.rounds
+    ).schedule == (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=1),)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +334,7 @@ def test_batches_whose_middle_is_no_whole_number_meet_below_it() -> None:
         ({"max_live_engines": 1}, "tuning.max_live_engines must be >= 2, got 1"),
         ({"num_starting": 0}, "tuning.num_starting must be >= 1, got 0"),
         ({"min_speedup": 0.0}, "tuning.min_speedup must be > 0, got 0.0"),
+        ({"min_schedule_gain": 0.99}, "tuning.min_schedule_gain must be >= 1, got 0.99"),
     ],
 )
 def test_a_sweep_outside_its_bounds_is_refused(

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,11 @@ from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
-from slipstream.rollout.engine import GenerationResult
-from slipstream.stages import pretrain_draft, support, teaching
-from slipstream.types import Prompt
+from slipstream.records import ScheduleEntry, TuningRecord, write_record
+from slipstream.rollout.engine import GenerationResult, RunningTime
+from slipstream.stages import pretrain_draft, support, teaching, train_grpo
+from slipstream.train import arm
+from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import own_policy
@@ -142,15 +145,19 @@ def draft_cache(recipe: Recipe, _: Tools) -> bool:
 
 
 class TimedEngine:
-    """Takes a second with k=0, and 0.8 s with a draft."""
+    """Takes a second with k=0, and 0.8 s with a draft; a rollout alone gains a token 1.05 times as fast with k=3."""
 
     def __init__(self, k: int, calls: list[Any]) -> None:
         self.k, self.calls = k, calls
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int, **_: Any) -> GenerationResult:
         self.calls.append((self.k, len(prompts), group_size, seed))
+        alone = RunningTime(num_running=1, num_steps=1, num_tokens=1, elapsed_s=1.0 / 1.05 if self.k == 3 else 1.0)
         return GenerationResult(
-            groups=rollout_groups(prompts, group_size), acceptance=None, generation_s=0.8 if self.k else 1.0
+            groups=rollout_groups(prompts, group_size),
+            acceptance=None,
+            generation_s=0.8 if self.k else 1.0,
+            running=(alone,),
         )
 
 
@@ -165,11 +172,61 @@ def tuning(recipe: Recipe, tools: Tools) -> object:
     def start(k: int) -> Iterator[Any]:
         yield TimedEngine(k, calls)
 
-    points = length.sweep(
+    swept = length.sweep(
         start, PROMPTS, config=recipe.tuning, sampling=recipe.sampling, seed=0, group_size=recipe.grpo.group_size
     )
     tools.patch.setattr(length, "ThreadPoolExecutor", real)
-    return calls, workers, length.choose(points, config=recipe.tuning, batch=8).chosen_k
+    record = length.choose(swept.points, config=recipe.tuning, batch=8, rounds=swept.rounds)
+    return calls, workers, record.chosen_k, record.schedule
+
+
+TABLE = tuple(
+    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 4, 3), (5, 8, 1))
+)
+
+
+def arm_plan(recipe: Recipe, tools: Tools) -> object:
+    """What the speculative arm drafts by, and what its engine starts with."""
+    plans: list[Any] = []
+    record = TuningRecord(chosen_k=1, reason="told so", points=(), schedule=TABLE)
+    write_record(record, tools.directory / "tuning.json")
+
+    def train(recipe: Recipe, plan: Any, **_: Any) -> Any:
+        plans.append(plan)
+        raise ConfigError("planned")
+
+    for name in ("connect", "accelerators", "decode", "tokenizer", "parameters"):
+        tools.patch.setattr(train_grpo, name, lambda *_: {})
+    tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(SimpleNamespace(log=None)))
+    tools.patch.setattr(train_grpo, "train", train)
+    context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
+    here = tools.directory
+    with suppress(ConfigError):
+        train_grpo.train_grpo(context, recipe, Arm.SPECULATIVE, policy=here, data=here, draft=here, tuning=here)
+    (plan,) = plans
+    return plan.num_speculative_tokens, plan.schedule, plan.start_engine.keywords
+
+
+def flight(recipe: Recipe, _: Tools) -> object:
+    """How the engines of an arm are told to draft, step by step, where drafting costs 4 % more than not."""
+    told: list[Any] = []
+
+    class Engines(NotedEngine):
+        def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+            told.append(schedule)
+
+        def generate(self, prompts: Sequence[Prompt], **settings: Any) -> GenerationResult:
+            drafts = not told or told[-1] == TABLE
+            return replace(super().generate(prompts, **settings), generation_s=1.04 if drafts else 1.0)
+
+    plan = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
+    run: Any = SimpleNamespace(recipe=recipe, plan=plan)
+    engines: Any = Engines()
+    piloted = arm._piloted(run, engines, [])
+    for step in range(24):
+        piloted.generate(PROMPTS[:1], sampling=recipe.sampling, group_size=2, seed=step)
+    return [schedule == TABLE for schedule in told]
 
 
 def told_vllm(recipe: Recipe, tools: Tools) -> object:
@@ -185,6 +242,7 @@ def small_draft(recipe: Recipe, tools: Tools) -> object:
     return recipe.draft.trains, scratch_model(recipe.draft, tools.directory)
 
 
+AUTOPILOT = {"draft.autopilot.enabled": True}
 FOUR_LAYERS = {"policy.scratch.num_layers": 4}
 NGRAM = {"draft.method": "ngram"}
 SUFFIX = {"draft.method": "suffix"}
@@ -233,4 +291,10 @@ CHECKS = {
     "tuning.max_live_engines": Check(3, tuning),
     "tuning.num_starting": Check(3, tuning),
     "tuning.min_speedup": Check(1.5, tuning),
+    "tuning.min_schedule_gain": Check(1.06, tuning),
+    "draft.length": Check("by_batch", arm_plan),
+    "draft.autopilot.enabled": Check(True, flight),
+    "draft.autopilot.patience_steps": Check(2, flight, AUTOPILOT),
+    "draft.autopilot.probe_every_steps": Check(3, flight, AUTOPILOT),
+    "draft.autopilot.margin": Check(0.01, flight, AUTOPILOT),
 }

@@ -58,7 +58,7 @@ def test_spans_with_drafts_of_different_lengths_combine() -> None:
     two = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(2, 4, 3, 2, 1))
     both = combine([one, two])
     assert (both.num_drafts, both.num_accepted_tokens, both.accepted_by_position) == (4, 4, (3, 1))
-    assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.25))
+    assert (both.mean_acceptance_length, both.rate_by_position) == (2.0, (0.75, 0.5))  # two had a second token
 
 
 def test_a_span_without_drafts_has_acceptance_length_one() -> None:
@@ -114,3 +114,47 @@ def test_a_counter_that_vllm_does_not_report_is_an_error_and_no_zero(missing: st
     with pytest.raises(RuntimeError) as caught:
         read_counters([metric for metric in METRICS if metric.name != name])
     assert str(caught.value) == f"vLLM reports no counter {name}: acceptance is unknown"
+
+
+def _drafted(drafts: int, accepted: tuple[int, ...], drafted: tuple[int, ...]) -> AcceptanceCounters:
+    return AcceptanceCounters(
+        num_drafts=drafts,
+        num_draft_tokens=sum(drafted),
+        num_accepted_tokens=sum(accepted),
+        accepted_by_position=accepted,
+        drafted_by_position=drafted,
+    )
+
+
+def test_a_positions_rate_is_over_the_drafts_that_had_a_token_there() -> None:
+    """10 drafts, 4 of them of 3 tokens and 6 of one: 9, 3 and 1 are accepted."""
+    stats = acceptance_between(_drafted(5, (4, 1, 0), (5, 1, 1)), _drafted(15, (13, 4, 1), (15, 5, 5)))
+    assert (stats.drafted_by_position, stats.num_draft_tokens) == ((10, 4, 4), 18)
+    assert stats.rate_by_position == (0.9, 0.75, 0.25)
+    assert stats.mean_acceptance_length == 1 + 13 / 10
+    assert stats.acceptance_rate == 13 / 18
+
+
+def test_a_position_that_no_draft_reached_has_rate_0() -> None:
+    stats = acceptance_between(_drafted(0, (0, 0), (0, 0)), _drafted(3, (2, 0), (3, 0)))
+    assert stats.rate_by_position == (2 / 3, 0.0)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        _drafted(3, (2, 2), (3, 1)),  # a second token accepted more often than drafted
+        _drafted(3, (2, 1), (4, 2)),  # more first tokens than drafts
+    ],
+)
+def test_counts_by_position_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
+    with pytest.raises(RuntimeError, match="contradict each other"):
+        acceptance_between(_drafted(0, (0, 0), (0, 0)), after)
+
+
+def test_drafts_of_counted_and_of_equal_lengths_combine() -> None:
+    counted = acceptance_between(_drafted(0, (0, 0), (0, 0)), _drafted(4, (3, 1), (4, 2)))
+    equal = acceptance_between(_counters(0, 0, 0, 0, 0), _counters(2, 4, 3, 2, 1))
+    both = combine([counted, equal])
+    assert (both.drafted_by_position, both.rate_by_position) == ((6, 4), (5 / 6, 2 / 4))
+    assert combine([equal, equal]).drafted_by_position == ()

@@ -27,9 +27,10 @@ class Scheduled:
         self.added.append((name, prompt, params))
 
     def step(self) -> list[Any]:
-        unfinished = [SimpleNamespace(request_id=name, finished=False) for name, _, _ in self.added[:1]]
+        tokens = [SimpleNamespace(token_ids=[7])]
+        unfinished = [SimpleNamespace(request_id=name, finished=False, outputs=tokens) for name, _, _ in self.added[:1]]
         return unfinished + [
-            SimpleNamespace(request_id=self.added[number][0], finished=True, number=number)
+            SimpleNamespace(request_id=self.added[number][0], finished=True, number=number, outputs=tokens)
             for number in self.steps.pop(0)
         ]
 
@@ -86,3 +87,48 @@ def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> 
     assert groups.is_empty()
     groups.start(request(1, 1, 2), lambda seed: seed)
     assert len({name for name, _, _ in engine.added}) == 4
+
+
+class Decoding:
+    """vLLM's engine as far as it is used; a step says how many tokens each rollout has after it, None if it is out."""
+
+    def __init__(self, *steps: tuple[int | None, ...], ends: int) -> None:
+        self.names: list[str] = []
+        self.steps = list(steps)
+        self.ends = ends
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.names.append(name)
+
+    def step(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                request_id=name, finished=length == self.ends, outputs=[SimpleNamespace(token_ids=[7] * length)]
+            )
+            for name, length in zip(self.names, self.steps.pop(0), strict=False)
+            if length is not None
+        ]
+
+
+def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_prompt() -> None:
+    engine = Decoding((1, 1), (3, 2), (4, 4), (5, None), ends=5)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1, 2), lambda seed: seed)
+    for _ in range(4):
+        groups.step()
+    running = groups.take_running()
+    # The prompts' step is left out; then 2 + 1 and 1 + 2 tokens of two rollouts, and one of one.
+    assert [(time.num_running, time.num_steps, time.num_tokens) for time in running] == [(1, 1, 1), (2, 2, 6)]
+    assert all(time.elapsed_s > 0 for time in running)
+    assert groups.take_running() == ()
+
+
+def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out() -> None:
+    engine = Decoding((1,), (2, 1), (3, 2), ends=9)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1), lambda seed: seed)
+    groups.step()
+    groups.start(request(1, 2), lambda seed: seed)
+    groups.step()
+    groups.step()
+    assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]

@@ -234,7 +234,7 @@ CASES = {
         handed_on=(_DELIVERED, "evaluation.json"),
     ),
     "certify_losslessness": Case(
-        seen={**_marks("policy", "data", "draft", "tuning"), "trained": "trained/policy", "k": LENGTH},
+        seen={**_marks("policy", "data", "draft", "tuning"), "trained": "trained/policy", "length": LENGTH},
         handed_on=(_CERTIFICATE, _DELIVERED),
     ),
     "certify_draft": Case(

@@ -1,0 +1,194 @@
+"""One draft length throughout, or one a running batch: engines in turn on a finished run's policy, round by round.
+
+`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0 steps
+take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and every
+fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.runs import FinishedRun, open_run
+from slipstream import logs
+from slipstream.config import ConfigError, require
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.length import TuningConfig, choose, sweep
+from slipstream.drafts.schedule import constant, described
+from slipstream.recipe import Recipe
+from slipstream.records import ScheduleEntry, TuningRecord
+from slipstream.rollout.acceptance import combine
+from slipstream.rollout.engine import GenerationResult
+from slipstream.stages.pretrain_draft import train_on
+from slipstream.stages.support import recipe_engine
+from slipstream.statistics import Estimate, bootstrap_ratio
+from slipstream.types import Prompt
+from slipstream.workers.engines import RemoteEngine
+from slipstream.workers.session import connect
+
+_SEED = 90_000  # of the comparison: no other one's draws
+_BY_BATCH, _SWITCHED_OFF = "by batch", "k=0 by switch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """An engine and the table that it is told before it generates; empty: it has one length for life."""
+
+    engine: RemoteEngine
+    table: tuple[ScheduleEntry, ...] = ()
+
+    def generate(self, recipe: Recipe, prompts: Sequence[Prompt], seed: int) -> GenerationResult:
+        if self.table:
+            self.engine.draft_by(self.table)
+        return self.engine.generate(
+            prompts, sampling=recipe.sampling, group_size=recipe.grpo.group_size, seed=seed
+        )
+
+
+def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
+    """A draft of the run's policy after so many steps; the run's own for none."""
+    if not num_steps:
+        return run.draft
+    if not (directory / "draft").is_dir():
+        shorter = replace(run.recipe.draft, num_steps=num_steps, num_prompts=256, warmup_steps=min(20, num_steps))
+        recipe = replace(run.recipe, draft=shorter, learner=replace(run.recipe.learner, num_kept_idle=0))
+        record = train_on(
+            read_prompt_sets(run.data).draft_in_domain,
+            recipe,
+            policy=run.policy,
+            directory=directory,
+            on_step=lambda step, loss: None,
+        )
+        print(f"draft of {num_steps} steps: held-out acceptance length {record.heldout_mean_acceptance_length:.2f}")
+    return directory / "draft"
+
+
+def tuned(recipe: Recipe, run: FinishedRun, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
+    """The best fixed k and the table, by the sweep."""
+    swept = sweep(
+        lambda k: recipe_engine(recipe, run.policy, draft, k),
+        prompts,
+        config=recipe.tuning,
+        sampling=recipe.sampling,
+        seed=recipe.grpo.seed,
+        group_size=recipe.grpo.group_size,
+    )
+    return choose(swept.points, config=recipe.tuning, batch=recipe.tuning.batch_sizes[-1], rounds=swept.rounds)
+
+
+def compare(
+    recipe: Recipe, run: FinishedRun, draft: Path, record: TuningRecord, prompts: Sequence[Prompt], num_rounds: int
+) -> dict[str, list[GenerationResult]]:
+    """Every fixed k, the table, and the table's engine switched to k=0: entry i of each is of one round."""
+    size = recipe.tuning.batch_sizes[-1] // recipe.grpo.group_size
+    longest = max(entry.num_speculative_tokens for entry in record.schedule)
+    with ExitStack() as stack:
+        contestants = {
+            f"k={k}": Contestant(engine=stack.enter_context(recipe_engine(recipe, run.policy, draft, k))) for k in recipe.tuning.candidate_ks
+        }
+        table = stack.enter_context(recipe_engine(recipe, run.policy, draft, longest, schedule=record.schedule))
+        contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)
+        contestants[_SWITCHED_OFF] = Contestant(engine=table, table=constant(0))
+        results: dict[str, list[GenerationResult]] = {name: [] for name in contestants}
+        names = list(contestants)
+        for number in range(num_rounds + 1):
+            batch = [prompts[(number * size + i) % len(prompts)] for i in range(size)]
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                results[name].append(contestants[name].generate(recipe, batch, _SEED + number))
+    return {name: made[1:] for name, made in results.items()}  # the first round warms up
+
+
+def show_tuned(record: TuningRecord) -> None:
+    """Print the sweep and the speedups at every running batch."""
+    print(f"sweep: {record.reason}")
+    for point in record.points:
+        print(f"  k={point.k} {point.speedup:.2f}x, AL {point.mean_acceptance_length:.2f}")
+    ks = sorted({point.k for point in record.running})
+    print("speedup over k=0 by running batch:", *(f"k={k}".rjust(6) for k in ks))
+    for start, end in sorted({(point.batch_from, point.batch_to) for point in record.running}):
+        here = {point.k: point for point in record.running if point.batch_from == start}
+        cells = (f"{here[k].speedup:6.2f}" if k in here else " " * 6 for k in ks)
+        print(f"  {start:3d} to {end:3d}, {here[0].num_steps if 0 in here else 0:5d} steps at k=0     ", *cells)
+    print(f"table: {described(record.schedule)}; expected {record.schedule_gain:.3f}x over k={record.chosen_k}")
+
+
+def show_compared(results: Mapping[str, Sequence[GenerationResult]]) -> None:
+    """Print medians, and the table beside every fixed k."""
+    table = [result.generation_s for result in results[_BY_BATCH]]
+    print(f"medians of {len(table)} rounds:   generation s   tokens/s     AL   time over by batch's (95 %)")
+    for name, made in results.items():
+        seconds = [result.generation_s for result in made]
+        rate = float(np.median([_num_tokens(result) / result.generation_s for result in made]))
+        known = [result.acceptance for result in made if result.acceptance is not None]
+        length = combine(known).mean_acceptance_length if known else 1.0
+        ratio = bootstrap_ratio(seconds, table, paired=True)
+        print(f"  {name:18} {float(np.median(seconds)):12.3f} {rate:12.0f} {length:8.2f}   {_interval(ratio)}")
+    fixed = {name: float(np.median([r.generation_s for r in made])) for name, made in results.items() if "=" in name}
+    fixed.pop(_SWITCHED_OFF)
+    best = min(fixed, key=lambda name: fixed[name])
+    gain = bootstrap_ratio([r.generation_s for r in results[best]], table, paired=True)
+    per_token = bootstrap_ratio(
+        [r.generation_s / _num_tokens(r) for r in results[best]],
+        [r.generation_s / _num_tokens(r) for r in results[_BY_BATCH]],
+        paired=True,
+    )
+    print(f"best fixed is {best}: by batch is {_interval(gain)} as fast, {_interval(per_token)} by generated token")
+
+
+def _num_tokens(result: GenerationResult) -> int:
+    return sum(len(rollout.token_ids) for group in result.groups for rollout in group.rollouts)
+
+
+def _interval(ratio: Estimate) -> str:
+    low, high = ratio.ci95 or (ratio.value, ratio.value)
+    return f"{ratio.value:.3f} ({low:.3f} to {high:.3f})"
+
+
+def main() -> int:
+    """Run the benchmark; status 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="benchmarks.draft_schedule")
+    parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
+    parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
+    parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
+    parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
+    parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
+    parser.add_argument("--sweep-rounds", type=int, default=6)
+    parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
+    options = parser.parse_args()
+    logs.configure()
+    try:
+        run = open_run(options.run)
+        require(options.batch % run.recipe.grpo.group_size == 0, "--batch", "must be whole groups", options.batch)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(run.described())
+    connect()
+    draft = weak_draft(run, options.draft_steps, options.draft or run.execution / f"draft-{options.draft_steps}")
+    engine = replace(run.recipe.engine, max_num_seqs=options.batch, kv_cache_gib=0.8, num_kept_idle=len(options.ks) + 1)
+    tuning = TuningConfig(
+        candidate_ks=tuple(options.ks),
+        batch_sizes=(options.batch,),
+        num_repeats=options.sweep_rounds,
+        max_live_engines=len(options.ks),
+        num_starting=2,
+    )
+    recipe = replace(run.recipe, engine=engine, tuning=tuning)
+    prompts = read_prompt_sets(run.data).train
+    half = len(prompts) // 2
+    record = tuned(recipe, run, draft, prompts[:half])
+    show_tuned(record)
+    if options.num_rounds:
+        show_compared(compare(recipe, run, draft, record, prompts[half:], options.num_rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

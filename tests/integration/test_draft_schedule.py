@@ -1,0 +1,126 @@
+"""The draft length by running batch in the real engine: obeyed, changed between generations, without a trace left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.schedule import constant
+from slipstream.records import ScheduleEntry
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import Dtype, Prompt
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(
+    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
+)
+SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=24)
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+GREEDY = replace(SAMPLING, temperature=0.0)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+TABLE = tuple(
+    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 4), (3, 16, 1))
+)
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_policy: Callable[[Path, int], Path],
+    make_draft: Callable[[Path, Path, int], Path],
+) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    policy = make_policy(root / "policy", 0)
+    return policy, make_draft(root / "draft", policy, 5)
+
+
+def tokens(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
+
+
+def drafted(result: GenerationResult) -> tuple[int, ...]:
+    assert result.acceptance is not None
+    return result.acceptance.drafted_by_position
+
+
+def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
+    models: tuple[Path, Path], ray_session: None
+) -> None:
+    from slipstream.workers.engines import start_engine
+
+    policy, draft = models
+    with start_engine(policy, config=ENGINE) as engine:
+        plain = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
+    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
+    with start_engine(policy, config=ENGINE, speculative_config=speculative) as engine:
+        many = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+        few = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
+        greedy = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
+        alone = engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=1, seed=3)
+        engine.draft_by(constant(0))
+        none = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
+        engine.draft_by(TABLE)
+        again = engine.generate(PROMPTS[:2], sampling=SAMPLING, group_size=1, seed=3)
+
+    first, second, *_ = drafted(many)
+    assert first > 10 * second  # only what is drafted once two are left is longer than 1
+    assert drafted(few)[3] > 0
+    assert few.acceptance is not None and few.acceptance.num_draft_tokens == sum(drafted(few))
+    assert [time.num_running for time in many.running][-1] == 16
+    assert sum(time.num_tokens for time in many.running) == sum(map(len, tokens(many))) - 16  # but the prompts' step
+    # Without drafts: no draft was verified, and nothing else is drawn.
+    assert none.acceptance is not None and none.acceptance.num_drafts == 0
+    assert tokens(none) == tokens(plain) == tokens(greedy)
+    # The draft's own cache has no hole: what comes after is as if nothing had been switched.
+    assert tokens(again) == tokens(alone)
+    assert again.acceptance == alone.acceptance
+
+
+def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
+    models: tuple[Path, Path], ray_session: None
+) -> None:
+    from slipstream.workers import engines
+
+    policy, draft = models
+    config = replace(ENGINE, num_kept_idle=1)
+    speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
+    with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
+        before = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
+        engine.draft_by(constant(0))
+    with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
+        after = engine.generate(PROMPTS[:1], sampling=SAMPLING, group_size=2, seed=1)
+        engine.close()
+    assert tokens(after) == tokens(before)
+    assert drafted(after) == drafted(before)
+
+
+def test_prompts_that_were_cached_without_drafts_are_drafted_for_as_any_other(
+    models: tuple[Path, Path], ray_session: None
+) -> None:
+    """Prompts of more than a block of the prefix cache: at length 0 the draft's cache is filled all the same."""
+    from slipstream.workers.engines import start_engine
+
+    policy, draft = models
+    config = replace(ENGINE, max_model_len=256)
+    prompts = tuple(
+        Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(200))), answer="")
+        for i in range(2)
+    )
+    speculative = speculative_config(DRAFT, draft, 4, schedule=constant(4))
+    with start_engine(policy, config=config, speculative_config=speculative) as engine:
+        engine.draft_by(constant(0))
+        engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=1)
+        engine.draft_by(constant(4))
+        cached = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
+        engine.refit(policy, policy_version=0)  # forgets what is cached
+        fresh = engine.generate(prompts, sampling=SAMPLING, group_size=2, seed=2)
+    assert cached.acceptance is not None and cached.acceptance.num_accepted_tokens > 0
+    assert tokens(cached) == tokens(fresh)
+    assert cached.acceptance == fresh.acceptance

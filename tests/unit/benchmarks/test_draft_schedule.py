@@ -1,0 +1,64 @@
+"""The benchmark of the draft length: who is told which table, and what is printed of handmade rounds."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.draft_schedule import Contestant, show_compared
+from slipstream.drafts.schedule import constant
+from slipstream.recipe import load_recipe
+from slipstream.rollout.engine import GenerationResult
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
+
+
+def result(seconds: float, num_tokens: int = 100) -> GenerationResult:
+    rollout = Rollout(
+        prompt_id="0",
+        token_ids=(7,) * num_tokens,
+        rollout_logprobs=(-1.0,) * num_tokens,
+        finish_reason=FinishReason.STOP,
+        policy_version=0,
+        draft_version=0,
+    )
+    groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout,)),)
+    return GenerationResult(groups=groups, acceptance=None, generation_s=seconds)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def draft_by(self, table: Any) -> None:
+        self.calls.append(table)
+
+    def generate(self, prompts: Any, **_: Any) -> GenerationResult:
+        self.calls.append("generate")
+        return result(1.0)
+
+
+def test_an_engine_with_a_table_is_told_it_before_each_generation_and_one_without_is_left_alone() -> None:
+    recipe = load_recipe("tiny")
+    with_table, fixed = Engine(), Engine()
+    Contestant(engine=cast(Any, with_table), table=constant(3)).generate(recipe, [PROMPT], 0)
+    Contestant(engine=cast(Any, fixed)).generate(recipe, [PROMPT], 0)
+    assert with_table.calls == [constant(3), "generate"]
+    assert fixed.calls == ["generate"]
+
+
+def test_the_table_is_compared_with_whichever_fixed_length_is_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    show_compared(
+        {
+            "k=0": [result(4.0)] * 3,
+            "k=1": [result(2.0)] * 3,
+            "k=3": [result(1.1)] * 3,
+            "by batch": [result(1.0)] * 3,
+            "k=0 by switch": [result(0.5)] * 3,  # no contestant
+        }
+    )
+    printed = capsys.readouterr().out
+    assert "best fixed is k=3: by batch is 1.100 (1.100 to 1.100) as fast, 1.100 (1.100 to 1.100) by generated token" in printed
+    assert "k=0                       4.000           25     1.00   4.000 (4.000 to 4.000)" in printed

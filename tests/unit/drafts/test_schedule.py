@@ -1,0 +1,139 @@
+"""The draft length by running batch, from steps whose times are given."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.drafts.schedule import (
+    DraftLength,
+    Round,
+    constant,
+    described,
+    expected_gain,
+    length_of,
+    running_points,
+    schedule,
+)
+from slipstream.records import ScheduleEntry, TuningRecord
+from slipstream.rollout.engine import RunningTime
+
+
+def time(num_running: int, *, steps: int, tokens: int, ms: float) -> RunningTime:
+    return RunningTime(num_running=num_running, num_steps=steps, num_tokens=tokens, elapsed_s=ms / 1e3)
+
+
+def entry(start: int, end: int, k: int) -> ScheduleEntry:
+    return ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k)
+
+
+# Two rollouts: 10 steps of 2 tokens without a draft, 4 steps with one of 2. Then one alone.
+ROUND: Round = {
+    0: (time(1, steps=10, tokens=10, ms=100), time(2, steps=10, tokens=20, ms=100)),
+    2: (time(1, steps=4, tokens=10, ms=50), time(2, steps=4, tokens=20, ms=125)),
+}
+
+
+def test_the_cost_of_a_k_is_the_time_in_which_every_running_rollout_gains_a_token() -> None:
+    points = running_points([ROUND], chosen_k=2, largest=2)
+    assert [(p.k, p.batch_from, p.batch_to) for p in points] == [(0, 1, 1), (2, 1, 1), (0, 2, 2), (2, 2, 2)]
+    # 10 tokens of a rollout in 100, 50, 100 and 125 ms.
+    assert [p.token_ms for p in points] == pytest.approx([10.0, 5.0, 10.0, 12.5])
+    assert [p.tokens_per_step for p in points] == [1.0, 2.5, 1.0, 2.5]
+    assert [p.speedup for p in points] == pytest.approx([1.0, 2.0, 1.0, 0.8])
+    assert [p.gain for p in points] == pytest.approx([0.5, 1.0, 1.25, 1.0])
+
+
+def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
+    times = tuple(time(num, steps=1, tokens=num, ms=num) for num in range(1, 13))
+    points = running_points([{0: times}], chosen_k=0, largest=12)
+    assert [(p.batch_from, p.batch_to) for p in points] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 12)]
+    # 9 + 10 + 11 + 12 ms for four tokens a rollout.
+    assert points[-1].token_ms == pytest.approx(42 / 4)
+    assert points[-1].num_steps == 4
+
+
+def test_a_k_that_is_clearly_faster_at_a_running_batch_takes_it_from_the_chosen_one() -> None:
+    points = running_points([ROUND], chosen_k=2, largest=2)
+    table = schedule(points, chosen_k=2, largest=2, min_gain=1.03)
+    assert table == (entry(1, 1, 2), entry(2, 2, 0))
+    # Of the chosen k's 175 ms, 125 become 100.
+    assert expected_gain(points, table, [ROUND], chosen_k=2) == pytest.approx(175 / 150)
+
+
+def test_a_gain_below_the_least_one_leaves_the_chosen_k_everywhere() -> None:
+    points = running_points([ROUND], chosen_k=2, largest=2)
+    table = schedule(points, chosen_k=2, largest=2, min_gain=1.26)
+    assert table == (entry(1, 2, 2),)
+    assert expected_gain(points, table, [ROUND], chosen_k=2) == 1.0
+
+
+def test_a_gain_that_a_round_denies_is_none() -> None:
+    slower: Round = {0: (time(2, steps=10, tokens=20, ms=150),), 2: (time(2, steps=4, tokens=20, ms=125),)}
+    points = running_points([ROUND, ROUND, slower], chosen_k=2, largest=2)
+    of_0 = next(point for point in points if (point.k, point.batch_from) == (0, 2))
+    assert of_0.gain == pytest.approx(1.25)  # the median of 1.25, 1.25 and 125 / 150
+    assert of_0.gain_p10 < 1.0
+    assert schedule(points, chosen_k=2, largest=2, min_gain=1.03) == (entry(1, 2, 2),)
+
+
+def test_a_k_that_never_met_the_chosen_one_is_compared_through_k_0() -> None:
+    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=50),)}
+    points = running_points([ROUND, other], chosen_k=2, largest=1)
+    # k=5 is 4 times as fast as k=0 in its round, k=2 twice in its own.
+    assert [point.gain for point in points if point.k == 5] == pytest.approx([2.0])
+    assert schedule(points, chosen_k=2, largest=1, min_gain=1.03) == (entry(1, 1, 5),)
+
+
+def test_without_rounds_the_table_is_the_chosen_k() -> None:
+    assert schedule((), chosen_k=3, largest=48, min_gain=1.03) == (entry(1, 48, 3),)
+    assert expected_gain((), constant(3), (), chosen_k=3) == 1.0
+
+
+@given(
+    largest=st.integers(1, 300),
+    chosen_k=st.sampled_from([0, 2, 7]),
+    costs=st.dictionaries(st.tuples(st.sampled_from([0, 2, 7]), st.integers(1, 300)), st.floats(0.1, 9.0)),
+)
+def test_a_table_covers_every_running_batch_once_whatever_was_measured(
+    largest: int, chosen_k: int, costs: dict[tuple[int, int], float]
+) -> None:
+    by_k = {
+        k: tuple(time(num, steps=1, tokens=num, ms=ms) for (of, num), ms in sorted(costs.items()) if of == k)
+        for k in (0, 2, 7)
+    }
+    points = running_points([by_k], chosen_k=chosen_k, largest=largest)
+    table = schedule(points, chosen_k=chosen_k, largest=largest, min_gain=1.0)
+    covered = [num for each in table for num in range(each.batch_from, each.batch_to + 1)]
+    assert covered == list(range(1, largest + 1))
+    assert all(a.num_speculative_tokens != b.num_speculative_tokens for a, b in pairwise(table))
+    assert expected_gain(points, table, [by_k], chosen_k=chosen_k) >= 1.0 - 1e-9
+
+
+def _record(*table: ScheduleEntry, chosen_k: int = 3) -> TuningRecord:
+    return TuningRecord(chosen_k=chosen_k, reason="told so", points=(), schedule=table)
+
+
+def test_a_table_of_one_k_is_the_best_fixed_k_and_no_table() -> None:
+    length = length_of(_record(entry(1, 48, 3)), by_batch=True)
+    assert length == DraftLength(num_speculative_tokens=3)
+    assert length.label == "3"
+
+
+def test_a_table_of_several_is_taken_only_where_it_is_asked_for() -> None:
+    record = _record(entry(1, 8, 7), entry(9, 48, 2))
+    length = length_of(record, by_batch=True)
+    assert length == DraftLength(num_speculative_tokens=7, schedule=record.schedule)
+    assert length.label == "by_batch"
+    assert length_of(record, by_batch=False) == DraftLength(num_speculative_tokens=3)
+
+
+def test_a_table_that_the_autopilot_needs_is_labelled_with_its_one_k() -> None:
+    assert DraftLength(num_speculative_tokens=5, schedule=constant(5)).label == "5"
+
+
+def test_a_table_is_described_range_by_range() -> None:
+    assert described((entry(1, 8, 7), entry(9, 48, 2))) == "1-8: 7, 9-48: 2"

@@ -1,0 +1,92 @@
+"""What the page says of the draft length by running batch, and of the autopilot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.records import ArmRecord, AutopilotStep, RunningPoint, RunRecord, ScheduleEntry
+from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
+from slipstream.report.page import render
+from slipstream.report.reference import read_reference
+from slipstream.types import Arm
+from tests.unit.report.handmade import RECORD
+
+TABLE = tuple(
+    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 5), (3, 4, 2))
+)
+
+
+def point(k: int, start: int, end: int, speedup: float) -> RunningPoint:
+    return RunningPoint(
+        k=k,
+        batch_from=start,
+        batch_to=end,
+        num_rounds=4,
+        num_steps=40,
+        token_ms=2.0,
+        tokens_per_step=1.5,
+        speedup=speedup,
+        gain=1.0,
+        gain_p10=1.0,
+    )
+
+
+POINTS = (point(2, 1, 2, 1.5), point(5, 1, 2, 2.0), point(2, 3, 4, 1.25))
+
+
+def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) -> RunRecord:
+    tuning = replace(RECORD.tuning, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
+
+    def arm(each: ArmRecord) -> ArmRecord:
+        if each.arm is not Arm.SPECULATIVE:
+            return each
+        template = each.steps[0]
+        steps = tuple(replace(template, step=i, autopilot=step) for i, step in enumerate(flown)) or each.steps
+        return replace(each, num_speculative_tokens=5, schedule=TABLE if arm_has_it else (), steps=steps)
+
+    return replace(RECORD, tuning=tuning, arms=tuple(map(arm, RECORD.arms)))
+
+
+def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> None:
+    table = running_table(record())
+    assert table.groups[0].columns == ("k = 2", "k = 5")
+    assert [(row.label, row.cells, row.kind) for row in table.rows] == [
+        ("1 to 2", ("1.50x", "2.00x", "k = 5"), "chosen"),
+        ("3 to 4", ("1.25x", "", "k = 2"), ""),
+    ]
+
+
+def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
+    assert schedule_text(record()) == (
+        "By running batch: 1-2: 5, 3-4: 2. By these times it decodes 1.10x as fast as k = 2 throughout. "
+        "The speculative arm drafted by it."
+    )
+    assert schedule_text(record(arm_has_it=False)).endswith("The arm drafted with one k all the same.")
+    constant = replace(RECORD, tuning=replace(RECORD.tuning, schedule=TABLE[1:], chosen_k=2))
+    assert schedule_text(constant) == "No running batch wants another draft length: k = 2 everywhere."
+
+
+def test_an_arm_that_drafts_by_the_running_batch_is_named_with_its_table() -> None:
+    lengths = [arm_length(arm) for arm in record().arms]
+    assert lengths == ["0", "by running batch (1-2: 5, 3-4: 2)"]
+
+
+def test_the_autopilots_turns_are_said_step_by_step() -> None:
+    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
+    off = AutopilotStep(speculates=False, is_probe=False, token_ms=1.0)
+    probe = replace(off, is_probe=True)
+    flown = (on, probe, replace(off, has_switched=True), off, replace(on, has_switched=True))
+    assert autopilot_text(record(flown=flown)) == (
+        "The autopilot had 3 of 5 steps generate without drafts, 1 steps were probes. "
+        "It turned at step 3 (off), step 5 (on again)."
+    )
+    assert autopilot_text(record(flown=(on, on))).endswith("It never turned speculation off.")
+    assert autopilot_text(RECORD) == ""
+
+
+def test_the_page_shows_the_table_and_the_autopilot() -> None:
+    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
+    page = render(record(flown=(on, on)), read_reference())
+    assert "k = by running batch (1-2: 5, 3-4: 2)" in page
+    assert "running batch" in page
+    assert "The autopilot had 0 of 2 steps" in page
