@@ -45,11 +45,10 @@ class Contestant:
     table: tuple[ScheduleEntry, ...] = ()
 
     def generate(self, recipe: Recipe, prompts: Sequence[Prompt], seed: int) -> GenerationResult:
+        """One generation by its table."""
         if self.table:
             self.engine.draft_by(self.table)
-        return self.engine.generate(
-            prompts, sampling=recipe.sampling, group_size=recipe.grpo.group_size, seed=seed
-        )
+        return self.engine.generate(prompts, sampling=recipe.sampling, group_size=recipe.grpo.group_size, seed=seed)
 
 
 def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
@@ -91,7 +90,8 @@ def compare(
     longest = max(entry.num_speculative_tokens for entry in record.schedule)
     with ExitStack() as stack:
         contestants = {
-            f"k={k}": Contestant(engine=stack.enter_context(recipe_engine(recipe, run.policy, draft, k))) for k in recipe.tuning.candidate_ks
+            f"k={k}": Contestant(engine=stack.enter_context(recipe_engine(recipe, run.policy, draft, k)))
+            for k in recipe.tuning.candidate_ks
         }
         table = stack.enter_context(recipe_engine(recipe, run.policy, draft, longest, schedule=record.schedule))
         contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)

@@ -74,7 +74,7 @@ def measure(run: FinishedRun, recipe: Recipe) -> None:
                 f"loss {record.losses[-1]:.3f}, held-out acceptance length {record.heldout_mean_acceptance_length:.2f} "
                 f"at k={recipe.draft.ttt_steps}, {record.elapsed_s:.0f} s with the policy's answers"
             )
-        points = length.sweep(
+        found = length.sweep(
             partial(recipe_engine, recipe, run.policy, draft),
             sets.train,
             config=recipe.tuning,
@@ -82,7 +82,7 @@ def measure(run: FinishedRun, recipe: Recipe) -> None:
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
         )
-    print(f"\n{recipe.draft.method.value}\n{table([_HEADER, *map(_row, points)])}", flush=True)
+    print(f"\n{recipe.draft.method.value}\n{table([_HEADER, *map(_row, found.points)])}", flush=True)
 
 
 _HEADER = ["k", "batch", "s", "speedup", "acceptance length", "tokens a response"]

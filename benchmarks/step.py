@@ -19,6 +19,7 @@ from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.support import decode, recipe_engine, tokenizer
 from slipstream.train.arm import score
+from slipstream.train.draft import FixedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.train.turns import Turn
@@ -110,7 +111,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 draft=run.draft if k else None,
                 config=recipe.refit,
             ),
-            draft_version=0 if k else None,
+            draft=FixedDraft(version=0 if k else None),
             on_step=on_step,
             start_clock=start_clock,
         ).run(start_step=0)

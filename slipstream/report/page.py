@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
-from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
+from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.drift_table import drift_table
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run

@@ -162,11 +162,24 @@ def _compared(
         _BASELINE: _Member(
             context=alone,
             recipe=base_recipe,
-            plan=arm_plan(base_recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=DraftLength(num_speculative_tokens=0)),
+            plan=arm_plan(
+                base_recipe,
+                Arm.AUTOREGRESSIVE,
+                policy=policy,
+                draft=policy,
+                length=DraftLength(num_speculative_tokens=0),
+            ),
         )
     }
     for each in group:
-        plan = arm_plan(each.recipe, Arm.SPECULATIVE, policy=policy, draft=each.draft, length=DraftLength(num_speculative_tokens=k), label=each.entrant.name)
+        plan = arm_plan(
+            each.recipe,
+            Arm.SPECULATIVE,
+            policy=policy,
+            draft=each.draft,
+            length=DraftLength(num_speculative_tokens=k),
+            label=each.entrant.name,
+        )
         members[each.entrant.name] = _Member(context=each.context, recipe=each.recipe, plan=plan)
     arms = _trained(members, policy=policy, prompts=read_prompt_sets(data).train)
     baseline = arms[_BASELINE]

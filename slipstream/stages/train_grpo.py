@@ -44,7 +44,6 @@ def train_grpo(
     recipe = settled(context, recipe)
     directory = context.directory(node)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
-    k = length.num_speculative_tokens
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
     labels = arm_labels(recipe, arm, length)
     connect()
@@ -71,9 +70,7 @@ def train_grpo(
     return directory
 
 
-def arm_plan(
-    recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = ""
-) -> ArmPlan:
+def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = "") -> ArmPlan:
     """How an arm is trained that drafts by `length`.
 
     Args:

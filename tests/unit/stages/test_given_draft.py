@@ -40,9 +40,7 @@ def _with(recipe: Recipe, given: Path, **values: Any) -> Recipe:
     return replace(recipe, draft=replace(recipe.draft, init=DraftInit.FROM_HUB, model=str(given), **values))
 
 
-def test_a_given_draft_without_steps_is_handed_on_unchanged(
-    models: tuple[Recipe, Path, Path], tmp_path: Path
-) -> None:
+def test_a_given_draft_without_steps_is_handed_on_unchanged(models: tuple[Recipe, Path, Path], tmp_path: Path) -> None:
     recipe, policy, given = models
     config = _with(recipe, given, num_steps=0).draft
     taken = stage._take_weights(config, policy, tmp_path / "taken", max_model_len=recipe.engine.max_model_len)
