@@ -75,6 +75,9 @@ _TRAINED = {
     "seed",
 }
 
+ONLINE_FIELDS = ("online", "online_learning_rate", "online_updates", "online_horizon_steps")
+"""What pretraining does not read."""
+
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
         weights=Weights.OWN,
@@ -89,6 +92,10 @@ TRAITS = {
                 "tokens_per_row",
                 "ttt_step_loss_decay",
                 "loss",
+                "loss_chunk_tokens",
+                "model",
+                "vocab_size",
+                *ONLINE_FIELDS,
                 "clip_grad",
             }
         ),
