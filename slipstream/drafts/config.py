@@ -140,6 +140,9 @@ class DraftConfig:
         self._check_given()
         rate = self.online_learning_rate
         require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
+        trains_online = TRAITS[self.method].trains_online
+        rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
+        require(trains_online or self.online is DraftOnline.OFF, "draft.online", rule, self.online.value, fix)
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
         require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.config import DraftConfig, DraftInit, DraftOnline
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package, speculative_config
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
@@ -112,3 +112,12 @@ def test_an_eagle3_draft_that_is_given_is_trained_further_unless_it_gets_no_step
     given = partial(Draft, init=DraftInit.FROM_HUB, model="somewhere")
     assert given().trains is Training.HIDDEN_STATES
     assert given(num_steps=0).trains is Training.NONE
+
+
+@pytest.mark.parametrize("method", [method for method in DraftMethod if not TRAITS[method].trains_online])
+def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
+    refusal: Callable[..., str], method: DraftMethod
+) -> None:
+    assert refusal(Draft, method=method, online=DraftOnline.ALWAYS) == (
+        f"draft.online must be off with draft.method {method.value}, got 'always'; nothing of it is trained during RL"
+    )

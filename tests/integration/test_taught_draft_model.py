@@ -1,0 +1,68 @@
+"""A small model taught on the real learner: resumed to the bit, and one that its policy's engine may load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.drafts.config import DraftConfig, DraftScratchConfig
+from slipstream.drafts.distill import distill
+from slipstream.drafts.draft_model import check_draft_model, num_parameters, scratch_model
+from slipstream.drafts.methods import DraftMethod
+from slipstream.drafts.pretrain import Responses
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.config import LearnerConfig
+from slipstream.workers.learners import RemoteLearner, start_learner
+
+pytestmark = pytest.mark.slow
+
+CONFIG = DraftConfig(
+    method=DraftMethod.DRAFT_MODEL,
+    scratch=DraftScratchConfig(hidden_size=32, num_layers=2, num_attention_heads=1, ffn_hidden_size=48),
+    num_steps=6,
+    tokens_per_step=32,
+    warmup_steps=2,
+    checkpoint_every_steps=2,
+    learning_rate=1e-2,
+)
+CHATS = tuple(tuple(4 + (start + 5 * step) % 50 for step in range(12)) for start in range(8))
+TRAIN = Responses(token_ids=CHATS, prompt_lengths=(3,) * len(CHATS))
+
+
+class Killed(RuntimeError):
+    """Where an attempt ends."""
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one_and_fits_its_policy(
+    tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None
+) -> None:
+    policy = make_policy(tmp_path / "policy", 0)
+    scratch, vocab_size, eos = scratch_model(CONFIG, policy)
+    optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
+
+    def teach(learner: RemoteLearner, name: str, *, end: int = CONFIG.num_steps) -> list[float]:
+        def on_step(step: int, loss: float) -> None:
+            if step == end:
+                raise Killed
+
+        learner.create(scratch, vocab_size, eos, optimizer)
+        return distill(learner, TRAIN, CONFIG, scratch, checkpoint=tmp_path / f"{name}-checkpoint", on_step=on_step)
+
+    with start_learner(LearnerConfig(num_threads=1)) as learner:
+        whole = teach(learner, "whole")
+        learner.save_hf(tmp_path / "whole", policy)
+        with pytest.raises(Killed):
+            teach(learner, "killed", end=4)
+        assert teach(learner, "killed") == whole
+        learner.save_hf(tmp_path / "resumed", policy)
+    assert whole[-1] < whole[0]
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed")]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    check_draft_model(policy, tmp_path / "resumed", max_model_len=256)
+    # A layer: 32 x (2*32 + 2*32 + 3*48), norms 2*32 + 2*32; two tables of 64 x 32; the final norm.
+    assert num_parameters(tmp_path / "resumed") == 2 * (32 * 272 + 128) + 2 * 64 * 32 + 32
