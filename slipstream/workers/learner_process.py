@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,13 +41,16 @@ if TYPE_CHECKING:
 Sequences = Sequence[Sequence[int]]
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
+IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
+"""A part of some chats: their indices in the whole, their tokens, and where each response begins."""
 _POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftChats:
-    """What the draft trains on; without `states` they are computed at each step."""
+    """This rank's share of what the draft trains on; without `states` they are computed at each step."""
 
+    places: Mapping[int, int]  # in what follows, by the index in the whole
     sequences: Sequences
     prompt_lengths: Sequence[int]
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
@@ -200,7 +203,6 @@ class LearnerProcess:
         a `train_step` without it to the last bit.
         """
         from slipstream.policy.capture import Capture
-        from slipstream.policy.collectives import summed_over_data_ranks
 
         draft, config = self._online
         capture, batch, num_ranks = Capture(config.aux_hidden_state_layer_ids), update.batch, self._config.parallel.data
@@ -220,7 +222,7 @@ class LearnerProcess:
             states,
             temperature=update.temperature,
             num_ranks=num_ranks,
-            sum_over_ranks=summed_over_data_ranks if num_ranks > 1 else None,
+            sum_over_ranks=self._sum_over_ranks,
         )
         elapsed_s = follow_s + time.perf_counter() - start
         return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online_updates, elapsed_s=elapsed_s))
@@ -302,50 +304,75 @@ class LearnerProcess:
         from slipstream.drafts.online import OnlineDraft
 
         own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
-        self._draft = OnlineDraft.of(own_draft, own_policy, config, num_threads=self._config.num_threads)
+        self._draft = OnlineDraft.of(
+            own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
+        )
         self._online_config = config
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """A fresh draft for the loaded policy; returns its number of trained parameters."""
+    def start_draft(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        given: Path | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """A fresh draft for the loaded policy, or the `given` one; returns its number of trained parameters.
+
+        Args:
+            token_ids: that a fresh draft knows; None: all.
+        """
         from slipstream.drafts.trainer import DraftTrainer
 
-        self._draft = DraftTrainer(here(policy, self._origin), config, num_threads=self._config.num_threads)
+        policy, num_threads, device = here(policy, self._origin), self._config.num_threads, self._loaded.device
+        if given is None:
+            self._draft = DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
+        else:
+            draft = here(given, self._origin)
+            self._draft = DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
         self._online_config = None
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
-        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache.
+    def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
+        """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
 
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
+        indices, sequences, prompt_lengths = part
         layer_ids = config.aux_hidden_state_layer_ids
-        num_bytes = sum(map(len, sequences)) * self._loaded.hidden_states_bytes_per_token(layer_ids)
-        fits = num_bytes <= config.states_cache_gib * 2**30
+        fits = self._loaded.hidden_states_bytes(sequences, layer_ids) <= config.states_cache_gib * 2**30
         states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
-        self._draft_chats = _DraftChats(sequences, prompt_lengths, states)
+        places = {index: place for place, index in enumerate(indices)}
+        self._draft_chats = _DraftChats(places, sequences, prompt_lengths, states)
         return fits
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
-        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss."""
+        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss.
+
+        Each data-parallel rank computes those that it holds, and the update is that of all of them.
+        """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        sequences = [chats.sequences[index] for index in indices]
+        mine = [chats.places[index] for index in indices if index in chats.places]
+        sequences = [chats.sequences[place] for place in mine]
         if chats.states is None:
             states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
         else:
-            states = [chats.states[index] for index in indices]
-        lengths = [chats.prompt_lengths[index] for index in indices]
-        return self._drafting.step(sequences, lengths, states, temperature=temperature)
+            states = [chats.states[place] for place in mine]
+        lengths = [chats.prompt_lengths[place] for place in mine]
+        return self._drafting.step(
+            sequences, lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
 
-    def evaluate_draft(
-        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
-    ) -> DraftProgress:
-        """Held-out acceptance of the draft."""
+    def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
+        """Held-out acceptance of the draft, over the shares of all ranks."""
+        sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
+        rates, length = self._drafting.evaluate(
+            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
@@ -389,6 +416,13 @@ class LearnerProcess:
     def _loaded(self) -> MegatronPolicy:
         assert self._policy is not None, "load or create comes first"
         return self._policy
+
+    @property
+    def _sum_over_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What adds up the parts of the data-parallel ranks; None for one that has everything."""
+        from slipstream.policy.collectives import summed_over_data_ranks
+
+        return summed_over_data_ranks if self._config.parallel.data > 1 else None
 
     @property
     def _drafting(self) -> DraftTrainer:

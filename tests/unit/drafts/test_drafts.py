@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Barrier
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,11 +16,12 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.config import ConfigError
+from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.checks import check_draft
-from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.drafts.eagle3 import _dense_mask
-from slipstream.drafts.trainer import DraftTrainer, pack_chats
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
+from slipstream.ragged import Ragged
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 
@@ -99,14 +101,6 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:
     check_draft(policy, draft, max_model_len=64)
     assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
-
-
-def test_the_speculative_config_samples_drafts_and_rejects_by_the_standard_rule() -> None:
-    config = speculative_config(DraftMethod.EAGLE3, Path("draft"), 3)
-    assert config["draft_sample_method"] == "probabilistic"
-    assert config["rejection_sample_method"] == "standard"
-    with pytest.raises(ConfigError, match="num_speculative_tokens must be >= 1, got 0"):
-        speculative_config(DraftMethod.EAGLE3, Path("draft"), 0)
 
 
 def _edit_config(draft: Path, **changes: object) -> None:
@@ -263,7 +257,8 @@ def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(po
         learner = LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16))
         learner.load(policy, None)
         learner.start_draft(policy, config)
-        assert learner.hold_draft_chats(CHATS, PROMPTS, config) is (gib > 0.0)
+        chats = Ragged.of(CHATS, np.int32)
+        assert learner.hold_draft_chats((range(2), chats, PROMPTS), config) is (gib > 0.0)
         losses.append([learner.draft_step(indices, config, 1.0) for indices in ([0, 1], [1], [0])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -15,12 +15,15 @@ import torch
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.drafts import length
+from slipstream.drafts import length, methods
+from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.online import OnlineDraft
+from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
+from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.rollout.engine import GenerationResult
-from slipstream.stages import pretrain_draft, support
+from slipstream.stages import pretrain_draft, support, teaching
 from slipstream.types import Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -93,6 +96,25 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
     return losses, rows, weights, config["eagle_aux_hidden_state_layer_ids"], trainer.evaluate(chats, [2] * 3, states)
 
 
+def head_calls(recipe: Recipe, tools: Tools) -> int:
+    """How often the draft's output head is asked in one update: once a chunk and pass."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
+    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
+    calls: list[None] = []
+    trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
+    trainer.step([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))])
+    return len(calls)
+
+
+def known_tokens(recipe: Recipe, tools: Tools) -> object:
+    """Of a policy of 64 tokens those that the draft knows."""
+    policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
+    tools.patch.setattr(teaching, "Architecture", policy)
+    answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
+    return teaching.known_tokens(recipe.draft, answers, tools.directory)
+
+
 def online_steps(recipe: Recipe, tools: Tools) -> object:
     """Two steps' training of a saved draft: losses, updates, and its weights' sum."""
     write_tokenizer(tools.directory / "tokenizer", max_length=64)
@@ -114,9 +136,9 @@ def draft_cache(recipe: Recipe, _: Tools) -> bool:
     process = LearnerProcess.__new__(LearnerProcess)
     process._policy = typing.cast(
         Any,
-        SimpleNamespace(hidden_states_bytes_per_token=lambda ids: 2**20, hidden_states=lambda chats, ids: []),
+        SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: []),
     )
-    return process.hold_draft_chats([(1,)], [0], recipe.draft)
+    return process.hold_draft_chats(([0], Ragged.of([(1,)], np.int32), [0]), recipe.draft)
 
 
 class TimedEngine:
@@ -150,8 +172,40 @@ def tuning(recipe: Recipe, tools: Tools) -> object:
     return calls, workers, length.choose(points, config=recipe.tuning, batch=8).chosen_k
 
 
+def told_vllm(recipe: Recipe, tools: Tools) -> object:
+    """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
+    tools.patch.setattr(methods, "find_spec", lambda package: package)
+    return methods.speculative_config(recipe.draft, support.draft_weights(recipe.draft, tools.directory), 3)
+
+
+def small_draft(recipe: Recipe, tools: Tools) -> object:
+    """The small model that is to propose tokens, given or to be trained."""
+    policy = {"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": 3}
+    (tools.directory / "config.json").write_text(json.dumps(policy))
+    return recipe.draft.trains, scratch_model(recipe.draft, tools.directory)
+
+
 FOUR_LAYERS = {"policy.scratch.num_layers": 4}
+NGRAM = {"draft.method": "ngram"}
+SUFFIX = {"draft.method": "suffix"}
+DRAFT_MODEL = {"draft.method": "draft_model"}
 CHECKS = {
+    "draft.method": Check("ngram", told_vllm),
+    "draft.prompt_lookup_min": Check(3, told_vllm, NGRAM),
+    "draft.prompt_lookup_max": Check(4, told_vllm, NGRAM),
+    "draft.suffix_max_tree_depth": Check(8, told_vllm, SUFFIX),
+    "draft.suffix_max_cached_requests": Check(0, told_vllm, SUFFIX),
+    "draft.suffix_max_spec_factor": Check(2.0, told_vllm, SUFFIX),
+    "draft.suffix_min_token_prob": Check(0.5, told_vllm, SUFFIX),
+    "draft.model": Check("somewhere", small_draft, DRAFT_MODEL),
+    "draft.scratch.hidden_size": Check(32, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_layers": Check(1, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_attention_heads": Check(4, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_query_groups": Check(2, small_draft, DRAFT_MODEL),
+    "draft.scratch.head_dim": Check(16, small_draft, DRAFT_MODEL),
+    "draft.scratch.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
+    "draft.scratch.init_std": Check(0.1, small_draft, DRAFT_MODEL),
+    "draft.scratch.optimizer": Check("adamw", small_draft, DRAFT_MODEL),
     "draft.init": Check("general", draft_prompts),
     "draft.num_prompts": Check(3, draft_training),
     "draft.samples_per_prompt": Check(2, draft_training),
@@ -164,6 +218,8 @@ CHECKS = {
     "draft.ttt_steps": Check(3, draft_steps),
     "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
     "draft.loss": Check("tv", draft_steps),
+    "draft.loss_chunk_tokens": Check(4, head_calls),
+    "draft.vocab_size": Check(2, known_tokens),
     "draft.learning_rate": Check(0.1, draft_steps),
     "draft.warmup_steps": Check(4, draft_steps),
     "draft.clip_grad": Check(1e-9, draft_steps),
