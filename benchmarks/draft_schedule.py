@@ -45,7 +45,7 @@ class Contestant:
     table: tuple[ScheduleEntry, ...] = ()
 
     def generate(self, recipe: Recipe, prompts: Sequence[Prompt], seed: int) -> GenerationResult:
-        """One generation by its table."""
+        """The next round's rollouts."""
         if self.table:
             self.engine.draft_by(self.table)
         return self.engine.generate(prompts, sampling=recipe.sampling, group_size=recipe.grpo.group_size, seed=seed)
@@ -88,12 +88,14 @@ def compare(
     """Every fixed k, the table, and the table's engine switched to k=0: entry i of each is of one round."""
     size = recipe.tuning.batch_sizes[-1] // recipe.grpo.group_size
     longest = max(entry.num_speculative_tokens for entry in record.schedule)
+    ks = recipe.tuning.candidate_ks
+
+    def start(k: int, stack: ExitStack, schedule: Sequence[ScheduleEntry] = ()) -> RemoteEngine:
+        return stack.enter_context(recipe_engine(recipe, run.policy, draft, k, schedule=schedule))
+
     with ExitStack() as stack:
-        contestants = {
-            f"k={k}": Contestant(engine=stack.enter_context(recipe_engine(recipe, run.policy, draft, k)))
-            for k in recipe.tuning.candidate_ks
-        }
-        table = stack.enter_context(recipe_engine(recipe, run.policy, draft, longest, schedule=record.schedule))
+        contestants = {f"k={k}": Contestant(engine=start(k, stack)) for k in ks}
+        table = start(longest, stack, record.schedule)
         contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)
         contestants[_SWITCHED_OFF] = Contestant(engine=table, table=constant(0))
         results: dict[str, list[GenerationResult]] = {name: [] for name in contestants}
@@ -111,11 +113,13 @@ def show_tuned(record: TuningRecord) -> None:
     for point in record.points:
         print(f"  k={point.k} {point.speedup:.2f}x, AL {point.mean_acceptance_length:.2f}")
     ks = sorted({point.k for point in record.running})
-    print("speedup over k=0 by running batch:", *(f"k={k}".rjust(6) for k in ks))
+    heading = f"over k={record.chosen_k} (99 % bound)"
+    print(heading.ljust(30), *(f"k={k}".rjust(15) for k in ks))
     for start, end in sorted({(point.batch_from, point.batch_to) for point in record.running}):
         here = {point.k: point for point in record.running if point.batch_from == start}
-        cells = (f"{here[k].speedup:6.2f}" if k in here else " " * 6 for k in ks)
-        print(f"  {start:3d} to {end:3d}, {here[0].num_steps if 0 in here else 0:5d} steps at k=0     ", *cells)
+        told = {k: f"{point.gain:.3f} ({point.gain_low:.3f})" for k, point in here.items()}
+        num_steps = here[record.chosen_k].num_steps if record.chosen_k in here else 0
+        print(f"  {start:3d} to {end:3d}, {num_steps:5d} steps     ", *(told.get(k, "").rjust(15) for k in ks))
     print(f"table: {described(record.schedule)}; expected {record.schedule_gain:.3f}x over k={record.chosen_k}")
 
 

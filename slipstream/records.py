@@ -190,16 +190,17 @@ class RunningPoint:
     num_steps: int
     token_ms: float  # for every running rollout to gain a token
     tokens_per_step: float  # of a rollout: 1 without a draft
-    speedup: float  # median over the rounds of k=0's token_ms / this k's
-    gain: float  # the same with the chosen k in the place of k=0
-    gain_p10: float  # over the rounds; equal to `gain` where both never ran in one round
+    speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
+    gain: float  # the same with the chosen k in the place of k=0; 1 where they never met
+    gain_low: float  # lower end of its one-sided 99 % interval; 0 of a single round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningRecord:
     """What tuning measured and chose; `chosen_k` 0 means that speculation lost.
 
-    `schedule` says for every running batch which k was fastest there, `chosen_k` unless another one was clearly so.
+    `schedule` says for every running batch which k was fastest there: `chosen_k`, unless others clearly were and the
+    whole gains by them.
     """
 
     chosen_k: int

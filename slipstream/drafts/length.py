@@ -37,7 +37,7 @@ class TuningConfig:
     max_live_engines: int = 2  # how many fit into memory at once; as many as `candidate_ks` compares all k at once
     num_starting: int = 1  # of them start at once; on a GPU each measures the free memory as it starts
     min_speedup: float = 1.0  # a k that is not faster than this loses to k=0
-    min_schedule_gain: float = 1.03  # another k takes a running batch from the chosen one if it is so much faster there
+    min_schedule_gain: float = 1.03  # a table by running batch that decodes less than so much faster is none
 
     def __post_init__(self) -> None:
         ks = self.candidate_ks
@@ -147,7 +147,7 @@ def choose(
         )
     largest = config.batch_sizes[-1]
     running = schedule.running_points(rounds, chosen_k=best.k, largest=largest)
-    table = schedule.schedule(running, chosen_k=best.k, largest=largest, min_gain=config.min_schedule_gain)
+    table = schedule.schedule(running, rounds, chosen_k=best.k, largest=largest, min_gain=config.min_schedule_gain)
     return TuningRecord(
         chosen_k=best.k,
         reason=reason,

@@ -11,10 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import exp, log, sqrt
+from statistics import fmean, median, stdev
+
+from scipy import stats
 
 from slipstream.records import RunningPoint, ScheduleEntry, TuningRecord
 from slipstream.rollout.engine import RunningTime
-from slipstream.statistics import spread
+
+_CONFIDENCE = 0.99  # one-sided, that a k is faster than the chosen one at a range of running batches
 
 Round = Mapping[int, Sequence[RunningTime]]
 """By k, what its engine's steps took in one round: all engines generated the same prompts."""
@@ -58,8 +63,7 @@ def constant(k: int) -> tuple[ScheduleEntry, ...]:
 def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> tuple[RunningPoint, ...]:
     """Every k at every range of running batches that its engine came through, up to `largest`.
 
-    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one
-    that never met the chosen k, as engines were too many to live at once, is compared with it through k=0.
+    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too.
     """
     return tuple(
         _point(k, batches, costs, chosen_k)
@@ -71,17 +75,21 @@ def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> t
 
 
 def schedule(
-    points: Sequence[RunningPoint], *, chosen_k: int, largest: int, min_gain: float
+    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float
 ) -> tuple[ScheduleEntry, ...]:
-    """In each range the chosen k, or the fastest of those that beat it clearly.
+    """In each range the chosen k, or the fastest of those that beat it with confidence; one k if that gains too little.
 
-    Clearly: by `min_gain` in the median of the rounds, and at all in nine of ten.
+    Length 0 takes no range: its engine had no draft, and in one that has, the draft's first pass goes on. So where
+    speculation lost, `chosen_k` 0, there is no table.
     """
-    best = [(batches, _best(points, batches, chosen_k, min_gain)) for batches in _ranges(largest)]
-    return tuple(
+    best = [(batches, _best(points, batches, chosen_k)) for batches in _ranges(largest)]
+    table = tuple(
         ScheduleEntry(batch_from=group[0][0][0], batch_to=group[-1][0][1], num_speculative_tokens=k)
         for k, group in ((k, list(same)) for k, same in groupby(best, key=lambda each: each[1]))
     )
+    if expected_gain(points, table, rounds, chosen_k=chosen_k) >= min_gain:
+        return table
+    return (ScheduleEntry(batch_from=1, batch_to=largest, num_speculative_tokens=chosen_k),)
 
 
 def expected_gain(
@@ -138,35 +146,38 @@ def _costs(rounds: Sequence[Round], k: int, batches: tuple[int, int]) -> dict[in
 def _point(k: int, batches: tuple[int, int], costs: Mapping[int, Mapping[int, _Cost]], chosen_k: int) -> RunningPoint:
     own = costs[k]
     steps = sum(cost.num_steps for cost in own.values())
-    speedups = _ratios(costs.get(0, {}), own)
-    gains = _ratios(costs.get(chosen_k, {}), own) or [1.0]
-    if k != chosen_k and not costs.get(chosen_k, {}).keys() & own.keys():
-        of_chosen = _ratios(costs.get(0, {}), costs.get(chosen_k, {}))
-        gains = [_median(speedups) / _median(of_chosen)] if speedups and of_chosen else [1.0]
+    speedups = _log_ratios(costs.get(0, {}), own)
+    gains = _log_ratios(costs.get(chosen_k, {}), own)
     return RunningPoint(
         k=k,
         batch_from=batches[0],
         batch_to=batches[1],
         num_rounds=len(own),
         num_steps=steps,
-        token_ms=1e3 * _median([cost.token_s for cost in own.values()]),
+        token_ms=1e3 * median(cost.token_s for cost in own.values()),
         tokens_per_step=sum(cost.num_gained for cost in own.values()) / steps,
-        speedup=_median(speedups) if speedups else 1.0,
-        gain=_median(gains),
-        gain_p10=spread(gains).p10,
+        speedup=exp(fmean(speedups)) if speedups else None,
+        gain=exp(fmean(gains)) if gains else 1.0,
+        gain_low=_low(gains),
     )
 
 
-def _ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[float]:
-    """The others' cost over this one's, round by round."""
-    return [others[number].token_s / own[number].token_s for number in sorted(others.keys() & own.keys())]
+def _log_ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[float]:
+    """Logarithms of the others' cost over this one's, round by round."""
+    return [log(others[number].token_s / own[number].token_s) for number in sorted(others.keys() & own.keys())]
 
 
-def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int, min_gain: float) -> int:
+def _low(logs: Sequence[float]) -> float:
+    """Lower end of the interval of the ratio, by Student's t over the rounds."""
+    if len(logs) < 2:
+        return 0.0
+    error = stdev(logs) / sqrt(len(logs))
+    return exp(fmean(logs) - float(stats.t.ppf(_CONFIDENCE, len(logs) - 1)) * error)
+
+
+def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:
+    if not chosen_k:
+        return 0
     here = [point for point in points if (point.batch_from, point.batch_to) == batches]
-    better = [point for point in here if point.k != chosen_k and point.gain >= min_gain and point.gain_p10 > 1.0]
+    better = [point for point in here if point.k not in (0, chosen_k) and point.gain_low > 1.0]
     return max(better, key=lambda point: point.gain).k if better else chosen_k
-
-
-def _median(values: Sequence[float]) -> float:
-    return spread(list(values)).median

@@ -69,4 +69,4 @@ def _turns(steps: Sequence[StepRecord]) -> str:
 
 
 def _cell(point: RunningPoint | None) -> str:
-    return "" if point is None else speedup(point.speedup)
+    return "" if point is None or point.speedup is None else speedup(point.speedup)

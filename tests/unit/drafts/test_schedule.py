@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -56,40 +57,65 @@ def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
     assert points[-1].num_steps == 4
 
 
+# k=5 is twice as fast as k=2 for one rollout alone, and slower for two.
+LONG: Round = {**ROUND, 5: (time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=250))}
+
+
+def table_of(rounds: list[Round], *, chosen_k: int = 2, min_gain: float = 1.03) -> tuple[ScheduleEntry, ...]:
+    points = running_points(rounds, chosen_k=chosen_k, largest=2)
+    return schedule(points, rounds, chosen_k=chosen_k, largest=2, min_gain=min_gain)
+
+
 def test_a_k_that_is_clearly_faster_at_a_running_batch_takes_it_from_the_chosen_one() -> None:
-    points = running_points([ROUND], chosen_k=2, largest=2)
-    table = schedule(points, chosen_k=2, largest=2, min_gain=1.03)
-    assert table == (entry(1, 1, 2), entry(2, 2, 0))
-    # Of the chosen k's 175 ms, 125 become 100.
-    assert expected_gain(points, table, [ROUND], chosen_k=2) == pytest.approx(175 / 150)
+    rounds = [LONG, LONG]
+    table = table_of(rounds)
+    assert table == (entry(1, 1, 5), entry(2, 2, 2))
+    # Of the chosen k's 175 ms, the 50 for one rollout alone become 25.
+    points = running_points(rounds, chosen_k=2, largest=2)
+    assert expected_gain(points, table, rounds, chosen_k=2) == pytest.approx(175 / 150)
 
 
-def test_a_gain_below_the_least_one_leaves_the_chosen_k_everywhere() -> None:
-    points = running_points([ROUND], chosen_k=2, largest=2)
-    table = schedule(points, chosen_k=2, largest=2, min_gain=1.26)
-    assert table == (entry(1, 2, 2),)
-    assert expected_gain(points, table, [ROUND], chosen_k=2) == 1.0
+def test_a_table_that_gains_too_little_over_all_is_none() -> None:
+    assert table_of([LONG, LONG], min_gain=1.17) == (entry(1, 2, 2),)
 
 
-def test_a_gain_that_a_round_denies_is_none() -> None:
-    slower: Round = {0: (time(2, steps=10, tokens=20, ms=150),), 2: (time(2, steps=4, tokens=20, ms=125),)}
-    points = running_points([ROUND, ROUND, slower], chosen_k=2, largest=2)
-    of_0 = next(point for point in points if (point.k, point.batch_from) == (0, 2))
-    assert of_0.gain == pytest.approx(1.25)  # the median of 1.25, 1.25 and 125 / 150
-    assert of_0.gain_p10 < 1.0
-    assert schedule(points, chosen_k=2, largest=2, min_gain=1.03) == (entry(1, 2, 2),)
+def test_one_round_is_no_evidence_and_rounds_that_disagree_are_none_either() -> None:
+    assert table_of([LONG]) == (entry(1, 2, 2),)
+    denied: Round = {**LONG, 5: (time(1, steps=2, tokens=10, ms=55), time(2, steps=2, tokens=20, ms=250))}
+    points = running_points([LONG, LONG, denied], chosen_k=2, largest=2)
+    of_5 = next(point for point in points if (point.k, point.batch_from) == (5, 1))
+    assert of_5.gain == pytest.approx((2 * 2 * 50 / 55) ** (1 / 3))
+    assert of_5.gain_low < 1.0
+    assert table_of([LONG, LONG, denied]) == (entry(1, 2, 2),)
 
 
-def test_a_k_that_never_met_the_chosen_one_is_compared_through_k_0() -> None:
-    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=50),)}
-    points = running_points([ROUND, other], chosen_k=2, largest=1)
-    # k=5 is 4 times as fast as k=0 in its round, k=2 twice in its own.
-    assert [point.gain for point in points if point.k == 5] == pytest.approx([2.0])
-    assert schedule(points, chosen_k=2, largest=1, min_gain=1.03) == (entry(1, 1, 5),)
+def test_the_bound_is_students_t_over_the_rounds() -> None:
+    """Gains of 2 and 8: a mean logarithm of ln 4, a standard error of ln 2, and t = 31.82 for one degree of freedom."""
+    slower: Round = {**LONG, 2: (time(1, steps=4, tokens=10, ms=200), time(2, steps=4, tokens=20, ms=125))}
+    points = running_points([LONG, slower], chosen_k=2, largest=2)
+    of_5 = next(point for point in points if (point.k, point.batch_from) == (5, 1))
+    assert of_5.gain == pytest.approx(4.0)
+    assert of_5.gain_low == pytest.approx(math.exp(math.log(4) - 31.8205 * math.log(2)), rel=1e-3)
+
+
+def test_length_0_takes_no_range_and_leaves_none() -> None:
+    """At two rollouts the engine without a draft is faster than k=2; but there is no engine that drops its draft."""
+    assert table_of([ROUND, ROUND]) == (entry(1, 2, 2),)
+    assert table_of([LONG, LONG], chosen_k=0) == (entry(1, 2, 0),)
+
+
+def test_a_k_that_never_met_the_chosen_one_takes_nothing() -> None:
+    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=10),)}
+    assert table_of([ROUND, other, ROUND, other]) == (entry(1, 2, 2),)
+
+
+def test_where_no_engine_without_a_draft_came_there_is_no_speedup_to_tell() -> None:
+    points = running_points([{0: (time(2, steps=1, tokens=2, ms=1),), 2: ROUND[2]}], chosen_k=2, largest=2)
+    assert [point.speedup is None for point in points if point.k == 2] == [True, False]
 
 
 def test_without_rounds_the_table_is_the_chosen_k() -> None:
-    assert schedule((), chosen_k=3, largest=48, min_gain=1.03) == (entry(1, 48, 3),)
+    assert schedule((), (), chosen_k=3, largest=48, min_gain=1.03) == (entry(1, 48, 3),)
     assert expected_gain((), constant(3), (), chosen_k=3) == 1.0
 
 
@@ -105,12 +131,13 @@ def test_a_table_covers_every_running_batch_once_whatever_was_measured(
         k: tuple(time(num, steps=1, tokens=num, ms=ms) for (of, num), ms in sorted(costs.items()) if of == k)
         for k in (0, 2, 7)
     }
-    points = running_points([by_k], chosen_k=chosen_k, largest=largest)
-    table = schedule(points, chosen_k=chosen_k, largest=largest, min_gain=1.0)
+    rounds = [by_k, by_k]
+    points = running_points(rounds, chosen_k=chosen_k, largest=largest)
+    table = schedule(points, rounds, chosen_k=chosen_k, largest=largest, min_gain=1.0)
     covered = [num for each in table for num in range(each.batch_from, each.batch_to + 1)]
     assert covered == list(range(1, largest + 1))
     assert all(a.num_speculative_tokens != b.num_speculative_tokens for a, b in pairwise(table))
-    assert expected_gain(points, table, [by_k], chosen_k=chosen_k) >= 1.0 - 1e-9
+    assert expected_gain(points, table, rounds, chosen_k=chosen_k) >= 1.0 - 1e-9
 
 
 def _record(*table: ScheduleEntry, chosen_k: int = 3) -> TuningRecord:

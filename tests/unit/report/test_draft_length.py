@@ -27,7 +27,7 @@ def point(k: int, start: int, end: int, speedup: float) -> RunningPoint:
         tokens_per_step=1.5,
         speedup=speedup,
         gain=1.0,
-        gain_p10=1.0,
+        gain_low=1.0,
     )
 
 
