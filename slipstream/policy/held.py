@@ -46,6 +46,15 @@ def gathered_weights(
         yield from collectives.from_pipeline_stage(stage, tensors)
 
 
+def gathered_mtp_weights(
+    parameters: Mapping[str, Tensor], arch: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of the MTP layer, whole, on every rank; collective. None of a policy without one."""
+    for mapping in weights.mtp_mappings(arch):
+        shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
+        yield from weights.hf_from_shards(mapping, shards, arch)
+
+
 def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, weights.Mapping]]:
     """Every parameter of the model, with the stage and the rank among those of experts that hold it."""
     for stage in range(shard.pipeline_size):
