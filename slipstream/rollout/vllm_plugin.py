@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from slipstream.refit import engine_transfer, engine_weights
+from slipstream.refit import engine_mtp, engine_transfer, engine_weights
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 from slipstream.rollout import vllm_sampler
@@ -63,4 +63,4 @@ class EngineProbe:
         draft = runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
-        return engine_weights.slots(draft, rename=("model.", ""), without=policy)
+        return engine_weights.slots(draft, rename=engine_mtp.draft_names(draft), without=policy)

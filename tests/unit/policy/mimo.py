@@ -24,9 +24,9 @@ from slipstream.types import Dtype
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
-    hidden_size=64,
+    hidden_size=128,
     num_layers=3,
-    head_dim=16,
+    head_dim=32,
     ffn_hidden_size=48,
     max_position_embeddings=64,
     num_steps=30,

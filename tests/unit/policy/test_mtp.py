@@ -270,7 +270,7 @@ def test_layouts_that_split_what_the_layer_reads_are_refused(where: ParallelConf
         ({"num_nextn_predict_layers": 2}, "must have num_nextn_predict_layers 1, got 2"),
         ({"num_nextn_predict_layers": None}, "must have num_nextn_predict_layers 1, got None"),
         ({"attention_bias": False}, "must have attention bias, got False"),
-        ({"head_dim": 32}, "must be hidden_size / num_attention_heads = 64 / 4"),
+        ({"head_dim": 16}, "must be hidden_size / num_attention_heads = 128 / 4"),
     ],
 )
 def test_a_mimo_that_vllm_would_read_otherwise_is_refused(
