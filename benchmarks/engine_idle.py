@@ -18,13 +18,14 @@ import ray
 from benchmarks.runs import FinishedRun
 from slipstream.config import require
 from slipstream.data.prompts import PromptStream, read_prompt_sets
-from slipstream.drafts.config import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import Deal, SeenLengths, deal
 from slipstream.rollout.engine import GenerationResult
 from slipstream.rollout.gathering import gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+from slipstream.stages.support import draft_weights
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, started
 from slipstream.workers.engines import RunningEngines
@@ -93,7 +94,7 @@ def show_dealing(found: Sequence[Comparison], k: int) -> None:
 @contextmanager
 def _pinned(run: FinishedRun, config: EngineConfig, cores: Sequence[int]) -> Iterator[Crew]:
     k = run.chosen_k
-    draft = speculative_config(run.recipe.draft.method, run.draft, k) if k else None
+    draft = speculative_config(run.recipe.draft, draft_weights(run.recipe.draft, run.draft), k) if k else None
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(process_environment(config))}}
     actor: Any = ray.remote(PinnedEngine).options(**options)
     actors = [actor.remote(core, run.policy, config=config, speculative_config=draft) for core in cores]

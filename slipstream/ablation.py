@@ -55,7 +55,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """The grid's lists; the defaults are a small one."""
     command.add_argument("--recipe", default="tiny")
     command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=list(DraftInit))
-    command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=list(DraftMethod))
+    command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=[DraftMethod.EAGLE3])
     command.add_argument("--losses", nargs="+", default=["kl_div"])
     command.add_argument("--draft-lengths", nargs="+", type=int, default=[3, 7], help="k; 0: by measured time")
     command.add_argument("--seeds", nargs="+", type=int, default=[0])

@@ -19,6 +19,7 @@ from slipstream.config import ConfigError, from_mapping, merge, require, to_mapp
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import TuningConfig, require_groups
+from slipstream.drafts.methods import Training
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness.config import LosslessnessConfig
@@ -112,11 +113,12 @@ class Recipe:
                 f"must be <= policy.scratch.max_position_embeddings {self.policy.scratch.max_position_embeddings}",
                 self.engine.max_model_len,
             )
+            ids, reads_states = self.draft.aux_hidden_state_layer_ids, self.draft.reads("aux_hidden_state_layer_ids")
             require(
-                self.draft.aux_hidden_state_layer_ids[-1] < self.policy.scratch.num_layers,
+                not reads_states or ids[-1] < self.policy.scratch.num_layers,
                 "draft.aux_hidden_state_layer_ids",
                 f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
-                self.draft.aux_hidden_state_layer_ids,
+                ids,
             )
 
         assess(self)
@@ -151,6 +153,7 @@ class Recipe:
             "set auto",
         )
         methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
+        methods += [self.draft.scratch.optimizer] if self.draft.trains is Training.RESPONSES else []
         require(
             OptimizerMethod.MUON not in methods or self.learner.parallel.tensor == 1,
             "learner.parallel.tensor",

@@ -200,7 +200,11 @@ class DataSetRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftRecord:
-    """The trained draft. `heldout_rate_by_position[i]`: chance that draft token i is accepted given those before."""
+    """The draft. `heldout_rate_by_position[i]`: chance that draft token i is accepted given those before.
+
+    One that was not trained here has no losses and no held-out acceptance, and `init` is "none"; one that is looked up
+    has no parameters.
+    """
 
     method: str
     init: str
@@ -209,7 +213,7 @@ class DraftRecord:
     num_steps: int
     losses: tuple[float, ...]
     heldout_rate_by_position: tuple[float, ...]
-    heldout_mean_acceptance_length: float
+    heldout_mean_acceptance_length: float | None  # None: not measured
     elapsed_s: float
 
 

@@ -60,7 +60,7 @@ weekly_draft_initialisation = LaunchPlan.get_or_create(
     fixed_inputs={
         "recipe": _RECIPE,
         "draft_inits": list(DraftInit),
-        "methods": list(DraftMethod),
+        "methods": [DraftMethod.EAGLE3],
         "draft_lengths": [0],
         "num_steps": _STEPS["weekly"],
     },

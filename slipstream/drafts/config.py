@@ -1,19 +1,13 @@
-"""Which draft proposes tokens, how it is trained, and the engine settings that follow from it."""
+"""Which draft proposes tokens, and how it is trained."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 from slipstream.config import require
-
-
-class DraftMethod(StrEnum):
-    """Speculation methods, named as in vLLM."""
-
-    EAGLE3 = "eagle3"
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training
+from slipstream.grpo.config import OptimizerMethod
 
 
 class DraftInit(StrEnum):
@@ -24,8 +18,37 @@ class DraftInit(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftScratchConfig:
+    """A small Qwen3 with random weights that is to propose tokens; vocabulary and positions are the policy's.
+
+    Shallow by default: it computes all its layers for each token that it proposes.
+    """
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_attention_heads: int = 2
+    num_query_groups: int = 1
+    head_dim: int = 32
+    ffn_hidden_size: int = 192
+    init_std: float = 0.05  # about 0.5 / sqrt(hidden_size)
+    optimizer: OptimizerMethod = OptimizerMethod.MUON
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_query_groups", "head_dim", "ffn_hidden_size", "init_std"):
+            value: float = getattr(self, name)
+            require(value > 0, f"draft.scratch.{name}", "must be > 0", value)
+        require(
+            self.num_attention_heads % self.num_query_groups == 0 < self.num_attention_heads,
+            "draft.scratch.num_attention_heads",
+            f"must be a multiple of num_query_groups {self.num_query_groups}",
+            self.num_attention_heads,
+        )
+        require(self.head_dim % 2 == 0, "draft.scratch.head_dim", "must be even, for RoPE", self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """A one-layer EAGLE-3 draft and its pretraining.
+    """What proposes tokens, and its pretraining; `methods.TRAITS` says which fields a method reads.
 
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
@@ -33,7 +56,15 @@ class DraftConfig:
 
     method: DraftMethod = DraftMethod.EAGLE3
     init: DraftInit = DraftInit.IN_DOMAIN
-    aux_hidden_state_layer_ids: tuple[int, ...]
+    aux_hidden_state_layer_ids: tuple[int, ...] = ()
+    model: str | None = None  # of `draft_model`: a hub id or a path; None: `scratch` is trained
+    scratch: DraftScratchConfig = field(default_factory=DraftScratchConfig)
+    prompt_lookup_min: int = 2  # of `ngram`: tokens that must have stood before, at least
+    prompt_lookup_max: int = 5  # and how many more are matched where they can be
+    suffix_max_tree_depth: int = 24  # of `suffix`: tokens of a match and its draft together
+    suffix_max_cached_requests: int = 10_000  # responses that an engine remembers; 0: the sequence's own tokens alone
+    suffix_max_spec_factor: float = 1.0  # tokens drafted for each token that matched
+    suffix_min_token_prob: float = 0.1  # by the counts of what followed
     num_prompts: int = 1024
     samples_per_prompt: int = 1
     num_heldout_prompts: int = 64
@@ -51,15 +82,9 @@ class DraftConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        ids = self.aux_hidden_state_layer_ids
-        require(
-            len(ids) == 3 and len(set(ids)) == 3,
-            "draft.aux_hidden_state_layer_ids",
-            "must be three different layers",
-            ids,
-            "duplicates make vLLM fail with a shape error",
-        )
-        require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
+        if self.reads("aux_hidden_state_layer_ids"):
+            self._check_layer_ids()
+        self._check_lookup()
         for name in (
             "num_prompts",
             "samples_per_prompt",
@@ -73,17 +98,33 @@ class DraftConfig:
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
         require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)
 
+    @property
+    def trains(self) -> Training:
+        """From what the draft is pretrained: one that is given is not."""
+        return Training.NONE if self.reads("model") and self.model is not None else TRAITS[self.method].training
 
-def speculative_config(method: DraftMethod, draft: Path, num_speculative_tokens: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` of a draft.
+    def reads(self, name: str) -> bool:
+        """Whether the method reads this field."""
+        return name in TRAITS[self.method].fields
 
-    `draft_sample_method` is explicit: vLLM's default drafts greedily, which wastes acceptance at temperature > 0.
-    """
-    require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
-    return {
-        "method": method.value,
-        "model": str(draft),
-        "num_speculative_tokens": num_speculative_tokens,
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "standard",
-    }
+    def _check_layer_ids(self) -> None:
+        ids = self.aux_hidden_state_layer_ids
+        require(
+            len(ids) == 3 and len(set(ids)) == 3,
+            "draft.aux_hidden_state_layer_ids",
+            "must be three different layers",
+            ids,
+            "duplicates make vLLM fail with a shape error",
+        )
+        require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
+
+    def _check_lookup(self) -> None:
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        require(shortest >= 1, "draft.prompt_lookup_min", "must be >= 1", shortest)
+        require(longest >= shortest, "draft.prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}", longest)
+        depth, cached = self.suffix_max_tree_depth, self.suffix_max_cached_requests
+        require(depth >= 1, "draft.suffix_max_tree_depth", "must be >= 1", depth)
+        require(cached >= 0, "draft.suffix_max_cached_requests", "must be >= 0", cached)
+        factor, least = self.suffix_max_spec_factor, self.suffix_min_token_prob
+        require(factor > 0, "draft.suffix_max_spec_factor", "must be > 0", factor)
+        require(0 <= least <= 1, "draft.suffix_min_token_prob", "must lie in [0, 1]", least)

@@ -39,13 +39,13 @@ def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) 
     if scratch is not None:
         write_tokenizer(directory, max_length=scratch.max_position_embeddings)
         return
-    _, tokenizer = _check_configs(_locate(policy.model, _CONFIG_FILES), policy.model, needs)
+    _, tokenizer = _check_configs(locate(policy.model, _CONFIG_FILES), policy.model, needs)
     tokenizer.save_pretrained(str(directory))
 
 
 def config_files(model: str) -> list[Path]:
     """The small files of a local directory or hub id: configs and tokenizer."""
-    source = _locate(model, _CONFIG_FILES)
+    source = locate(model, _CONFIG_FILES)
     return sorted({path for pattern in _CONFIG_FILES for path in source.glob(pattern)})
 
 
@@ -57,7 +57,7 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
             context shorter than `engine.max_model_len`, or fewer layers than the draft reads.
     """
     start = time.perf_counter()
-    source = _locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
+    source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
     architecture, _ = _check_configs(source, policy.model, needs)
     require(any(source.glob(_WEIGHTS)), "policy.model", f"must have weights in {_WEIGHTS} files", policy.model)
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,12 +92,19 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
     require(length <= context, "engine.max_model_len", f"must be <= the policy's {context} positions", length)
     layers = needs.draft_layer_ids
     rule = f"must be < {architecture.num_layers}, the policy's number of layers"
-    require(layers[-1] < architecture.num_layers, "draft.aux_hidden_state_layer_ids", rule, layers)
+    fits = all(layer < architecture.num_layers for layer in layers)
+    require(fits, "draft.aux_hidden_state_layer_ids", rule, layers)
     return architecture, tokenizer
 
 
-def _locate(model: str, patterns: Sequence[str]) -> Path:
-    """The local directory of a model: itself, or the hub's snapshot, of which files like `patterns` are downloaded."""
+def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") -> Path:
+    """The local directory of a model: itself, or the hub's snapshot, of which files like `patterns` are downloaded.
+
+    Args:
+        field: that names it.
+    Raises:
+        ConfigError: there is none.
+    """
     path = Path(model)
     if path.is_dir():
         return path
@@ -107,6 +114,4 @@ def _locate(model: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"policy.model must be a local directory or a reachable hub id, got {model!r}: {error}"
-        ) from error
+        raise ConfigError(f"{field} must be a local directory or a reachable hub id, got {model!r}: {error}") from error

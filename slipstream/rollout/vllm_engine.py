@@ -45,7 +45,7 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
 
 
 class VllmEngine:
-    """A running vLLM engine that holds one version of the policy and, if it speculates, one of the draft."""
+    """A running vLLM engine that holds one version of the policy and one of the draft, if that has weights."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class VllmEngine:
             from slipstream.refit.engine_transfer import BACKEND
 
         self._speculates = speculative_config is not None
+        self._has_draft = speculative_config is not None and "model" in speculative_config
         self._stop_token_ids = _stop_token_ids(policy)
         self._llm = LLM(
             str(policy),
@@ -184,7 +185,7 @@ class VllmEngine:
                 token_ids=tuple(tokens[i]),
                 window_lengths=tuple(windows[i]),
                 policy_version=self.policy_version,
-                draft_version=self.draft_version if self._speculates else None,
+                draft_version=self.draft_version if self._has_draft else None,
             )
             for i in range(len(requests))
         ]
@@ -219,7 +220,8 @@ class VllmEngine:
 
     def start_update(self, *, is_draft: bool) -> None:
         """What comes next is for the policy, or for the draft."""
-        require(self._speculates or not is_draft, "refit.draft", "needs an engine that speculates", is_draft)
+        rule = "needs an engine whose draft has weights of its own"
+        require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
         self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
         self._llm.collective_rpc("abandon_update")  # that of a refit in which another engine was lost
         (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
@@ -301,7 +303,7 @@ class VllmEngine:
         return EngineState(
             policy_version=self.policy_version,
             policy_digest=self.policy_digest,
-            draft_version=self.draft_version if self._speculates else None,
+            draft_version=self.draft_version if self._has_draft else None,
             draft_digest=self.draft_digest,
             num_prefix_cache_resets=self.num_prefix_cache_resets,
         )
@@ -356,7 +358,7 @@ class VllmEngine:
             rollout_logprobs=logprobs,
             finish_reason=FinishReason(completion.finish_reason),
             policy_version=self.policy_version,
-            draft_version=self.draft_version if self._speculates else None,
+            draft_version=self.draft_version if self._has_draft else None,
         )
 
 

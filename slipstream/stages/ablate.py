@@ -25,7 +25,7 @@ from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.start_run import on_cluster
-from slipstream.stages.support import execution_run
+from slipstream.stages.support import draft_weights, execution_run
 from slipstream.stages.train_grpo import train_grpo
 from slipstream.stages.tune_draft_length import tune_draft_length
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker
@@ -243,9 +243,10 @@ def _tuning(context: RunContext, recipe: Recipe, part: Part, shared: _Shared) ->
     k = part.variant.setting.num_speculative_tokens
     if not k:
         return tune_draft_length(context, recipe, policy=shared.policy, data=shared.data, draft=shared.draft)
-    from slipstream.drafts.checks import check_draft
+    from slipstream.drafts.fit import require_fit
 
-    check_draft(shared.policy, shared.draft / "draft", max_model_len=recipe.engine.max_model_len)
+    weights = draft_weights(recipe.draft, shared.draft)
+    require_fit(recipe.draft, shared.policy, weights, max_model_len=recipe.engine.max_model_len)
     directory = context.directory("tune_draft_length")
     record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
     write_record(record, directory / "tuning.json")

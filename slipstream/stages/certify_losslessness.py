@@ -18,7 +18,7 @@ from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
-from slipstream.stages.support import draft_model, recipe_engine, settled, tracked, versions
+from slipstream.stages.support import draft_weights, recipe_engine, settled, tracked, versions
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
@@ -45,14 +45,15 @@ def certify_losslessness(
     The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
     covers the refit.
     """
-    from slipstream.drafts.checks import check_draft
+    from slipstream.drafts.fit import require_fit
 
     done = finished(context, _NODE, "certificate.json")
     if done is not None:
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    check_draft(policy, draft_model(draft), max_model_len=recipe.engine.max_model_len)
+    weights = draft_weights(recipe.draft, draft)
+    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
     prompts = read_prompt_sets(data).train
     started_s = time.perf_counter()
     connect()
@@ -74,7 +75,7 @@ def certify_losslessness(
                 subject=Subject(
                     num_speculative_tokens=k,
                     policy_fingerprint=directory_fingerprint(trained),
-                    draft_fingerprint=directory_fingerprint(draft_model(draft)),
+                    draft_fingerprint="" if weights is None else directory_fingerprint(weights),
                     versions=versions(),
                 ),
                 started_s=started_s,

@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
+from slipstream.drafts.methods import TRAITS
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
 from slipstream.recipe import OPERATION, Recipe
@@ -88,8 +89,8 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         recipe: with every `dtype: auto` settled.
         policy: identity of the policy; `data`: of the prompts.
     """
-    draft = to_mapping(recipe.draft)
-    draft.pop("checkpoint_every_steps")
+    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps"}
+    draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
     return _key(
         "pretrain_draft",
         DRAFT_FORMAT,

@@ -1,4 +1,4 @@
-"""Train the draft on the policy's own responses and hidden states."""
+"""Train the draft on the policy's own responses, or take it as it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.draft_model import link_draft_model
+from slipstream.drafts.methods import TRAITS, Training, Weights, require_package
 from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
@@ -18,7 +20,7 @@ from slipstream.records import DraftRecord, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish
-from slipstream.stages.support import settled, tracked
+from slipstream.stages.support import draft_init, settled, tracked
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import RemoteLearner, start_learner
@@ -30,8 +32,10 @@ _NODE = "pretrain_draft"
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
-    """Train the draft; a directory with draft.json, and the draft as vLLM loads it in `draft/`."""
+    """Train the draft; a directory with draft.json and, if it has weights, the draft as vLLM loads it in `draft/`."""
     recipe = settled(context, recipe)
+    if recipe.draft.trains is Training.NONE:  # links to files that are there, or nothing at all
+        return _take(context, recipe, policy)
     key = draft_key(recipe, policy=policy_identity(policy), data=data_identity(data))
     done = kept(context, recipe, _NODE, key)
     if done is not None:
@@ -47,6 +51,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
 
         record = train_on(prompts, recipe, policy=policy, directory=directory, on_step=on_step)
         write_record(record, directory / "draft.json")
+        assert record.heldout_mean_acceptance_length is not None, "what was trained is measured"
         tracker.log({"draft/heldout_acceptance_length": record.heldout_mean_acceptance_length})
         tracker.log({f"draft/heldout_rate_pos_{i + 1}": r for i, r in enumerate(record.heldout_rate_by_position)})
     logger.info(
@@ -57,6 +62,32 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
     )
     shutil.rmtree(directory / "checkpoint", ignore_errors=True)  # as large as the draft, and of no more use
     return publish(context, _NODE, key)
+
+
+def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
+    """Write down what the draft is, and lay links to its weights beside it if it has any."""
+    start, config = time.perf_counter(), recipe.draft
+    directory = context.directory(_NODE)
+    has_weights = TRAITS[config.method].weights is Weights.OWN
+    with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
+        require_package(config.method)
+        model = directory / "draft"
+        length = recipe.engine.max_model_len
+        num_parameters = link_draft_model(config, policy, model, max_model_len=length) if has_weights else 0
+        record = DraftRecord(
+            method=config.method.value,
+            init=draft_init(config),
+            num_parameters=num_parameters,
+            num_training_tokens=0,
+            num_steps=0,
+            losses=(),
+            heldout_rate_by_position=(),
+            heldout_mean_acceptance_length=None,
+            elapsed_s=time.perf_counter() - start,
+        )
+        write_record(record, directory / "draft.json")
+    logger.info("pretrain_draft: %s is not trained", config.method.value)
+    return directory
 
 
 def train_on(

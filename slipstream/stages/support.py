@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
-from slipstream.drafts.config import DraftInit, speculative_config
+from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.methods import TRAITS, Training, Weights, speculative_config
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
@@ -156,8 +157,9 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
     """Refuse prompt sets that are too small for what the recipe's stages take from them.
 
     Args:
-        trains_draft: False for those that do without a draft.
+        trains_draft: False for those that do without a draft; a method may do without training too.
     """
+    trains_draft = trains_draft and recipe.draft.trains is not Training.NONE
     require_sizes(
         sets,
         draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
@@ -173,14 +175,18 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 @contextmanager
 def recipe_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> Iterator[RemoteEngine]:
     """An engine with k draft tokens; everything but speculation is the same for every k."""
-    speculative = speculative_config(recipe.draft.method, draft_model(draft), k) if k else None
+    speculative = speculative_config(recipe.draft, draft_weights(recipe.draft, draft), k) if k else None
     with start_engine(policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout) as engine:
         yield engine
 
 
 def policy_needs(recipe: Recipe) -> Needs:
     """What the recipe asks of its policy."""
-    return Needs(max_model_len=recipe.engine.max_model_len, draft_layer_ids=recipe.draft.aux_hidden_state_layer_ids)
+    reads_states = recipe.draft.reads("aux_hidden_state_layer_ids")
+    return Needs(
+        max_model_len=recipe.engine.max_model_len,
+        draft_layer_ids=recipe.draft.aux_hidden_state_layer_ids if reads_states else (),
+    )
 
 
 def settled(context: RunContext, recipe: Recipe) -> Recipe:
@@ -214,10 +220,17 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
     return read_record(NumericsRecord, path)
 
 
-def draft_model(draft: Path) -> Path:
-    """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought."""
+def draft_weights(config: DraftConfig, draft: Path) -> Path | None:
+    """The draft itself, in a directory that `pretrain_draft` wrote or that somebody brought; None of no own weights."""
+    if TRAITS[config.method].weights is not Weights.OWN:
+        return None
     inner = draft / "draft"
     return inner if inner.is_dir() else draft
+
+
+def draft_init(config: DraftConfig) -> str:
+    """On which prompts the draft was pretrained; `none` of one that was not."""
+    return "none" if config.trains is Training.NONE else config.init.value
 
 
 def tokenizer(policy: Path) -> PreTrainedTokenizerBase:

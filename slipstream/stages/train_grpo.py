@@ -12,7 +12,16 @@ from slipstream.recipe import Recipe, parameters
 from slipstream.records import TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, recipe_engine, settled, tokenizer, tracked, versions
+from slipstream.stages.support import (
+    decode,
+    draft_init,
+    draft_weights,
+    recipe_engine,
+    settled,
+    tokenizer,
+    tracked,
+    versions,
+)
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm
 from slipstream.workers.cluster import accelerators
@@ -49,7 +58,7 @@ def train_grpo(
             ArmPlan(
                 arm=arm,
                 num_speculative_tokens=chosen_k,
-                draft=draft / "draft" if chosen_k else None,
+                draft=draft_weights(recipe.draft, draft) if chosen_k else None,
                 start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
             ),
             policy=policy,
@@ -65,5 +74,5 @@ def train_grpo(
 
 def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:
     """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
-    drafts = {"draft.method": recipe.draft.method.value, "draft.init": recipe.draft.init.value}
+    drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     return {"arm": arm.value, "k": str(k), **(drafts if k else dict.fromkeys(drafts, "none"))}

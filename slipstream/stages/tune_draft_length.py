@@ -15,7 +15,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import SweepPoint, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import recipe_engine, settled, tracked, versions
+from slipstream.stages.support import draft_weights, recipe_engine, settled, tracked, versions
 from slipstream.workers.calls import Worker, machines
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
@@ -28,7 +28,7 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
     """Measure generation time over draft length and batch, choose by time; a directory with tuning.json."""
-    from slipstream.drafts.checks import check_draft
+    from slipstream.drafts.fit import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
     done = finished(context, _NODE, "tuning.json")
@@ -36,7 +36,8 @@ def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data
         return done
     recipe = settled(context, recipe)
     directory = context.directory(_NODE)
-    check_draft(policy, draft / "draft", max_model_len=recipe.engine.max_model_len)
+    weights = draft_weights(recipe.draft, draft)
+    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
     connect()
     with tracked(context, recipe, _NODE) as tracker:
         timed: set[Worker] = set()

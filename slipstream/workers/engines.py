@@ -47,9 +47,9 @@ class EngineProcess(VllmEngine):
         origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
-        if speculative_config is not None:
-            draft = here(Path(speculative_config["model"]), origin)
-            speculative_config = {**speculative_config, "model": str(draft)}
+        draft = _draft_directory(speculative_config)
+        if speculative_config is not None and draft is not None:
+            speculative_config = {**speculative_config, "model": str(here(draft, origin))}
         _name_interface()
         super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
         self._origin = origin
@@ -250,8 +250,7 @@ def start_engine(
         if engine is None:
             engine = _new_engine(policy, config, speculative_config, layout)
         else:
-            draft = None if speculative_config is None else Path(speculative_config["model"])
-            engine.refit(policy, policy_version=0, draft=draft)
+            engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
         yield engine
     except BaseException:
         if engine is not None:
@@ -298,6 +297,13 @@ def _new_engine(
     )
 
 
+def _draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
+    """Of the draft's own weights; None without a draft, and where it has none."""
+    if speculative_config is None or "model" not in speculative_config:
+        return None
+    return Path(speculative_config["model"])
+
+
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
     """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
     if reservation is not None:
@@ -307,6 +313,7 @@ def _start(reservation: Reservation | None, index: int, config: EngineConfig) ->
 
 def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:
     """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
-    models = [policy] if speculative_config is None else [policy, Path(speculative_config["model"])]
+    draft = _draft_directory(speculative_config)
+    models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
     return json.dumps([asdict(config), speculative_config, architectures, asdict(layout)])

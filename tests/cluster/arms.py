@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.config import merge
 from slipstream.data.prompts import render
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe
@@ -134,8 +134,8 @@ class _Arm:
 
     @contextmanager
     def _engines(self, k: int) -> Iterator[RemoteEngine]:
-        speculative = speculative_config(DraftMethod.EAGLE3, self._draft, k) if k else None
         recipe = self._recipe
+        speculative = speculative_config(recipe.draft, self._draft, k) if k else None
         with start_engine(
             self._policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
         ) as engines:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
@@ -30,6 +31,7 @@ from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 ENGINE = EngineConfig(
     max_model_len=400, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.25
 )
@@ -112,7 +114,7 @@ def bench(
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
     environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
-    speculative = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    speculative = speculative_config(DRAFT, models["old_draft"], 3)
     remote: Any = ray.remote(FaultyEngine)
     actor = remote.options(**options).remote(models["old"], config=ENGINE, speculative_config=speculative)
     engine = RemoteEngine([Worker(actor, "engine 0")], Deadline(300.0, "engine.answer_timeout_s"))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
@@ -65,7 +66,7 @@ def ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         qwen3_moe.write_model(path, seed=seed, expert_width=width)
     models["draft"] = root / "draft"
     save_draft(build_draft(models["old"], DRAFT), models["draft"])
-    draft = speculative_config(DraftMethod.EAGLE3, models["draft"], 3)
+    draft = speculative_config(DRAFT, models["draft"], 3)
     config = replace(ENGINE, dtype=dtype)
     with (
         start_learner(LEARNER) as learner,

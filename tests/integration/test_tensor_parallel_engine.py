@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.ragged import Ragged
 from slipstream.refit.channel.driver import Delivery
 from slipstream.refit.config import RefitConfig, RefitError
@@ -21,6 +22,7 @@ from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 ENGINE = EngineConfig(
     max_model_len=128,
     max_num_seqs=16,
@@ -49,7 +51,7 @@ def models(
 def engine(models: dict[str, Path], ray_session: None) -> Iterator[Any]:
     from slipstream.workers.engines import start_engine
 
-    draft = speculative_config(DraftMethod.EAGLE3, models["draft"], 3)
+    draft = speculative_config(DRAFT, models["draft"], 3)
     with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
         yield engine
 

@@ -9,13 +9,15 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
 
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
 )
@@ -47,7 +49,7 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path]
     from slipstream.workers.engines import start_engine
 
     def start(name: str):
-        draft = speculative_config(DraftMethod.EAGLE3, models[f"{name}_draft"], 3)
+        draft = speculative_config(DRAFT, models[f"{name}_draft"], 3)
         return start_engine(models[name], config=ENGINE, speculative_config=draft)
 
     with start("old") as engine:
@@ -78,7 +80,7 @@ def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ra
     """Whatever the order, the batch and the engine: two slots an engine make the three of them pull from the queue."""
     from slipstream.workers.engines import start_engine
 
-    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], k) if k else None
+    draft = speculative_config(DRAFT, models["old_draft"], k) if k else None
     prompts = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 20 + i)), answer="") for i in range(8))
     results = {}
     for name, config, order in (
@@ -108,7 +110,7 @@ def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
         for i in range(4)
     )
     config = replace(ENGINE, max_num_seqs=2)  # so vLLM takes at most 2 x 128 tokens a step, less than three prompts
-    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    draft = speculative_config(DRAFT, models["old_draft"], 3)
     with start_engine(models["old"], config=config, speculative_config=draft) as engine:
         result = engine.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
     assert len({tokens for tokens in _tokens(result)}) == 16
@@ -122,7 +124,7 @@ def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
 
     from slipstream.workers.engines import start_engine
 
-    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    draft = speculative_config(DRAFT, models["old_draft"], 3)
     with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
         result = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     assert result.acceptance is not None

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import speculative_config
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
@@ -77,7 +78,7 @@ def ends(
     root = tmp_path_factory.mktemp("models")
     models = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
     models["old_draft"] = make_draft(root / "old_draft", models["old"], 5)
-    draft = speculative_config(DraftMethod.EAGLE3, models["old_draft"], 3)
+    draft = speculative_config(DRAFT, models["old_draft"], 3)
     config = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(pipeline=2), num_threads=1)
     with (
         start_learner(config) as learner,

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftMethod, speculative_config
 from slipstream.recipe import Recipe
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
 from tests.unit.recipe_fields.base import Tools, outcome, recipe_with
@@ -29,7 +28,6 @@ CHECKS = {
     **tracking.CHECKS,
 }
 REFUSED = {"sampling.top_p": 0.9, "sampling.top_k": 5}  # the learner's logprobs know no truncation
-ONE_VALUE = {"draft.method"}  # there is no other one yet
 
 
 def leaves(cls: type, path: str = "") -> Iterator[str]:
@@ -44,7 +42,7 @@ def leaves(cls: type, path: str = "") -> Iterator[str]:
 
 
 def test_every_field_of_a_recipe_has_a_check() -> None:
-    assert sorted([*CHECKS, *REFUSED, *ONE_VALUE]) == sorted(leaves(Recipe))
+    assert sorted([*CHECKS, *REFUSED]) == sorted(leaves(Recipe))
 
 
 @pytest.mark.parametrize("field", CHECKS)
@@ -75,8 +73,3 @@ def test_a_field_that_others_follow_is_refused_alone(field: str) -> None:
 def test_a_field_with_one_right_value_refuses_every_other(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         recipe_with({field: REFUSED[field]})
-
-
-def test_the_one_method_of_speculation_is_the_one_that_vllm_is_told(tmp_path: Path) -> None:
-    (method,) = DraftMethod
-    assert speculative_config(method, tmp_path, 1)["method"] == method.value

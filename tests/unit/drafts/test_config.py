@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 
@@ -64,18 +63,3 @@ def test_a_draft_on_its_bounds_is_taken(loss: str) -> None:
         loss=loss,
     )
     assert config.loss == loss
-
-
-def test_vllm_is_told_to_draft_by_sampling_and_to_reject_by_the_standard_rule() -> None:
-    assert speculative_config(DraftMethod.EAGLE3, Path("draft"), 1) == {
-        "method": "eagle3",
-        "model": "draft",
-        "num_speculative_tokens": 1,
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "standard",
-    }
-
-
-def test_speculation_without_tokens_is_refused(refusal: Callable[..., str]) -> None:
-    ask = partial(speculative_config, DraftMethod.EAGLE3, Path("draft"))
-    assert refusal(ask, num_speculative_tokens=0) == "num_speculative_tokens must be >= 1, got 0"

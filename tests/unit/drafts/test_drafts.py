@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
-from slipstream.drafts.config import DraftConfig, DraftMethod, speculative_config
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import _dense_mask
 from slipstream.drafts.trainer import DraftTrainer, pack_chats
 from slipstream.policy.errors import CheckpointError
@@ -145,14 +145,6 @@ def test_a_damaged_checkpoint_of_a_draft_is_refused(
 def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, draft: Path) -> None:
     check_draft(policy, draft, max_model_len=64)
     assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
-
-
-def test_the_speculative_config_samples_drafts_and_rejects_by_the_standard_rule() -> None:
-    config = speculative_config(DraftMethod.EAGLE3, Path("draft"), 3)
-    assert config["draft_sample_method"] == "probabilistic"
-    assert config["rejection_sample_method"] == "standard"
-    with pytest.raises(ConfigError, match="num_speculative_tokens must be >= 1, got 0"):
-        speculative_config(DraftMethod.EAGLE3, Path("draft"), 0)
 
 
 def _edit_config(draft: Path, **changes: object) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.drafts import length
+from slipstream.drafts import length, methods
+from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.recipe import Recipe
 from slipstream.rollout.engine import GenerationResult
@@ -133,8 +134,40 @@ def tuning(recipe: Recipe, tools: Tools) -> object:
     return calls, workers, length.choose(points, config=recipe.tuning, batch=8).chosen_k
 
 
+def told_vllm(recipe: Recipe, tools: Tools) -> object:
+    """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
+    tools.patch.setattr(methods, "find_spec", lambda package: package)
+    return methods.speculative_config(recipe.draft, support.draft_weights(recipe.draft, tools.directory), 3)
+
+
+def small_draft(recipe: Recipe, tools: Tools) -> object:
+    """The small model that is to propose tokens, given or to be trained."""
+    policy = {"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": 3}
+    (tools.directory / "config.json").write_text(json.dumps(policy))
+    return recipe.draft.trains, scratch_model(recipe.draft, tools.directory)
+
+
 FOUR_LAYERS = {"policy.scratch.num_layers": 4}
+NGRAM = {"draft.method": "ngram"}
+SUFFIX = {"draft.method": "suffix"}
+DRAFT_MODEL = {"draft.method": "draft_model"}
 CHECKS = {
+    "draft.method": Check("ngram", told_vllm),
+    "draft.prompt_lookup_min": Check(3, told_vllm, NGRAM),
+    "draft.prompt_lookup_max": Check(4, told_vllm, NGRAM),
+    "draft.suffix_max_tree_depth": Check(8, told_vllm, SUFFIX),
+    "draft.suffix_max_cached_requests": Check(0, told_vllm, SUFFIX),
+    "draft.suffix_max_spec_factor": Check(2.0, told_vllm, SUFFIX),
+    "draft.suffix_min_token_prob": Check(0.5, told_vllm, SUFFIX),
+    "draft.model": Check("somewhere", small_draft, DRAFT_MODEL),
+    "draft.scratch.hidden_size": Check(32, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_layers": Check(1, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_attention_heads": Check(4, small_draft, DRAFT_MODEL),
+    "draft.scratch.num_query_groups": Check(2, small_draft, DRAFT_MODEL),
+    "draft.scratch.head_dim": Check(16, small_draft, DRAFT_MODEL),
+    "draft.scratch.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
+    "draft.scratch.init_std": Check(0.1, small_draft, DRAFT_MODEL),
+    "draft.scratch.optimizer": Check("adamw", small_draft, DRAFT_MODEL),
     "draft.init": Check("general", draft_prompts),
     "draft.num_prompts": Check(3, draft_training),
     "draft.samples_per_prompt": Check(2, draft_training),

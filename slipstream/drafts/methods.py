@@ -1,0 +1,177 @@
+"""What sets each method of speculation apart, in one table, and what vLLM is told of it.
+
+Everything that depends on the method asks here: what pretraining makes, what an engine loads, what a refit brings,
+what may be trained during RL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config import require
+
+if TYPE_CHECKING:
+    from slipstream.drafts.config import DraftConfig
+
+
+class DraftMethod(StrEnum):
+    """Speculation methods, named as in vLLM."""
+
+    EAGLE3 = "eagle3"  # one layer on the policy's hidden states
+    DRAFT_MODEL = "draft_model"  # a small language model of the policy's vocabulary
+    NGRAM = "ngram"  # what followed the last tokens where they stood before in this sequence
+    SUFFIX = "suffix"  # the same over all that the engine has answered
+
+
+class Weights(StrEnum):
+    """Where the weights lie that propose tokens."""
+
+    NONE = "none"  # drafts are looked up
+    OWN = "own"  # in a model directory of their own
+    POLICY = "policy"  # they are heads of the policy: saved, loaded and refitted with it
+
+
+class Training(StrEnum):
+    """From what `pretrain_draft` trains."""
+
+    NONE = "none"  # nothing to train
+    HIDDEN_STATES = "hidden_states"  # of the policy, on its own responses
+    RESPONSES = "responses"  # of the policy, as text alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What sets one method apart.
+
+    `samples`: it draws its tokens from a distribution of its own; else it proposes one sequence as if it were certain.
+    `trains_online`: `draft.online` has something to train, and a refit brings the draft too.
+    `fields`: of `DraftConfig`, beside `method`, that change what the method does.
+    `package`: what must be installed beside vLLM.
+    """
+
+    weights: Weights
+    training: Training
+    samples: bool
+    trains_online: bool
+    fields: frozenset[str]
+    package: str | None = None
+
+
+_TRAINED = {
+    "init",
+    "num_prompts",
+    "samples_per_prompt",
+    "num_heldout_prompts",
+    "num_steps",
+    "tokens_per_step",
+    "ttt_steps",
+    "learning_rate",
+    "warmup_steps",
+    "checkpoint_every_steps",
+    "seed",
+}
+
+TRAITS = {
+    DraftMethod.EAGLE3: Traits(
+        weights=Weights.OWN,
+        training=Training.HIDDEN_STATES,
+        samples=True,
+        trains_online=True,
+        fields=frozenset(
+            {
+                *_TRAINED,
+                "aux_hidden_state_layer_ids",
+                "states_cache_gib",
+                "tokens_per_row",
+                "ttt_step_loss_decay",
+                "loss",
+                "clip_grad",
+            }
+        ),
+    ),
+    DraftMethod.DRAFT_MODEL: Traits(
+        weights=Weights.OWN,
+        training=Training.RESPONSES,
+        samples=True,
+        trains_online=False,
+        fields=frozenset({*_TRAINED, "model", "scratch"}),
+    ),
+    DraftMethod.NGRAM: Traits(
+        weights=Weights.NONE,
+        training=Training.NONE,
+        samples=False,
+        trains_online=False,
+        fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
+    ),
+    DraftMethod.SUFFIX: Traits(
+        weights=Weights.NONE,
+        training=Training.NONE,
+        samples=False,
+        trains_online=False,
+        fields=frozenset(
+            {
+                "suffix_max_tree_depth",
+                "suffix_max_cached_requests",
+                "suffix_max_spec_factor",
+                "suffix_min_token_prob",
+            }
+        ),
+        package="arctic_inference",
+    ),
+}
+
+
+def speculative_config(config: DraftConfig, draft: Path | None, num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's `speculative_config`.
+
+    `draft_sample_method` is explicit where it applies: vLLM's default drafts greedily, which wastes acceptance at
+    temperature > 0. A method that looks drafts up proposes one token alone at each position; the same rejection rule
+    then accepts it with the policy's probability of it, and draws what it rejects from the others.
+
+    Args:
+        draft: directory of the draft; None exactly where the method has no weights of its own.
+    Raises:
+        ConfigError: fewer than one token, or the method's package is not installed.
+    """
+    require(num_speculative_tokens >= 1, "num_speculative_tokens", "must be >= 1", num_speculative_tokens)
+    traits = TRAITS[config.method]
+    assert (draft is not None) == (traits.weights is Weights.OWN), f"{config.method} with draft {draft}"
+    require_package(config.method)
+    told: dict[str, Any] = {
+        "method": config.method.value,
+        "num_speculative_tokens": num_speculative_tokens,
+        "rejection_sample_method": "standard",
+    }
+    if draft is not None:
+        told["model"] = str(draft)
+    if traits.samples:
+        told["draft_sample_method"] = "probabilistic"
+    match config.method:
+        case DraftMethod.NGRAM:
+            told["prompt_lookup_min"] = config.prompt_lookup_min
+            told["prompt_lookup_max"] = config.prompt_lookup_max
+        case DraftMethod.SUFFIX:
+            told["suffix_decoding_max_tree_depth"] = config.suffix_max_tree_depth
+            told["suffix_decoding_max_cached_requests"] = config.suffix_max_cached_requests
+            told["suffix_decoding_max_spec_factor"] = config.suffix_max_spec_factor
+            told["suffix_decoding_min_token_prob"] = config.suffix_min_token_prob
+        case _:
+            pass
+    return told
+
+
+def require_package(method: DraftMethod) -> None:
+    """Refuse a method whose package is not installed.
+
+    Raises:
+        ConfigError: the message has the package to install.
+    """
+    package = TRAITS[method].package
+    if package is None or find_spec(package) is not None:
+        return
+    fix = f"install {package.replace('_', '-')}, which compiles C++, or take {DraftMethod.NGRAM.value}"
+    require(False, "draft.method", f"must do without the package {package}, which is not here", method.value, fix)
