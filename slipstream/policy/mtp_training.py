@@ -10,10 +10,9 @@ window is what is drafted from one position on; pass `i` drafts token `i` of eve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,16 +21,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy import collectives
+from slipstream.policy import collectives, parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.batches import Batching, MicroBatch, Sequences
-from slipstream.policy.checkpoint.policy import PolicyCheckpoints
+from slipstream.policy.checkpoint.held import MAIN, HeldParameter, Stepped, held_parameters
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.cpu import host
+from slipstream.policy.errors import CheckpointError
 from slipstream.policy.mtp import MtpLayer, logits_of, probabilities, soft_cross_entropy
 from slipstream.policy.optimizer import with_optimizer
-from slipstream.policy.weights import mtp_mappings
+from slipstream.policy.weights import hf_from_shards, mtp_mappings, shards_of
 
+_NUM_UPDATES = "num_updates"
 States = Sequence[tuple[Tensor, Tensor]]
 """Of each sequence the residual stream after the last layer, before the final norm, and what the output layer sees."""
 
@@ -80,9 +81,11 @@ class MtpTrainer:
     ) -> None:
         self._gpt, self._mtp, self._batching, self._device = gpt, mtp, batching, device
         self._chunk_tokens = learner.logprob_chunk_tokens
-        self._module, self._optimizer = with_optimizer(mtp, learner, optimizer)
-        self._checkpoints = PolicyCheckpoints(
-            mtp, self._optimizer, architecture, table=lambda arch, _: mtp_mappings(arch)
+        # One layer's moments are too few to deal them out.
+        self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
+        self._architecture, self._shard = architecture, parallel.current_shard()
+        self._held = held_parameters(
+            mtp, self._optimizer, architecture, self._shard, table=lambda arch, _: mtp_mappings(arch)
         )
         self.num_updates = 0
 
@@ -151,14 +154,57 @@ class MtpTrainer:
         length = 1.0 + float(chances_KW.cumprod(dim=0).sum(dim=0).mean())
         return [float(chance) for chance in chances_KW.mean(dim=1)], length
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write weights, moments and the number of updates, and wait until it is done."""
-        self._checkpoints.save(path, version=0, num_updates=self.num_updates, extra={})
-        self._checkpoints.wait()
+    def state(self) -> dict[str, Tensor]:
+        """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""
+        found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
+        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
+            for kind, own in self._stepped(held).items():
+                shards = collectives.tensor_parallel_shards(own.detach())
+                whole = hf_from_shards(mapping, shards, self._architecture)
+                found |= {f"{kind}/{name}": tensor for name, tensor in whole}
+        return found
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout."""
-        self.num_updates = self._checkpoints.load(path)["num_updates"]
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`, bit for bit, under this or another layout.
+
+        Raises:
+            CheckpointError: it is none of this layer.
+        """
+        names = {f"{MAIN}/{name}" for mapping in mtp_mappings(self._architecture) for name in mapping.hf}
+        if missing := sorted(names - state.keys()):
+            raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
+        self.num_updates = int(state[_NUM_UPDATES])
+        kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
+        own = {kind: self._own(state, kind) for kind in kinds}
+        for held in self._held:
+            assert held.stepped is not None
+            main = held.stepped.main
+            main.copy_(own[MAIN][held.name])
+            held.parameter.copy_(main)
+            moments = held.stepped.moments if self.num_updates else ()
+            held.stepped.optimizer.state.pop(main, None)
+            if moments:
+                held.stepped.optimizer.state[main] = {
+                    kind: own[kind][held.name].to(main.device, copy=True) for kind in moments
+                }
+            _count(held.stepped, self.num_updates)
+
+    def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
+        """The float32 parameter and the optimizer's moments of it, once it has stepped."""
+        assert held.stepped is not None
+        moments = held.stepped.moments if self.num_updates else ()
+        state = held.stepped.optimizer.state[held.stepped.main] if moments else {}
+        return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
+
+    def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+        """What of one kind this rank holds: some of Muon's moments are not there for what AdamW steps."""
+
+        def read(name: str) -> Tensor:
+            return state[f"{kind}/{name}"]
+
+        table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
+        return dict(shards_of(table, read, self._architecture, self._shard))
 
     def _loss(self, chats: _Chats, temperature: float, passes: MtpPasses) -> Tensor:
         total = torch.zeros((), device=self._device)
@@ -239,6 +285,14 @@ class MtpTrainer:
                     into[columns, row] = own[: lengths[index]].detach()
             states_TBH, last_TBH = (each.to(self._device) for each in gathered)
             yield _Chats(batch=batch, states_TBH=states_TBH, last_TBH=last_TBH, has_target_BT=has_target_BT)
+
+
+def _count(stepped: Stepped, num_updates: int) -> None:
+    if stepped.counts_by_parameter and num_updates:
+        stepped.optimizer.state[stepped.main]["step"] = torch.tensor(float(num_updates), device=stepped.main.device)
+    elif "exp_avg" in stepped.moments:
+        for group in stepped.optimizer.param_groups:
+            group["step"] = num_updates
 
 
 def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:

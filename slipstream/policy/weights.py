@@ -158,17 +158,18 @@ def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Mappin
 
 def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
     """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
-    return _shards(mappings(arch, shard), read, arch, shard)
+    return shards_of(mappings(arch, shard), read, arch, shard)
 
 
 def mtp_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
     """The same of the MTP layer's."""
-    return _shards(mtp_mappings(arch), read, arch, shard)
+    return shards_of(mtp_mappings(arch), read, arch, shard)
 
 
-def _shards(
+def shards_of(
     table: Iterable[Mapping], read: Callable[[str], Tensor], arch: Architecture, shard: Shard
 ) -> Iterator[tuple[str, Tensor]]:
+    """The same of the parameters in `table`."""
     for mapping in table:
         parts = [read(name) for name in mapping.hf]
         yield mapping.megatron, _split(mapping.layout, parts, arch, shard)

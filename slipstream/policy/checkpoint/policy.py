@@ -23,7 +23,6 @@ from slipstream.policy.checkpoint.held import (
     WEIGHT,
     HeldParameter,
     Run,
-    Table,
     held_parameters,
     owned,
     runs,
@@ -41,16 +40,8 @@ _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
 class PolicyCheckpoints:
     """The checkpoints of one policy; each method is called on all ranks."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: MegatronOptimizer | None,
-        arch: Architecture,
-        *,
-        table: Table = mappings,
-    ) -> None:
-        """Of the parameters that `table` names, which are all that `model` has."""
-        self._model, self._optimizer, self._arch, self._table = model, optimizer, arch, table
+    def __init__(self, model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture) -> None:
+        self._model, self._optimizer, self._arch = model, optimizer, arch
         self._shard = parallel.current_shard()
         self._writer: CheckpointWriter | None = None
         self._patches: dict[tuple[str, int, int], list[Patch]] = {}
@@ -108,7 +99,7 @@ class PolicyCheckpoints:
 
     @cached_property
     def _held(self) -> list[HeldParameter]:
-        return held_parameters(self._model, self._optimizer, self._arch, self._shard, table=self._table)
+        return held_parameters(self._model, self._optimizer, self._arch, self._shard)
 
     def _parts(self, num_updates: int) -> Iterator[Part]:
         found = [run for held in self._held for run in runs(held, num_updates=num_updates)]
@@ -146,7 +137,7 @@ class PolicyCheckpoints:
                     f"the checkpoint is of another model or optimizer: {name} must be {SAFETENSORS_DTYPES[dtype]} "
                     f"{shape}, got {got}"
                 )
-        known = {name for mapping in self._table(self._arch, Shard()) for name in mapping.hf}
+        known = {name for mapping in mappings(self._arch, Shard()) for name in mapping.hf}
         weights = {name.removeprefix(f"{WEIGHT}/") for name in reader.index if name.startswith(f"{WEIGHT}/")}
         if weights != known:
             first = min(weights ^ known)

@@ -13,19 +13,20 @@ from safetensors.torch import load_file
 from tests.unit.policy import mimo
 
 from slipstream.config import ConfigError
-from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import parallel
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.capture import Capture
 from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig
 from slipstream.policy.cpu import host
+from slipstream.policy.errors import CheckpointError
 from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import build_mtp
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.mtp_training import MtpPasses
 from slipstream.policy.weights import Shard, hf_from_shards, load_exactly, mtp_from_hf, mtp_mappings
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
@@ -227,22 +228,31 @@ def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
     assert after > before + 0.3
 
 
-def test_a_resumed_mtp_layer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", OptimizerMethod)
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, tmp_path: Path) -> None:
     path = mimo.write_model(tmp_path / "model")
-    policy = _load(path)
-    trainer = policy.start_mtp(OPTIMIZER)
+    learner, optimizer = dataclasses.replace(LEARNER, dtype=dtype), dataclasses.replace(OPTIMIZER, method=method)
+    policy = _load(path, learner)
+    trainer = policy.start_mtp(optimizer)
     sequences = mimo.sequences()
     states = policy.hidden_states(sequences, policy.mtp_layer_ids)
     starts = [2] * len(sequences)
     trainer.step(sequences, starts, states, learning_rate=1e-2)
-    trainer.save_checkpoint(tmp_path / "checkpoint")
+    state = {name: tensor.clone() for name, tensor in trainer.state().items()}
     expected = [trainer.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)]
-    other = _load(path)
-    resumed = other.start_mtp(OPTIMIZER)
-    resumed.load_checkpoint(tmp_path / "checkpoint")
+    other = _load(path, learner)
+    resumed = other.start_mtp(optimizer)
+    resumed.restore(state)
     assert resumed.num_updates == 1
     assert [resumed.step(sequences, starts, states, learning_rate=1e-2) for _ in range(2)] == expected
     assert _same(_mtp_weights(other), _mtp_weights(policy))
+
+
+def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = _load(mimo.write_model(tmp_path / "model")).start_mtp(OPTIMIZER)
+    with pytest.raises(CheckpointError, match="must hold the policy's MTP layer, has no main/model.mtp_layers.0"):
+        trainer.restore({"num_updates": torch.tensor([1]), "0.parameter": torch.zeros(1)})
 
 
 def test_only_a_policy_with_an_mtp_layer_can_draft_with_it() -> None:
