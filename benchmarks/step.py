@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runs import FinishedRun
+from benchmarks.turns import Turns
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.records import StepRecord
 from slipstream.refit.channel.driver import open_channel
@@ -20,10 +21,10 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.support import decode, recipe_engine, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.loop import SyncLoop
+from slipstream.train.metrics import StageClock
 from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import start_learner
-from slipstream.workers.session import connect
 
 _MIN_EXPLAINED = 0.98  # of a step's wall time, by its five stages
 
@@ -60,11 +61,28 @@ class NotingEngine:
         self.engine.close()
 
 
-def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
-    """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up."""
-    recipe = replace(run.recipe, engine=replace(run.recipe.engine, num_kept_idle=0))  # what is timed next runs alone
+def time_steps(run: FinishedRun, num_steps: int, k: int, *, turns: Turns, name: str) -> TimedSteps:
+    """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up.
+
+    Args:
+        turns: a step begins when the turn of `name` has come.
+    """
+    # What is timed next runs alone.
+    recipe = replace(
+        run.recipe,
+        engine=replace(run.recipe.engine, num_kept_idle=0),
+        learner=replace(run.recipe.learner, num_kept_idle=0),
+    )
     records: list[StepRecord] = []
-    connect()
+
+    def start_clock() -> StageClock:
+        turns.wait(name)
+        return StageClock()
+
+    def on_step(record: StepRecord) -> None:
+        records.append(record)
+        turns.pass_on(name)
+
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
         recipe_engine(recipe, run.policy, run.draft, k) as remote,
@@ -93,7 +111,8 @@ def time_steps(run: FinishedRun, num_steps: int, k: int) -> TimedSteps:
                 config=recipe.refit,
             ),
             draft_version=0 if k else None,
-            on_step=records.append,
+            on_step=on_step,
+            start_clock=start_clock,
         ).run(start_step=0)
     return TimedSteps(k=k, records=tuple(records[1:]), engine_s=tuple(engine.seconds[1:]))
 

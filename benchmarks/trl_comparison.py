@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.runs import FinishedRun
+from benchmarks.trl_step import MARK, READY
+from benchmarks.turns import Turns
 from slipstream.config import require
 from slipstream.types import Dtype
 
@@ -47,23 +49,50 @@ def dtypes(settled: Dtype) -> tuple[Dtype, ...]:
     return (settled, Dtype.FLOAT32) if settled is Dtype.BFLOAT16 else (settled,)
 
 
-def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype) -> TrlSteps:
-    """TRL's trainer on the run's policy and prompts, in a process of its own."""
+def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, *, turns: Turns, name: str) -> TrlSteps:
+    """TRL's trainer on the run's policy and prompts, in a process of its own; the first step warms up.
+
+    Args:
+        turns: a step begins when the turn of `name` has come.
+    """
     path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "benchmarks.trl_step", str(run.execution), "--num-steps", str(num_steps)]
-    done = subprocess.run(
+    with subprocess.Popen(
         [*command, "--dtype", dtype.value],
         env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
-    )
-    measured = json.loads(done.stdout.strip().splitlines()[-1])
-    return TrlSteps(
-        dtype=dtype,
-        step_s=float(np.median(measured["step_s"][1:])),
-        mean_response_tokens=float(np.mean(measured["mean_response_tokens"][1:])),
-    )
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = messages(process.stdout)
+        seconds = []
+        try:
+            for _ in range(num_steps):
+                assert next(said) == READY
+                turns.wait(name)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                seconds.append(float(next(said)))
+                turns.pass_on(name)
+            lengths = json.loads(next(said))
+        except BaseException:
+            process.kill()
+            raise
+    return TrlSteps(dtype=dtype, step_s=float(np.median(seconds[1:])), mean_response_tokens=float(np.mean(lengths[1:])))
+
+
+def messages(lines: Iterable[str]) -> Iterator[str]:
+    """What `benchmarks.trl_step` says among whatever TRL prints.
+
+    Raises:
+        RuntimeError: it said nothing more.
+    """
+    for line in lines:
+        if line.startswith(MARK):
+            yield line.removeprefix(MARK).strip()
+    raise RuntimeError("TRL's trainer ended before its last step: its error stands above")
 
 
 def comparison(ours: Mapping[str, float], trl: Sequence[TrlSteps]) -> str:

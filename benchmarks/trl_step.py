@@ -1,4 +1,6 @@
-"""TRL's GRPO trainer on the same step as ours, in a process of its own: prints one line of JSON.
+"""TRL's GRPO trainer on the same step as ours, in a process of its own.
+
+It says when it is ready for a step, waits for a line, takes the step and says its seconds; at the end the mean lengths.
 
 The same policy, prompts, rewards, group size, lengths, temperature and learning rate; generation by transformers, as
 TRL does without an engine. Run by `python -m benchmarks`, which lays TRL's packages beside this environment.
@@ -18,21 +20,28 @@ from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.rewards.verifier import Verifier
 
+MARK = "@trl "  # of a line that is for the caller: TRL prints others
+READY = "ready"
+
 
 def main() -> int:
-    """Time some steps."""
+    """Take some steps."""
     parser = argparse.ArgumentParser(prog="benchmarks.trl_step")
     parser.add_argument("execution", type=Path, help="directory of a run: its policy, data and recipe are used")
     parser.add_argument("--num-steps", type=int, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     options = parser.parse_args()
     recipe = load_recipe(str(options.execution / "start_run" / "recipe.yaml"))
-    seconds, lengths = _train(recipe, options.execution, options.num_steps, options.dtype)
-    print(json.dumps({"step_s": seconds, "mean_response_tokens": lengths}))
+    _say(json.dumps(_train(recipe, options.execution, options.num_steps, options.dtype)))
     return 0
 
 
-def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> tuple[list[float], list[float]]:
+def _say(text: str) -> None:
+    print(f"{MARK}{text}", flush=True)
+
+
+def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> list[float]:
+    """Mean tokens a response, of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -51,16 +60,17 @@ def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> tuple
     texts = [tokenizer.decode(list(prompt.token_ids)) for prompt in rows]
     for text, prompt in zip(texts, rows, strict=True):
         assert tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) == prompt.token_ids, "TRL reads our tokens"
-    seconds: list[float] = []
 
     class Clock(TrainerCallback):
         """Wall time of each step: generation, rewards, logprobs and update."""
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            _say(READY)
+            sys.stdin.readline()
             self.started_s = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seconds.append(time.perf_counter() - self.started_s)
+            _say(f"{time.perf_counter() - self.started_s:.6f}")
 
     with Verifier(recipe.reward) as verifier, tempfile.TemporaryDirectory() as output:
 
@@ -93,8 +103,7 @@ def _train(recipe: Recipe, execution: Path, num_steps: int, dtype: str) -> tuple
             callbacks=[Clock()],
         )
         trainer.train()
-        history = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    return seconds, history
+        return [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":

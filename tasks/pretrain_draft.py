@@ -1,4 +1,4 @@
-"""Train the draft on the policy's own responses."""
+"""Train the draft on the policy's own responses, or take it as it is."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Draft(NamedTuple):
 @task(**on_gpus(MEASURING))
 @recoverable
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
-    """A draft that vLLM loads, under `draft/`, and draft.json."""
+    """draft.json and, under `draft/`, a draft that vLLM loads, if the method has weights."""
     logs.configure()
     directory = stage.pretrain_draft(
         context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
     )
-    return Draft(draft=handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=("draft",)))
+    weights = ("draft",) if (directory / "draft").is_dir() else ()
+    return Draft(draft=handed_on(context, "pretrain_draft", directory, records=("draft.json",), weights=weights))

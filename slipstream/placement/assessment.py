@@ -17,6 +17,7 @@ from slipstream.placement.memory import (
     learner_memory,
     num_parameters,
 )
+from slipstream.placement.proposer import proposer
 from slipstream.placement.run import Run
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.experts import Experts, require_even_experts
@@ -132,7 +133,13 @@ def assess(run: Run) -> Assessment | None:
     )
     hardware = load_hardware(run.simulator.hardware)
     is_colocated = run.layout.placement.mode is PlacementMode.COLOCATED
-    engine = engine_memory(shape, run.engine, gpu_bytes=hardware.memory_bytes, longest_k=max(run.tuning.candidate_ks))
+    engine = engine_memory(
+        shape,
+        run.engine,
+        gpu_bytes=hardware.memory_bytes,
+        longest_k=max(run.tuning.candidate_ks),
+        proposer=proposer(shape, run.draft),
+    )
     learner = learner_memory(shape, run.learner, with_reference=run.grpo.loss.kl_coefficient > 0)
     usable = (1 - RUNTIME_RATE) * hardware.memory_bytes
     found = Assessment(

@@ -62,6 +62,20 @@ class EngineMemory:
         return max(0, int(self.kv_cache / self.kv_bytes_per_token))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposer:
+    """What an engine holds to propose tokens: parameters, and layers whose keys and values are cached."""
+
+    parameters: float
+    num_layers: int
+    num_query_groups: int
+    head_dim: int
+
+
+NOTHING_PROPOSED = Proposer(parameters=0.0, num_layers=0, num_query_groups=0, head_dim=0)
+"""Of no draft, and of one that is looked up on the host."""
+
+
 def learner_memory(shape: Shape, learner: LearnerConfig, *, with_reference: bool) -> LearnerMemory:
     """The learner's peak, in the backward pass of its largest micro-batch, on the first or the last stage.
 
@@ -154,23 +168,29 @@ def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
     return (WEIGHT_BYTES[learner.dtype] + 3 * _FLOAT32) * shape.vocab_size / learner.parallel.tensor
 
 
-def engine_memory(shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int) -> EngineMemory:
+def engine_memory(
+    shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, proposer: Proposer
+) -> EngineMemory:
     """One worker's share: `gpu_memory_utilization` of the GPU, or the named cache beside what it needs.
+
+    Args:
+        longest_k: draft tokens of a request; without any there is no draft.
+        proposer: the draft; its weights are split over the engine's ranks as the policy's are.
 
     Source: vLLM 0.32, `v1/worker/gpu_worker.py determine_available_memory`: the cache is what the share leaves after
     weights and the peak of a profiling pass.
     """
     width, tensor = WEIGHT_BYTES[engine.dtype], engine.tensor_parallel_size
     weights = num_parameters(shape) * width / tensor
-    draft = draft_parameters(shape) * width / tensor if longest_k else 0.0
+    held = proposer if longest_k else NOTHING_PROPOSED
+    draft = held.parameters * width / tensor
     activations = _engine_activations(shape, engine, longest_k)
     if engine.kv_cache_gib is None:
         cache = engine.gpu_memory_utilization * gpu_bytes - weights - draft - activations
     else:
         cache = engine.kv_cache_gib * 2**30
-    groups = max(1.0, shape.num_query_groups / tensor) * shape.head_dim
-    # The draft is one layer more; keys and values.
-    per_token = 2 * (shape.num_layers + (longest_k > 0)) * groups * width
+    cached = sum(each.num_layers * max(1.0, each.num_query_groups / tensor) * each.head_dim for each in (shape, held))
+    per_token = 2 * cached * width  # keys and values
     return EngineMemory(
         weights=weights, draft=draft, activations=activations, kv_cache=cache, kv_bytes_per_token=per_token
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from slipstream.data.config import DataConfig
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import TuningConfig
 from slipstream.grpo.config import GrpoConfig
 from slipstream.placement.config import Layout
@@ -28,6 +29,8 @@ class Run(Protocol):
     def sampling(self) -> SamplingConfig: ...
     @property
     def data(self) -> DataConfig: ...
+    @property
+    def draft(self) -> DraftConfig: ...
     @property
     def tuning(self) -> TuningConfig: ...
     @property

@@ -20,8 +20,8 @@ def takes(model: nn.Module, name: str) -> bool:
 
 
 def draft_names(draft: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Prefixes of a draft's names in vLLM, and what a checkpoint has instead of each."""
+    """Prefixes of an MTP draft's names in vLLM, and what a checkpoint has instead of each; none of another draft."""
     if not isinstance(draft, MiMoMTP):
-        return (("model.", ""),)
+        return ()
     pairs = [(f"{_LAYERS}{key}.", f"{_LAYERS}{index}.") for index, key in enumerate(draft.model.mtp_layers)]
     return tuple((held + inside, saved) for held, saved in pairs for inside in (_BLOCK, ""))

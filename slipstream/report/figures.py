@@ -71,11 +71,16 @@ def bound(run: RunSummary) -> str:
 
 
 def acceptance(record: RunRecord, run: RunSummary) -> str:
-    """Acceptance by draft position, next to the draft's held-out acceptance, and its length over steps."""
+    """Acceptance by draft position, next to the draft's held-out acceptance, and its length over steps.
+
+    Empty where nothing was drafted and nothing held out.
+    """
     measured = run.acceptance.rate_by_position if run.acceptance else ()
     # The record holds chances given the positions before; an engine's counters give their product.
     held_out = np.cumprod(record.draft.heldout_rate_by_position)
     k = len(measured) or len(held_out)
+    if not k:
+        return ""
 
     def draw(axes: Sequence[Axes]) -> None:
         by_position = axes[0]
@@ -88,7 +93,9 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
             over_steps.set(title=f"Mean acceptance length (at most {k + 1})", ylim=(1, k + 1.05))
         shown = held_out[:k]
         positions = range(1, len(shown) + 1)
-        by_position.plot(positions, shown, "D", color=HIGHLIGHT, markeredgecolor="white", label="held out, before RL")
+        if len(shown):
+            label = "held out, before RL"
+            by_position.plot(positions, shown, "D", color=HIGHLIGHT, markeredgecolor="white", label=label)
         by_position.set(title="Accepted, by draft position", xlabel="draft position", ylim=(0, 1.08))
         by_position.set_xlim(0.4, k + 0.6)
         by_position.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

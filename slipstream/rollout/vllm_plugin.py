@@ -16,6 +16,8 @@ from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 from slipstream.rollout import vllm_sampler
 
+_EAGLE3 = "eagle3"  # in vLLM's words
+
 
 def register() -> None:
     """Install the sampler's fixes and the weight transfer. Safe to call again."""
@@ -63,4 +65,7 @@ class EngineProbe:
         draft = runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
-        return engine_weights.slots(draft, rename=engine_mtp.draft_names(draft), without=policy)
+        method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
+        # The layer of an EAGLE-3 draft has no prefix in its checkpoint; a model that drafts is a checkpoint as it is.
+        rename = (("model.", ""),) if method == _EAGLE3 else engine_mtp.draft_names(draft)
+        return engine_weights.slots(draft, rename=rename, without=policy)

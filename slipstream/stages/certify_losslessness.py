@@ -89,7 +89,7 @@ def certify_losslessness(
     return directory
 
 
-def _drawn(  # what an engine is made of
+def _drawn(
     recipe: Recipe, start: Path, trained: Path, draft: Path, k: int, prompts: Sequence[Prompt], *, seed: int
 ) -> Sample:
     """What an engine with k draft tokens, started with one policy and refitted to the trained one, says."""

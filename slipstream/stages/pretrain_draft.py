@@ -10,10 +10,10 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.config import DraftInit
 from slipstream.drafts.draft_model import link_draft_model
 from slipstream.drafts.methods import TRAITS, Training, Weights, require_package
-from slipstream.drafts.pretrain import Responses, num_done, read_responses, regenerate, train_draft, write_responses
+from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import DraftRecord, write_record
@@ -21,9 +21,10 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish
 from slipstream.stages.support import draft_init, settled, tracked
+from slipstream.stages.teaching import num_done, on_responses, on_states
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
-from slipstream.workers.learners import RemoteLearner, start_learner
+from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
@@ -109,42 +110,28 @@ def train_on(
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    with start_learner(recipe.learner, layout=recipe.layout) as learner:
-        learner.load(policy, None)
-        num_parameters = learner.start_draft(policy, config)
-        losses = _train(learner, train, config, checkpoint=directory / "checkpoint", on_step=on_step)
-        progress = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config)
-        learner.save_draft(directory / "draft")
-    return DraftRecord(
-        method=config.method.value,
-        init=config.init.value,
-        num_parameters=num_parameters,
-        num_training_tokens=sum(map(len, train.token_ids)),
-        num_steps=config.num_steps,
-        losses=tuple(losses),
-        heldout_rate_by_position=progress.rate_by_position,
-        heldout_mean_acceptance_length=progress.mean_acceptance_length,
-        elapsed_s=time.perf_counter() - start,
-    )
-
-
-def _train(
-    learner: RemoteLearner,
-    train: Responses,
-    config: DraftConfig,
-    *,
-    checkpoint: Path,
-    on_step: Callable[[int, float], None],
-) -> list[float]:
-    """`train_draft`, followed by a bar."""
-    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
-    with progress(_NODE, total=config.num_steps, unit="step", done=num_done(checkpoint)) as bar:
+    teach = on_states if config.trains is Training.HIDDEN_STATES else on_responses
+    with (
+        start_learner(recipe.learner, layout=recipe.layout) as learner,
+        progress(_NODE, total=config.num_steps, unit="step", done=num_done(directory)) as bar,
+    ):
 
         def on_each_step(step: int, loss: float) -> None:
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        return train_draft(learner, train, config, checkpoint=checkpoint, on_step=on_each_step)
+        taught = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
+    return DraftRecord(
+        method=config.method.value,
+        init=config.init.value,
+        num_parameters=taught.num_parameters,
+        num_training_tokens=sum(map(len, train.token_ids)),
+        num_steps=config.num_steps,
+        losses=taught.losses,
+        heldout_rate_by_position=taught.heldout.rate_by_position,
+        heldout_mean_acceptance_length=taught.heldout.mean_acceptance_length,
+        elapsed_s=time.perf_counter() - start,
+    )
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.cluster.launch import require_fits
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import require
+from slipstream.drafts.methods import require_package
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE, started_text
@@ -43,6 +44,8 @@ def start_run(
     recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
     if cluster is not None:
         recipe = on_cluster(recipe, cluster)
+    if cluster is None or cluster.is_local:  # in a pod it is another image that drafts, and pretraining asks there
+        require_package(recipe.draft.method)
     context = RunContext(
         execution=execution,
         root=str(root.resolve()),

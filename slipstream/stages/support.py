@@ -15,7 +15,7 @@ from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.methods import TRAITS, Training, Weights, speculative_config
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, speculative_config
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records import LayoutRecord, NumericsRecord, read_record, write_record
@@ -246,8 +246,11 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
-    """On what a run of `recipe` runs, in the simulator's words, if the recipe says so."""
-    if recipe.simulator is None:
+    """On what a run of `recipe` runs, in the simulator's words, if the recipe says so.
+
+    The simulator knows what an EAGLE-3 draft costs: a run of another method is not projected from itself.
+    """
+    if recipe.simulator is None or recipe.draft.method is not DraftMethod.EAGLE3:
         return None
     engine = recipe.engine
     return LayoutRecord(

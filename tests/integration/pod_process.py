@@ -86,15 +86,23 @@ def start(pod: Pod) -> Running:
 
 def ray_processes(title: str, *, of: Running) -> list[int]:
     """A pod's processes of Ray that call themselves `title`, as in `EngineProcess.generate` while that method runs."""
-    wanted, mark = f"ray::{title}".encode(), str(of.pod.working).encode()
+    mark = str(of.pod.working).encode()
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if path.read_bytes().startswith(wanted) and mark in path.with_name("environ").read_bytes():
-                found.append(int(path.parent.name))
+            if says(int(path.name), title) and mark in (path / "environ").read_bytes():
+                found.append(int(path.name))
         except OSError:
             continue  # it ended meanwhile
     return found
+
+
+def says(pid: int, title: str) -> bool:
+    """Whether a process of Ray is there and calls itself something that starts with `title`."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{title}".encode())
+    except OSError:
+        return False
 
 
 def _execute(pod: Pod) -> None:

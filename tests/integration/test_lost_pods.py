@@ -16,7 +16,7 @@ import pytest
 from slipstream.records import TuningRecord, write_record
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm
-from tests.integration.pod_process import Running, ray_processes
+from tests.integration.pod_process import Running, ray_processes, says
 from tests.integration.pods import Cluster, Watcher, cluster
 from tests.integration.small_recipe import write_small_recipe
 
@@ -131,14 +131,24 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
 def _kills(title: str, when: Callable[[Running], bool]) -> Watcher:
     """Kills the process of an engine or a learner in the middle of a call, once `when` is so."""
 
-    def watch(pod: Running) -> None:
-        def strike() -> bool:
-            found = ray_processes(title, of=pod) if when(pod) else []
-            for pid in found:
-                os.kill(pid, signal.SIGKILL)
-            return bool(found)
+    actor, _, _ = title.partition(".")
 
-        assert pod.wait_until(strike), f"{title} never ran: {pod.pod.log.read_text()[-3000:]}"
+    def watch(pod: Running) -> None:
+        known: list[int] = []
+
+        def find() -> bool:
+            known.extend(ray_processes(actor, of=pod))
+            return bool(known)
+
+        def strike() -> bool:
+            busy = [pid for pid in known if says(pid, title)] if when(pod) else []
+            for pid in busy:
+                os.kill(pid, signal.SIGKILL)
+            return bool(busy)
+
+        assert pod.wait_until(find), f"{actor} never started: {pod.pod.log.read_text()[-3000:]}"
+        # A call may take a third of a second: few files are read, and often.
+        assert pod.wait_until(strike, every_s=0.002), f"{title} never ran: {pod.pod.log.read_text()[-3000:]}"
 
     return watch
 

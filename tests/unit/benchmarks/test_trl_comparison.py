@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trl_comparison import TrlSteps, comparison, dtypes, require_packages
+from benchmarks.trl_comparison import TrlSteps, comparison, dtypes, messages, require_packages
+from benchmarks.trl_step import MARK, READY
 from slipstream.config import ConfigError
 from slipstream.types import Dtype
 
@@ -42,3 +43,11 @@ def test_trl_is_timed_in_our_type_first_and_in_float32_where_that_is_another(
 def test_a_directory_without_trl_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make bench-setup"):
         require_packages(tmp_path)
+
+
+def test_what_trl_prints_is_not_taken_for_a_message() -> None:
+    said = messages(["{'loss': 0.1}\n", f"{MARK}{READY}\n", "\n", f"{MARK}1.25\n"])
+
+    assert [next(said), next(said)] == [READY, "1.25"]
+    with pytest.raises(RuntimeError, match="ended before its last step"):
+        next(said)

@@ -35,6 +35,9 @@ class Tiny:
 LAYER, TABLE, NORM = 132, 32, 4
 
 
+EAGLE3 = memory.Proposer(parameters=memory.draft_parameters(Tiny()), num_layers=1, num_query_groups=1, head_dim=2)
+
+
 def _learner(**parallel: int | bool) -> LearnerConfig:
     return LearnerConfig(
         max_tokens_per_microbatch=10,
@@ -110,7 +113,7 @@ def test_chunked_logits_and_a_split_optimizer() -> None:
 def test_the_terms_that_are_split_over_ranks_shrink_with_them() -> None:
     # Selectively 2 (16 + (12 + 6) / 2); the engine's draft 464 / 2, a layer 16,384 x 2 (8 + 18 / 2).
     assert memory.activation_bytes(Tiny(), _learner(tensor=2), Recompute.SELECTIVE) == 50
-    found = memory.engine_memory(Tiny(), _engine(tensor_parallel_size=2), gpu_bytes=4e6, longest_k=1)
+    found = memory.engine_memory(Tiny(), _engine(tensor_parallel_size=2), gpu_bytes=4e6, longest_k=1, proposer=EAGLE3)
     assert (found.draft, found.activations) == (232, 16_384 * 2 * 17)
     assert found.kv_bytes_per_token == 24  # the draft's layer counts from the first draft token on
 
@@ -120,7 +123,9 @@ def _engine(**values: float | int | None) -> EngineConfig:
 
 
 def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
-    found = memory.engine_memory(Tiny(), _engine(gpu_memory_utilization=0.5), gpu_bytes=4e6, longest_k=3)
+    found = memory.engine_memory(
+        Tiny(), _engine(gpu_memory_utilization=0.5), gpu_bytes=4e6, longest_k=3, proposer=EAGLE3
+    )
     # Draft: 3 * 16 + 2*4*(4+4) + 4*4 + 3*4*6 + 4*8 = 48 + 64 + 16 + 72 + 32
     assert (found.weights, found.draft) == (664, 464)
     assert found.activations == 16_384 * 2 * (8 + 18)  # the sampler's 2 * 4 * 8 * 12 is less
@@ -130,9 +135,9 @@ def test_an_engines_cache_takes_what_is_left_of_its_share() -> None:
 
 
 def test_a_named_cache_is_taken_as_it_is_and_without_a_draft_there_is_none() -> None:
-    found = memory.engine_memory(Tiny(), _engine(kv_cache_gib=1.0), gpu_bytes=4e6, longest_k=0)
+    found = memory.engine_memory(Tiny(), _engine(kv_cache_gib=1.0), gpu_bytes=4e6, longest_k=0, proposer=EAGLE3)
     assert (found.draft, found.kv_cache, found.kv_bytes_per_token) == (0, 2**30, 16)
-    split = memory.engine_memory(Tiny(), _engine(tensor_parallel_size=2), gpu_bytes=4e6, longest_k=0)
+    split = memory.engine_memory(Tiny(), _engine(tensor_parallel_size=2), gpu_bytes=4e6, longest_k=0, proposer=EAGLE3)
     assert (split.weights, split.kv_bytes_per_token) == (332, 16)  # one key-value head is copied
 
 

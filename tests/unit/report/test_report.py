@@ -178,6 +178,34 @@ def test_a_page_says_what_the_run_lacks(record: RunRecord, sentence: str) -> Non
     json.dumps(summarise(record), allow_nan=False)
 
 
+UNTRAINED = replace(
+    RECORD.draft,
+    method="ngram",
+    init="none",
+    num_parameters=0,
+    num_training_tokens=0,
+    num_steps=0,
+    losses=(),
+    heldout_rate_by_position=(),
+    heldout_mean_acceptance_length=None,
+)
+
+
+def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_that_is_not_there() -> None:
+    text = render(replace(RECORD, draft=UNTRAINED), REFERENCE)
+    assert "Draft: ngram, without a model: drafts are looked up." in text
+    assert "verifications without a draft are left out of the length" in text
+    assert "accepted, given those before" in render(RECORD, REFERENCE)
+    assert "accepted, given those before" not in text
+    given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
+    assert "Draft: draft_model, 7,000 parameters, taken as it is." in render(replace(RECORD, draft=given), REFERENCE)
+
+
+def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
+    text = render(replace(LOST, draft=UNTRAINED), REFERENCE)
+    assert "Nothing was drafted during RL: no k beat k=0.</p>" in text
+
+
 def test_a_slower_arm_is_called_slower() -> None:
     base, spec = RECORD.arms
     swapped = (replace(base, steps=spec.steps), replace(spec, steps=base.steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
 def test_an_unknown_execution_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^resume_execution must name an execution under .*, got 'run'"):
         start(tmp_path, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_suffix_decoding_is_refused_where_its_package_is_not_installed(tmp_path: Path) -> None:
+    if find_spec("arctic_inference") is not None:
+        pytest.skip("it is installed")
+    with pytest.raises(ConfigError, match=r"^draft.method must do without the package arctic_inference, which is not"):
+        start(tmp_path, resume=False, draft={"method": "suffix"})
     assert list(tmp_path.iterdir()) == []
 
 

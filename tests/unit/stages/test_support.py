@@ -10,7 +10,7 @@ import pytest
 from slipstream.recipe import load_recipe
 from slipstream.records import NumericsRecord, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import dtype_tags, numerics, settled
+from slipstream.stages.support import dtype_tags, numerics, recipe_layout, settled
 from slipstream.types import Dtype
 
 MEASURED = NumericsRecord(dtype="float32", reason="hand-made", float32_ms=1.0, bfloat16_ms=9.0, capabilities=())
@@ -51,3 +51,9 @@ def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_not
     recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
     assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
     assert dtype_tags(load_recipe("tiny")) == {}
+
+
+def test_a_run_is_projected_from_itself_only_with_the_draft_whose_cost_the_simulator_knows() -> None:
+    assert recipe_layout(load_recipe("tiny")) is not None
+    for method in ("ngram", "draft_model"):
+        assert recipe_layout(load_recipe("tiny", overrides={"draft": {"method": method}})) is None

@@ -1,0 +1,122 @@
+"""A small language model taught by the policy's own responses, and how often the policy will accept its tokens.
+
+Sequence-level distillation (arXiv 1606.07947): the student learns, as text, what the teacher has sampled. Resumable as
+the training on hidden states is: each batch is a pure function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.config import require
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.pretrain import DraftProgress, Responses
+from slipstream.policy.config import ScratchConfig
+from slipstream.policy.pretrain import learning_rate_at
+
+logger = logging.getLogger(__name__)
+
+_LOSSES = "losses"
+
+
+class SmallLearner(Protocol):
+    """A learner that holds the small model, as far as its training needs it."""
+
+    def lm_step(
+        self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
+    ) -> float:
+        """One update on the next-token loss; returns the mean loss a learned token."""
+        ...
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write what resumed training needs; may go on in the background."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Wait until it is written."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore it; returns its `extra`."""
+        ...
+
+
+def distill(
+    learner: SmallLearner,
+    train: Responses,
+    config: DraftConfig,
+    scratch: ScratchConfig,
+    *,
+    checkpoint: Path,
+    on_step: Callable[[int, float], None],
+) -> list[float]:
+    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
+
+    Args:
+        learner: that holds `scratch`, with random weights.
+    """
+    losses: list[float] = []
+    found = newest(checkpoint)
+    if found is not None:
+        losses = list(learner.load_checkpoint(found)[_LOSSES])
+        logger.info("pretrain_draft: going on from step %d", len(losses))
+    for step in range(len(losses), config.num_steps):
+        batch = train.select(train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed))
+        losses.append(
+            learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
+        )
+        on_step(step, losses[-1])
+        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
+            _save(learner, checkpoint, losses)
+    return losses
+
+
+def newest(checkpoint: Path) -> Path | None:
+    """The checkpoint that an earlier attempt left last; a half-written one has another name."""
+    return max(checkpoint.glob("step-??????"), default=None)
+
+
+def num_distilled(checkpoint: Path) -> int:
+    """How many steps an earlier attempt left in `checkpoint`."""
+    found = newest(checkpoint)
+    return 0 if found is None else int(found.name.removeprefix("step-"))
+
+
+def _save(learner: SmallLearner, checkpoint: Path, losses: Sequence[float]) -> None:
+    older = newest(checkpoint)
+    learner.save_checkpoint(checkpoint / f"step-{len(losses):06d}", {_LOSSES: list(losses)})
+    learner.finish_checkpoint()
+    if older is not None:
+        shutil.rmtree(older)
+
+
+def heldout_acceptance(
+    policy: Sequence[NDArray[np.float32]], draft: Sequence[NDArray[np.float32]], *, num_tokens: int
+) -> DraftProgress:
+    """How much of a draft of `num_tokens` the policy accepts, from responses that the policy sampled.
+
+    A draft token is accepted with probability sum_v min(p(v), q(v)) of policy and draft, which is the mean over the
+    policy's own tokens of min(1, q / p); of several in a row it is the mean of the product. The first draft follows a
+    response's first token, and a window lies within one response.
+
+    Args:
+        policy: logprobs of each response's tokens at the sampling temperature; `draft`: of the same tokens.
+    Raises:
+        ConfigError: no response is long enough.
+    """
+    chances = [np.exp(np.minimum(q[1:] - p[1:], 0.0, dtype=np.float64)) for p, q in zip(policy, draft, strict=True)]
+    long = [each for each in chances if len(each) >= num_tokens]
+    rule = f"must leave a held-out response of more than {num_tokens} tokens"
+    require(bool(long), "draft.ttt_steps", rule, max(map(len, chances), default=0) + 1, "lower it")
+    windows = np.concatenate([np.lib.stride_tricks.sliding_window_view(each, num_tokens) for each in long])
+    return DraftProgress(
+        rate_by_position=tuple(float(rate) for rate in windows.mean(axis=0)),
+        mean_acceptance_length=1.0 + float(windows.cumprod(axis=1).sum(axis=1).mean()),
+    )

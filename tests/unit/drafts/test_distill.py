@@ -1,0 +1,114 @@
+"""A small model taught by responses: what it is handed, how it resumes, and its acceptance worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.distill import distill, heldout_acceptance, num_distilled
+from slipstream.drafts.methods import DraftMethod
+from slipstream.drafts.pretrain import Responses
+from slipstream.policy.config import ScratchConfig
+from slipstream.policy.pretrain import learning_rate_at
+
+CONFIG = DraftConfig(
+    method=DraftMethod.DRAFT_MODEL, num_steps=5, tokens_per_step=6, warmup_steps=2, checkpoint_every_steps=2
+)
+SCRATCH = ScratchConfig(num_steps=5, warmup_steps=2, learning_rate=0.1)
+TRAIN = Responses(token_ids=((1, 2, 3), (4, 5, 6), (7, 8, 9)), prompt_lengths=(1, 2, 1))
+
+
+class Learner:
+    """Notes its updates; its loss counts them, checkpoints included."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.count = 0
+
+    def lm_step(
+        self, sequences: Sequence[Sequence[int]], loss_starts: Sequence[int], *, learning_rate: float | None = None
+    ) -> float:
+        self.steps.append((tuple(sequences), tuple(loss_starts), learning_rate))
+        self.count += 1
+        return float(self.count)
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "state").write_text(repr((self.count, extra)))
+
+    def finish_checkpoint(self) -> None:
+        pass
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        import ast
+
+        self.count, extra = ast.literal_eval((path / "state").read_text())
+        return extra
+
+
+def test_each_update_learns_responses_alone_at_the_rate_of_its_step(tmp_path: Path) -> None:
+    learner, told = Learner(), []
+    losses = distill(
+        learner, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: told.append((step, loss))
+    )
+    assert losses == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert told == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0), (4, 5.0)]
+    starts = dict(zip(TRAIN.token_ids, TRAIN.prompt_lengths, strict=True))
+    for step, (sequences, loss_starts, rate) in enumerate(learner.steps):
+        assert len(set(sequences)) == 2  # two chats of three tokens fill six
+        assert loss_starts == tuple(starts[tokens] for tokens in sequences)
+        assert rate == learning_rate_at(step, SCRATCH)
+
+
+def test_a_resumed_training_makes_the_updates_that_were_left(tmp_path: Path) -> None:
+    class Killed(Learner):
+        def lm_step(self, *arguments: Any, **more: Any) -> float:
+            if self.count == 4:
+                raise KeyboardInterrupt
+            return super().lm_step(*arguments, **more)
+
+    whole, killed, resumed = Learner(), Killed(), Learner()
+    losses = distill(whole, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "a", on_step=lambda step, loss: None)
+    assert num_distilled(tmp_path / "b") == 0
+    with pytest.raises(KeyboardInterrupt):
+        distill(killed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["step-000004"]
+    assert num_distilled(tmp_path / "b") == 4
+    again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
+    assert again == losses
+    assert resumed.steps == whole.steps[4:]
+
+
+def logs(*probabilities: float) -> np.ndarray:
+    return np.log(np.asarray(probabilities, dtype=np.float32))
+
+
+def test_held_out_acceptance_is_the_mean_ratio_and_of_a_window_the_product() -> None:
+    # After the first token the ratios are 1/2, 1 (the draft is surer than the policy) and 1/4: windows (1/2, 1) and
+    # (1, 1/4). The second response is too short for a window of two.
+    policy = [logs(0.9, 0.8, 0.5, 0.4), logs(0.5, 0.5)]
+    draft = [logs(0.1, 0.4, 0.6, 0.1), logs(0.5, 0.1)]
+    found = heldout_acceptance(policy, draft, num_tokens=2)
+    assert found.rate_by_position == pytest.approx((0.75, 0.625))
+    assert found.mean_acceptance_length == pytest.approx(1 + (0.5 + 0.5 + 1 + 0.25) / 2)
+
+
+def test_the_mean_ratio_over_the_policys_tokens_is_the_overlap_of_the_distributions() -> None:
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.3, 0.6])
+    drawn = np.random.default_rng(0).choice(3, size=200_001, p=p)
+    found = heldout_acceptance(
+        [np.log(p[drawn]).astype(np.float32)], [np.log(q[drawn]).astype(np.float32)], num_tokens=1
+    )
+    assert found.rate_by_position[0] == pytest.approx(np.minimum(p, q).sum(), abs=0.003)
+
+
+def test_held_out_responses_too_short_for_a_window_are_refused(refusal: Callable[..., str]) -> None:
+    ask = [logs(0.5, 0.5)]
+    assert refusal(heldout_acceptance, policy=ask, draft=ask, num_tokens=2) == (
+        "draft.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"
+    )
