@@ -75,7 +75,7 @@ class DraftTrainer:
             FloatingPointError: the loss is not finite.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = self._config.learning_rate_at(self._num_steps)
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
@@ -227,14 +227,6 @@ class DraftTrainer:
             overlap[:num] = torch.minimum(policy[i:], draft[:num]).sum(-1)
             overlaps.append(overlap)
         return overlaps
-
-    def _learning_rate(self) -> float:
-        """Linear warmup, then a cosine down to a tenth."""
-        config, step = self._config, self._num_steps
-        if step < config.warmup_steps:
-            return config.learning_rate * (step + 1) / config.warmup_steps
-        done = min((step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1), 1.0)
-        return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 def pack_chats(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> PackedChats:

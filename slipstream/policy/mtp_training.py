@@ -38,19 +38,6 @@ States = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MtpPasses:
-    """How far ahead the layer learns to draft: each pass reads what the pass before it gave."""
-
-    count: int = 1
-    decay: float = 1.0  # of the loss from one pass to the next
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Of each pass's loss."""
-        return tuple(self.decay**index for index in range(self.count))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Chats:
     """A micro-batch with the policy's states."""
 
@@ -97,7 +84,8 @@ class MtpTrainer:
         *,
         learning_rate: float,
         temperature: float = 1.0,
-        passes: MtpPasses = MtpPasses(),
+        num_passes: int = 1,
+        decay: float = 1.0,
     ) -> float:
         """One update; data-parallel ranks pass their shares.
 
@@ -105,12 +93,14 @@ class MtpTrainer:
             loss_starts: where each response starts: its first token is the policy's, what follows is drafted.
             states: of each token, the last one's are not needed.
             temperature: at which the policy samples, and the layer drafts.
+            num_passes: tokens that it learns to draft from one position; `decay` of the loss from one to the next.
         Returns:
             KL(policy || draft) of a drafted token, in nats, the weighted sum over the passes.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
         chats = list(self._chats(sequences, loss_starts, states))
+        weights = [decay**index for index in range(num_passes)]
         num_tokens = collectives.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -119,7 +109,7 @@ class MtpTrainer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in chats:
             with host.cuda_as_cpu(), host.model_arithmetic():
-                loss = self._loss(each, temperature, passes) / max(num_tokens, 1)
+                loss = self._loss(each, temperature, weights) / max(num_tokens, 1)
                 loss.backward()
                 total += loss.detach()
         with host.cuda_as_cpu():
@@ -206,9 +196,9 @@ class MtpTrainer:
         table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
         return dict(shards_of(table, read, self._architecture, self._shard))
 
-    def _loss(self, chats: _Chats, temperature: float, passes: MtpPasses) -> Tensor:
+    def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)
-        for index, (weight, drafted_TBH) in enumerate(zip(passes.weights, self._drafted(chats), strict=False)):
+        for index, (weight, drafted_TBH) in enumerate(zip(weights, self._drafted(chats), strict=False)):
             hidden_NH, last_NH = _chosen(chats, index, drafted_TBH)
             total = total + weight * self._divergence(hidden_NH, last_NH, temperature)
         return total

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
+from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
@@ -28,6 +29,7 @@ from slipstream.workers.files import here
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.drafts.mtp import MtpDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
@@ -70,7 +72,7 @@ class LearnerProcess:
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
-        self._draft: DraftTrainer | None = None
+        self._draft: DraftTrainer | MtpDraft | None = None
         self._draft_chats: _DraftChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
@@ -132,6 +134,10 @@ class LearnerProcess:
     def sees(self, path: Path) -> bool:
         """Whether `path` is there, on this host."""
         return path.exists()
+
+    def mtp_loss(self) -> float | None:
+        """Of the policy's MTP layer in the last `lm_step`; None where none was trained."""
+        return self._loaded.mtp_loss
 
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
@@ -198,9 +204,10 @@ class LearnerProcess:
         from slipstream.policy.capture import Capture
         from slipstream.policy.collectives import summed_over_data_ranks
 
-        capture, batch = Capture(config.aux_hidden_state_layer_ids), update.batch
+        capture, batch = Capture(self._layer_ids(config)), update.batch
         trained = self._loaded.train_step(update, capture=capture)
-        kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
+        # Nothing was computed after the last token, yet it is known: what an MTP layer drafts there counts.
+        kept = batch.token_ids if self._drafts_with_mtp else [tokens[:-1] for tokens in batch.token_ids]
         states = []
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
@@ -271,10 +278,16 @@ class LearnerProcess:
         return self._loaded.load_checkpoint(path)
 
     def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """A fresh draft for the loaded policy; returns its number of trained parameters."""
-        from slipstream.drafts.trainer import DraftTrainer
+        """A fresh draft for the loaded policy, or its own MTP layer; returns the number of trained parameters."""
+        own_policy = here(policy, self._origin)
+        if config.method is DraftMethod.MTP:
+            from slipstream.drafts.mtp import MtpDraft
 
-        self._draft = DraftTrainer(here(policy, self._origin), config, num_threads=self._config.num_threads)
+            self._draft = MtpDraft(self._loaded, config, tokenizer_dir=own_policy, writes=self._rank == 0)
+        else:
+            from slipstream.drafts.trainer import DraftTrainer
+
+            self._draft = DraftTrainer(own_policy, config, num_threads=self._config.num_threads)
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
@@ -283,7 +296,7 @@ class LearnerProcess:
 
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
-        layer_ids = config.aux_hidden_state_layer_ids
+        layer_ids = self._layer_ids(config)
         num_bytes = sum(map(len, sequences)) * self._loaded.hidden_states_bytes_per_token(layer_ids)
         fits = num_bytes <= config.states_cache_gib * 2**30
         states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
@@ -296,25 +309,25 @@ class LearnerProcess:
         assert chats is not None, "hold_draft_chats comes first"
         sequences = [chats.sequences[index] for index in indices]
         if chats.states is None:
-            states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+            states = self._loaded.hidden_states(sequences, self._layer_ids(config))
         else:
             states = [chats.states[index] for index in indices]
         return self._drafting.step(sequences, [chats.prompt_lengths[index] for index in indices], states)
 
     def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
         """Held-out acceptance of the draft."""
-        states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+        states = self._loaded.hidden_states(sequences, self._layer_ids(config))
         rates, length = self._drafting.evaluate(sequences, prompt_lengths, states)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
-        """Write the draft as vLLM loads it; all ranks hold the same, and rank 0 alone writes."""
-        if self._rank == 0:
+        """Write the draft as vLLM loads it; rank 0 alone writes, and gathering an MTP layer is collective."""
+        if self._rank == 0 or self._drafts_with_mtp:
             self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs; all ranks hold the same, and rank 0 alone writes."""
-        if self._rank == 0:
+        """Write what resumed draft training needs; rank 0 alone writes, and gathering an MTP layer is collective."""
+        if self._rank == 0 or self._drafts_with_mtp:
             self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
@@ -349,8 +362,20 @@ class LearnerProcess:
         assert self._policy is not None, "load or create comes first"
         return self._policy
 
+    def _layer_ids(self, config: DraftConfig) -> tuple[int, ...]:
+        """Of the states that the draft reads."""
+        if config.method is DraftMethod.MTP:
+            return self._loaded.mtp_layer_ids
+        return config.aux_hidden_state_layer_ids
+
     @property
-    def _drafting(self) -> DraftTrainer:
+    def _drafts_with_mtp(self) -> bool:
+        from slipstream.drafts.mtp import MtpDraft
+
+        return isinstance(self._draft, MtpDraft)
+
+    @property
+    def _drafting(self) -> DraftTrainer | MtpDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 

@@ -78,6 +78,10 @@ class RemoteLearner:
         )
         return answers[0]
 
+    def mtp_loss(self) -> float | None:
+        """Of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
+        return self._on_all("mtp_loss", lambda rank: rank.mtp_loss.remote())
+
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
         return self._by_sequence(

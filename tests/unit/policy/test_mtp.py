@@ -24,7 +24,6 @@ from slipstream.policy.errors import CheckpointError
 from slipstream.policy.initial import initial_weights
 from slipstream.policy.layers import build_mtp
 from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.mtp_training import MtpPasses
 from slipstream.policy.weights import Shard, hf_from_shards, load_exactly, mtp_from_hf, mtp_mappings
 from slipstream.types import Dtype, TrainBatch
 
@@ -220,7 +219,7 @@ def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
     states = policy.hidden_states(sequences, policy.mtp_layer_ids)
     _, before = trainer.evaluate(sequences, starts, states, num_tokens=3)
     losses = [
-        trainer.step(sequences, starts, states, learning_rate=1e-2, passes=MtpPasses(count=3, decay=0.8))
+        trainer.step(sequences, starts, states, learning_rate=1e-2, num_passes=3, decay=0.8)
         for _ in range(40)
     ]
     _, after = trainer.evaluate(sequences, starts, states, num_tokens=3)
