@@ -23,8 +23,8 @@ _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's
 class Architecture:
     """Everything that determines the parameters' shapes and the forward pass.
 
-    A MiMo is what has an MTP layer: it predicts the token after the next. Its attention is that of Qwen2, with biases on
-    queries, keys and values, and without norms on queries and keys.
+    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2: with biases
+    on queries, keys and values, and without norms on queries and keys.
     """
 
     vocab_size: int
@@ -110,6 +110,11 @@ class Architecture:
     def has_mtp(self) -> bool:
         """Whether it is a MiMo."""
         return self.num_mtp_layers > 0
+
+    @property
+    def mtp_layer_ids(self) -> tuple[int, ...]:
+        """Of the states that an MTP layer reads: the residual stream after so many layers."""
+        return (self.num_layers,)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes tokens to experts."""

@@ -59,11 +59,7 @@ class MegatronPolicy:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        architecture: Architecture,
-        learner: LearnerConfig,
-        optimizer: OptimizerConfig | None,
+        self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
     ) -> None:
         self.architecture = architecture
         self.version = 0
@@ -146,8 +142,8 @@ class MegatronPolicy:
         Raises:
             ConfigError: the policy has no MTP layer.
         """
-        name = self.architecture.name
-        require(self._mtp is not None, "draft.method", "mtp needs a policy with an MTP layer", name, f"such as a {MIMO}")
+        name, rule = self.architecture.name, "mtp needs a policy with an MTP layer"
+        require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO}")
         assert self._mtp is not None
         assert self._mtp_trainer is None, "its parameters have gradient buffers already"
         self._mtp_trainer = MtpTrainer(
@@ -276,17 +272,12 @@ class MegatronPolicy:
             return part, {"loss": part.detach()}
 
         learning_rate = self.learning_rate if learning_rate is None else learning_rate
-        capture = None if self._mtp_trainer is None else Capture(self.mtp_layer_ids)
+        capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
         sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
         if self._mtp_trainer is not None and capture is not None:
             states = [capture.by_sequence[index] for index in range(len(sequences))]
             self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
         return sums["loss"]
-
-    @property
-    def mtp_layer_ids(self) -> tuple[int]:
-        """Id, in the sense of `hidden_states`, of the states that an MTP layer reads."""
-        return (self.architecture.num_layers,)
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """What an EAGLE-3 draft learns from: auxiliary hidden states and what the output layer sees.
@@ -324,8 +315,7 @@ class MegatronPolicy:
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The same of the MTP layer, which are no part of `weights`; none without one."""
-        parameters = {} if self._mtp is None else dict(self._mtp.named_parameters())
-        return held.gathered_mtp_weights(parameters, self.architecture)
+        return held.gathered_mtp_weights(self._mtp, self.architecture)
 
     def held_weights(self) -> Iterator[HeldWeights]:
         """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""

@@ -54,8 +54,9 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
 
     Raises:
-        ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no weights, a
-            context shorter than `engine.max_model_len`, or fewer layers than the draft reads.
+        ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no
+            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer layers than
+            the draft reads.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))

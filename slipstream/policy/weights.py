@@ -1,4 +1,4 @@
-"""Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every kind of parallelism.
+"""Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
 
 One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
 round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,

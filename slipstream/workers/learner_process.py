@@ -365,7 +365,7 @@ class LearnerProcess:
     def _layer_ids(self, config: DraftConfig) -> tuple[int, ...]:
         """Of the states that the draft reads."""
         if config.method is DraftMethod.MTP:
-            return self._loaded.mtp_layer_ids
+            return self._loaded.architecture.mtp_layer_ids
         return config.aux_hidden_state_layer_ids
 
     @property

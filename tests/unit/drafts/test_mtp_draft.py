@@ -89,7 +89,7 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
 def test_a_resumed_pretraining_goes_on_bit_for_bit(path: Path, tmp_path: Path) -> None:
     sequences, starts = mimo.sequences(), [2] * 9
     draft, resumed = _draft(path), _draft(path)
-    states = draft._policy.hidden_states(sequences, draft._policy.mtp_layer_ids)
+    states = draft._policy.hidden_states(sequences, draft._policy.architecture.mtp_layer_ids)
     draft.step(sequences, starts, states)
     draft.save_checkpoint(tmp_path / "step-1")
     expected = [draft.step(sequences, starts, states) for _ in range(2)]

@@ -63,7 +63,7 @@ def test_the_mtp_layer_computes_what_vllms_formula_says(tmp_path: Path) -> None:
     path = mimo.write_model(tmp_path / "model")
     policy = _load(path, LEARNER, None)
     tokens = mimo.sequences()[0]
-    ((states_TH, _),) = policy.hidden_states([tokens], policy.mtp_layer_ids)
+    ((states_TH, _),) = policy.hidden_states([tokens], policy.architecture.mtp_layer_ids)
     expected_states, _ = mimo.trunk(path, tokens)
     torch.testing.assert_close(states_TH, expected_states, rtol=0, atol=1e-5)
     weights = load_file(path / "model.safetensors")
@@ -135,7 +135,7 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
     before = _mtp_weights(both)
     for _ in range(2):
         expected = alone.train_step(_grpo_update(alone))
-        update, capture = _grpo_update(both), Capture(both.mtp_layer_ids)
+        update, capture = _grpo_update(both), Capture(both.architecture.mtp_layer_ids)
         got = both.train_step(update, capture=capture)
         states = [capture.by_sequence[index] for index in range(len(update.batch.token_ids))]
         loss = trainer.step(
@@ -168,7 +168,7 @@ def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_fir
     policy = _load(path, dataclasses.replace(LEARNER, logprob_chunk_tokens=5))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences, start = mimo.sequences(3), 3
-    states = policy.hidden_states(sequences, policy.mtp_layer_ids)
+    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
     divergences, overlaps = [], []
     for tokens, (states_TH, _) in zip(sequences, states, strict=True):
         _, logits = mimo.trunk(path, tokens)
@@ -193,7 +193,7 @@ def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing
     trainer = policy.start_mtp(OPTIMIZER)
     sequences = [tokens for tokens in mimo.sequences(9) if len(tokens) > 9]
     starts = [3] * len(sequences)
-    states = policy.hidden_states(sequences, policy.mtp_layer_ids)
+    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
     chances = []
     for tokens, (states_TH, _) in zip(sequences, states, strict=True):
         policy_TV = mimo.trunk(path, tokens)[1].softmax(-1)
@@ -216,7 +216,7 @@ def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
     trainer = policy.start_mtp(OPTIMIZER)
     sequences = mimo.sequences(24)
     starts = [2] * len(sequences)
-    states = policy.hidden_states(sequences, policy.mtp_layer_ids)
+    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
     _, before = trainer.evaluate(sequences, starts, states, num_tokens=3)
     losses = [
         trainer.step(sequences, starts, states, learning_rate=1e-2, num_passes=3, decay=0.8)
@@ -235,7 +235,7 @@ def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype:
     policy = _load(path, learner)
     trainer = policy.start_mtp(optimizer)
     sequences = mimo.sequences()
-    states = policy.hidden_states(sequences, policy.mtp_layer_ids)
+    states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
     starts = [2] * len(sequences)
     trainer.step(sequences, starts, states, learning_rate=1e-2)
     state = {name: tensor.clone() for name, tensor in trainer.state().items()}
