@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import ConfigError
+from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.fit import require_fit
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.mtp import MtpDraft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig
+from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.policy.errors import CheckpointError
 from slipstream.policy.megatron import MegatronPolicy
-from slipstream.types import TrainBatch
+from slipstream.policy.source import Needs, write_policy_tokenizer
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.policy import mimo
 
@@ -113,3 +116,16 @@ def test_a_policy_without_an_mtp_layer_is_refused_before_anything_starts(path: P
     save_file({"model.norm.weight": torch.ones(4)}, plain / "model.safetensors")
     with pytest.raises(ConfigError, match=r"draft\.method mtp needs a policy with an MTP layer"):
         require_fit(CONFIG, plain, path, max_model_len=32)
+
+
+def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_config(tmp_path: Path) -> None:
+    plain = dataclasses.replace(mimo.ARCH, num_mtp_layers=0)
+    model = tmp_path / "model"
+    write_tokenizer(model, max_length=64)
+    (model / "config.json").write_text(json.dumps(plain.to_hf(Dtype.FLOAT32)))
+    needs = Needs(max_model_len=64, draft_layer_ids=(), mtp=True)
+    with pytest.raises(ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"):
+        write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
+    (model / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(Dtype.FLOAT32)))
+    write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
