@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream import demo
 from slipstream.config import require
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
 from slipstream.records import read_record
 from slipstream.report.ablation import answer, ranked_table
 from slipstream.report.ablation_records import AblationRecord
@@ -54,7 +54,7 @@ class AblationLaunch:
 def add_options(command: argparse.ArgumentParser) -> None:
     """The grid's lists; the defaults are a small one."""
     command.add_argument("--recipe", default="tiny")
-    command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=list(DraftInit))
+    command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=FRESH_INITS)
     command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=[DraftMethod.EAGLE3])
     command.add_argument("--losses", nargs="+", default=["kl_div"])
     command.add_argument("--draft-lengths", nargs="+", type=int, default=[3, 7], help="k; 0: by measured time")

@@ -17,7 +17,7 @@ import yaml
 import slipstream
 from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
 from slipstream.data.config import DataConfig
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.evaluation import EvaluationConfig
@@ -67,6 +67,7 @@ class Recipe:
     def __post_init__(self) -> None:
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
+        self._check_online()
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -178,6 +179,27 @@ class Recipe:
             f"must be false with the optimizer {OptimizerMethod.MUON.value!r}",
             self.learner.distributed_optimizer,
             "it splits matrices over ranks, which Muon needs whole: take adamw",
+        )
+
+    def _check_online(self) -> None:
+        """What training of the draft beside the policy needs."""
+        if self.draft.online is DraftOnline.OFF:
+            return
+        where = self.learner.parallel
+        require(
+            where.pipeline == 1 and not where.sequence_parallel,
+            "draft.online",
+            "must be off where no rank of the learner holds whole hidden states (pipeline or sequence parallel)",
+            self.draft.online.value,
+            "set learner.parallel.pipeline 1 and sequence_parallel false, or draft.online off",
+        )
+        num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
+        require(
+            self.draft.online_updates * where.data <= num_rollouts,
+            "draft.online_updates",
+            f"must be at most the {num_rollouts} rollouts of an update / {where.data} data-parallel ranks",
+            self.draft.online_updates,
+            "each learns from rollouts of its own",
         )
 
     def fingerprint(self) -> str:

@@ -73,6 +73,27 @@ class TrainStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftDecision:
+    """Whether a step trains the draft, and the inequality behind it: `saved_s` above `cost_s`."""
+
+    trains: bool
+    reason: str
+    length: float  # recent mean acceptance length
+    reference_length: float  # that this draft is known to reach
+    saved_s: float  # of generation, expected over the next steps if the draft reaches it again
+    cost_s: float | None  # of the training of one step; None: not measured yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftUpdate:
+    """Training of the draft beside the policy, in one step."""
+
+    loss: float  # mean over its updates, of the sum over the TTT passes
+    num_updates: int
+    elapsed_s: float  # part of the stage `train`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One GRPO step of one arm."""
 
@@ -94,6 +115,8 @@ class StepRecord:
     num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
     engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
     has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
+    draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
+    draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from flytekit.core.notification import Notification
 from flytekit.models.concurrency import ConcurrencyPolicy
 from flytekit.models.core.execution import WorkflowExecutionPhase
 
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import FRESH_INITS, DraftMethod
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation
 from workflows.on_cluster import on_cluster
@@ -59,7 +59,7 @@ weekly_draft_initialisation = LaunchPlan.get_or_create(
     name="weekly-draft-initialisation",
     fixed_inputs={
         "recipe": _RECIPE,
-        "draft_inits": list(DraftInit),
+        "draft_inits": list(FRESH_INITS),
         "methods": [DraftMethod.EAGLE3],
         "draft_lengths": [0],
         "num_steps": _STEPS["weekly"],

@@ -11,11 +11,28 @@ from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 
 
+class DraftOnline(StrEnum):
+    """When the draft learns from the policy's own forward pass while RL runs."""
+
+    OFF = "off"
+    ALWAYS = "always"  # in every step
+    WHEN_STALE = "when_stale"  # in a step in which that is expected to pay: see `slipstream.drafts.controller`
+
+
 class DraftInit(StrEnum):
     """Which prompts the draft is pretrained on; responses always come from the policy itself."""
 
     IN_DOMAIN = "in_domain"
     GENERAL = "general"
+    FROM_HUB = "from_hub"  # from `draft.model` on, on prompts of the domain
+
+
+FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
+"""Those that need no `draft.model`."""
+
+
+LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
+"""What each means is in `drafts/losses.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +70,15 @@ class DraftConfig:
 
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
+
+    `online` training takes its rollouts in a random order, `tokens_per_step` tokens an update, with an optimizer of its
+    own whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3
     init: DraftInit = DraftInit.IN_DOMAIN
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
-    model: str | None = None  # of `draft_model`: a hub id or a path; None: `scratch` is trained
+    model: str | None = None  # hub id or path; of `draft_model`, where None trains `scratch`, and of `init: from_hub`
     scratch: DraftScratchConfig = field(default_factory=DraftScratchConfig)
     prompt_lookup_min: int = 2  # of `ngram`: tokens that must have stood before, at least
     prompt_lookup_max: int = 5  # and how many more are matched where they can be
@@ -69,13 +89,19 @@ class DraftConfig:
     num_prompts: int = 1024
     samples_per_prompt: int = 1
     num_heldout_prompts: int = 64
-    num_steps: int = 300
+    num_steps: int = 300  # 0 takes the draft of `init: from_hub` as it is
+    vocab_size: int | None = None  # of the tokens that the draft knows: the policy's most frequent ones; None: all
     tokens_per_step: int = 2048
     states_cache_gib: float = 4.0  # the policy's hidden states are captured once if they fit, else at each step
     tokens_per_row: int = 512  # chats are packed into rows; attention over a row is dense, so its cost is quadratic
     ttt_steps: int = 4
     ttt_step_loss_decay: float = 1.0
-    loss: str = "kl_div"
+    loss: str = "kl_div"  # one of LOSSES, see drafts/losses.py
+    loss_chunk_tokens: int = 1024  # tokens whose logits over the vocabulary are held at a time
+    online: DraftOnline = DraftOnline.OFF
+    online_learning_rate: float = 1e-3
+    online_updates: int = 1  # of the draft, beside each update of the policy
+    online_horizon_steps: int = 8  # for which `when_stale` expects a trained draft to keep what it gained
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     clip_grad: float = 1.0
@@ -90,19 +116,33 @@ class DraftConfig:
             "num_prompts",
             "samples_per_prompt",
             "num_heldout_prompts",
-            "num_steps",
             "ttt_steps",
             "tokens_per_row",
+            "loss_chunk_tokens",
+            "online_updates",
+            "online_horizon_steps",
         ):
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
+        self._check_given()
+        rate = self.online_learning_rate
+        require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
+        trains_online = TRAITS[self.method].trains_online
+        rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
+        require(trains_online or self.online is DraftOnline.OFF, "draft.online", rule, self.online.value, fix)
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
-        require(self.loss in ("kl_div", "tv", "lk"), "draft.loss", "must be one of kl_div, tv, lk", self.loss)
+        require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether training, if there is any, begins with a draft that somebody else has trained."""
+        return self.init is DraftInit.FROM_HUB
 
     @property
     def trains(self) -> Training:
-        """From what the draft is pretrained: one that is given is not."""
-        return Training.NONE if self.reads("model") and self.model is not None else TRAITS[self.method].training
+        """From what the draft is pretrained: a whole model that is given is not, nor is what gets no steps."""
+        is_model = self.method is DraftMethod.DRAFT_MODEL and self.model is not None
+        return Training.NONE if is_model or self.num_steps == 0 else TRAITS[self.method].training
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warmup, then a cosine down to a tenth."""
@@ -114,6 +154,28 @@ class DraftConfig:
     def reads(self, name: str) -> bool:
         """Whether the method reads this field."""
         return name in TRAITS[self.method].fields
+
+    def _check_given(self) -> None:
+        if self.method is DraftMethod.EAGLE3:
+            rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
+            require((self.model is not None) == self.is_given, "draft.model", rule, self.model)
+        else:
+            fix = "only an EAGLE-3 draft is trained from there on"
+            require(
+                not self.is_given,
+                "draft.init",
+                f"must be another one with draft.method {self.method.value}",
+                self.init.value,
+                fix,
+            )
+        if self.is_given:
+            require(self.num_steps >= 0, "draft.num_steps", "must be >= 0", self.num_steps)
+            rule = f"must be null with draft.init {self.init.value}"
+            require(self.vocab_size is None, "draft.vocab_size", rule, self.vocab_size, "a draft brings its own")
+        else:
+            require(self.num_steps > 0, "draft.num_steps", "must be > 0", self.num_steps)
+        size = self.vocab_size
+        require(size is None or size > 0, "draft.vocab_size", "must be > 0", size, "null keeps the whole vocabulary")
 
     def _check_layer_ids(self) -> None:
         ids = self.aux_hidden_state_layer_ids

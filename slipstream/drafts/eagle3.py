@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from speculators.config import VerifierConfig
+from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
+from speculators.utils.loading import load_model_layers
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
+from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 
 # Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
@@ -37,14 +42,21 @@ _LAYER_FIELDS = (
 )
 
 
-def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
-    """A fresh draft: random layer, output head near the policy's (never equal to it), vocabulary of the policy."""
+def build_draft(policy: Path, config: DraftConfig, *, token_ids: Sequence[int] | None = None) -> Eagle3DraftModel:
+    """A fresh draft: random layer, and an output head near the policy's (never equal to it).
+
+    Args:
+        token_ids: of the policy's vocabulary those that the draft knows, ascending; None: all.
+    """
     layer = _layer_config(policy)
+    t2d, d2t = (None, None) if token_ids is None else vocabulary_maps(token_ids, layer.vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Eagle3DraftModel.from_training_args(
             layer,
-            draft_vocab_size=layer.vocab_size,
+            t2d=t2d,
+            d2t=d2t,
+            draft_vocab_size=layer.vocab_size if token_ids is None else len(token_ids),
             norm_before_residual=True,
             ttt_steps=config.ttt_steps,
             verifier_name_or_path=str(policy),
@@ -53,6 +65,50 @@ def build_draft(policy: Path, config: DraftConfig) -> Eagle3DraftModel:
         ).float()
         noise = torch.randn_like(model.lm_head.weight) * model.lm_head.weight.std() * _HEAD_NOISE
     model.lm_head.weight.data.add_(noise)
+    return _trainable(model)
+
+
+def vocabulary_maps(token_ids: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """`t2d` [vocabulary] marks `token_ids`; `d2t` [draft vocabulary] is what to add to a draft's id to get them."""
+    ids = torch.tensor(token_ids)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids] = True
+    return t2d, ids - torch.arange(len(ids))
+
+
+def load_draft(draft: Path, policy: Path, config: DraftConfig) -> Eagle3DraftModel:
+    """The draft that was saved in the directory `draft`, to be trained further for `policy`.
+
+    Raises:
+        ConfigError: it is no EAGLE-3 draft, or reads other layers of the policy than `config` names.
+    """
+    saved = _saved_config(draft, config)
+    saved["transformer_layer_config"]["_attn_implementation"] = "sdpa"
+    settings = Eagle3SpeculatorConfig.model_validate(saved)
+    settings.speculators_config.verifier = VerifierConfig.from_pretrained(str(policy))
+    tensors = load_file(draft / "model.safetensors")
+    with torch.random.fork_rng(devices=[]):
+        model = Eagle3DraftModel(settings)
+    model.load_vocab_mappings(tensors.get("t2d"), tensors.get("d2t"))
+    model.load_verifier_weights()
+    missing, extra = model.float().load_state_dict(tensors, strict=False)
+    assert not extra and set(missing) <= set(_NOT_SAVED), (missing, extra)
+    return _trainable(model)
+
+
+def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
+    """The config of a saved draft, which reads the layers that `config` names."""
+    file = draft / "config.json"
+    require(file.is_file(), "draft", "must be a model directory with a config.json", str(draft))
+    saved = json.loads(file.read_text())
+    is_eagle3 = saved.get("speculators_model_type") == "eagle3"
+    require(is_eagle3, "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
+    ids, wanted = saved["eagle_aux_hidden_state_layer_ids"], list(config.aux_hidden_state_layer_ids)
+    require(ids == wanted, "draft.aux_hidden_state_layer_ids", f"must be those of the draft, {ids}", wanted)
+    return saved
+
+
+def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     model.lm_head.weight.requires_grad_(True)
     model._create_mask_fn = _dense_mask
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
@@ -85,6 +141,19 @@ def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device,
     return mask_mod(zero, zero, queries[:, None], keys[None, :])[None, None]
 
 
+def draft_ids(model: Eagle3DraftModel) -> Tensor:
+    """[D] the policy's token that each token of a cut vocabulary stands for."""
+    assert model.d2t is not None, "the draft knows the whole vocabulary"
+    return torch.arange(len(model.d2t), device=model.d2t.device) + model.d2t
+
+
+def policy_head(policy: Path) -> Tensor:
+    """[vocabulary, H] float32, the policy's output layer."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")  # tied, it is the embeddings
+    found = load_model_layers(list(names), str(policy))
+    return next(found[name] for name in names if name in found).float()
+
+
 def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:
     """The draft's tensors under the names that vLLM loads."""
     return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name not in _NOT_SAVED}
@@ -92,12 +161,18 @@ def draft_tensors(model: Eagle3DraftModel) -> dict[str, Tensor]:
 
 def save_draft(model: Eagle3DraftModel, path: Path) -> None:
     """Write config and weights to the directory `path`, whole or not at all."""
+    write_draft(model.config, draft_tensors(model), path)
+
+
+def write_draft(settings: Eagle3SpeculatorConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a draft as vLLM loads it to the directory `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    config = model.config.to_dict()
+    config = settings.to_dict()
     config.pop("auto_map", None)
     config["architectures"] = ["Eagle3DraftModel"]
     (temporary / "config.json").write_text(json.dumps(config, indent=1, default=str))
-    save_file(draft_tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+    on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, temporary / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(path, ignore_errors=True)
     temporary.replace(path)

@@ -76,6 +76,9 @@ _TRAINED = {
     "seed",
 }
 
+ONLINE_FIELDS = ("online", "online_learning_rate", "online_updates", "online_horizon_steps")
+"""What pretraining does not read."""
+
 TRAITS = {
     DraftMethod.EAGLE3: Traits(
         weights=Weights.OWN,
@@ -90,17 +93,21 @@ TRAITS = {
                 "tokens_per_row",
                 "ttt_step_loss_decay",
                 "loss",
+                "loss_chunk_tokens",
+                "model",
+                "vocab_size",
+                *ONLINE_FIELDS,
                 "clip_grad",
             }
         ),
     ),
     DraftMethod.MTP: Traits(
-        # Part of the policy's checkpoint, yet trained apart from it: so in a directory of its own, and refitted as a draft.
+        # Of the policy's checkpoint, yet trained apart from it: so it has a directory of its own, and is refitted as a draft.
         weights=Weights.OWN,
         training=Training.HIDDEN_STATES,
         samples=True,
         trains_online=True,
-        fields=frozenset({*_TRAINED, "states_cache_gib", "ttt_step_loss_decay", "clip_grad"}),
+        fields=frozenset({*_TRAINED, *ONLINE_FIELDS, "states_cache_gib", "ttt_step_loss_decay", "clip_grad"}),
     ),
     DraftMethod.DRAFT_MODEL: Traits(
         weights=Weights.OWN,

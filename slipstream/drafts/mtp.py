@@ -36,12 +36,13 @@ class MtpDraft:
     Its loss is the divergence from the policy, whatever `draft.loss` says of drafts that stand beside it.
     """
 
-    def __init__(self, policy: MegatronPolicy, config: DraftConfig, *, tokenizer_dir: Path, writes: bool = True) -> None:
+    def __init__(self, policy: MegatronPolicy, config: DraftConfig, *, tokenizer_dir: Path, writes: bool = True, is_online: bool = False) -> None:
         """Train the layer that the policy holds.
 
         Args:
             tokenizer_dir: whose files are copied to where the draft is saved.
             writes: whether this rank writes checkpoints.
+            is_online: it learns beside the policy, at `draft.online_learning_rate`.
         Raises:
             ConfigError: the policy has no MTP layer.
         """
@@ -49,7 +50,7 @@ class MtpDraft:
         self._trainer = policy.start_mtp(
             OptimizerConfig(learning_rate=config.learning_rate, clip_grad=config.clip_grad, betas=(0.9, 0.95))
         )
-        self._passes = config.ttt_steps, config.ttt_step_loss_decay
+        self._is_online = is_online
 
     @property
     def num_parameters(self) -> int:
@@ -63,29 +64,58 @@ class MtpDraft:
         states: States,
         *,
         temperature: float = 1.0,
-        learning_rate: float | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
         """One update; returns the loss summed over the passes.
 
         Args:
-            learning_rate: None follows the schedule.
             sum_over_ranks: not needed: the layer's gradient is always that of all data-parallel ranks.
         Raises:
             FloatingPointError: the gradient is not finite.
         """
         del sum_over_ranks
-        rate = self._config.learning_rate_at(self._trainer.num_updates) if learning_rate is None else learning_rate
-        count, decay = self._passes
+        config, num_updates = self._config, self._trainer.num_updates
         return self._trainer.step(
             sequences,
             prompt_lengths,
             states,
-            learning_rate=rate,
+            learning_rate=config.online_learning_rate if self._is_online else config.learning_rate_at(num_updates),
             temperature=temperature,
-            num_passes=count,
-            decay=decay,
+            num_passes=config.ttt_steps,
+            decay=config.ttt_step_loss_decay,
         )
+
+    def learn(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        states: States,
+        *,
+        temperature: float,
+        num_ranks: int = 1,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> float:
+        """`online_updates` updates, each on other sequences; returns their mean loss. See `OnlineDraft.learn`."""
+        from slipstream.drafts.online import drawn
+
+        del sum_over_ranks
+        config = self._config
+        parts = drawn(
+            [len(tokens) for tokens in sequences],
+            num_parts=config.online_updates,
+            num_tokens=config.tokens_per_step // num_ranks,
+            seed=f"{config.seed}/online/{self._trainer.num_updates}",
+        )
+        losses = [
+            self.step(
+                [sequences[i] for i in part],
+                [prompt_lengths[i] for i in part],
+                [states[i] for i in part],
+                temperature=temperature,
+            )
+            for part in parts
+        ]
+        return sum(losses) / len(losses)
 
     def evaluate(
         self,
@@ -94,8 +124,10 @@ class MtpDraft:
         states: States,
         *,
         temperature: float = 1.0,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[list[float], float]:
         """Held-out acceptance of `ttt_steps` tokens under rejection sampling: by position, and the mean length."""
+        del sum_over_ranks  # the trainer's answer is that of all data-parallel ranks
         num_tokens = self._config.ttt_steps
         return self._trainer.evaluate(
             sequences, prompt_lengths, states, num_tokens=num_tokens, temperature=temperature

@@ -43,8 +43,8 @@ class DraftLearner(Protocol):
         """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
         ...
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
-        """One update of the draft; returns its loss."""
+    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+        """One update of the draft at the temperature of the responses; returns its loss."""
         ...
 
     def save_draft_checkpoint(self, path: Path) -> None:
@@ -110,10 +110,15 @@ def train_draft(
     train: Responses,
     config: DraftConfig,
     *,
+    temperature: float,
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
-    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step."""
+    """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
+
+    Args:
+        temperature: at which the responses were sampled.
+    """
     progress = checkpoint / _LOSSES
     losses: list[float] = []
     if progress.is_file():
@@ -125,7 +130,7 @@ def train_draft(
         logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
     for step in range(len(losses), config.num_steps):
         chosen = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
-        losses.append(learner.draft_step(chosen, config))
+        losses.append(learner.draft_step(chosen, config, temperature))
         on_step(step, losses[-1])
         if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
             learner.save_draft_checkpoint(checkpoint / f"step-{len(losses)}")

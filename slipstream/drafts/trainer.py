@@ -2,7 +2,7 @@
 
 The trainer never sees the policy, only what the policy left behind, so no gradient can reach it.
 
-Legend: `N` packed tokens, `H` hidden size, `V` vocabulary.
+Legend: `N` packed tokens, `H` hidden size, `V` the policy's vocabulary.
 """
 
 from __future__ import annotations
@@ -10,48 +10,76 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file
-from speculators.losses import resolve_loss_config
+from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 
+from slipstream.drafts.chats import PackedChats, States, rows_of
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.eagle3 import build_draft, draft_tensors, save_draft
+from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
+from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
+from slipstream.drafts.passes import head_inputs
 from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
 from slipstream.policy.errors import CheckpointError
 
-States = Sequence[tuple[Tensor, Tensor]]
-"""For each sequence of T tokens the auxiliary hidden states [T, 3H] and what the output layer sees [T, H]."""
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedChats:
-    """Chats one behind the other, aligned as EAGLE-3 reads them; the batch dimension is 1."""
-
-    input_ids: Tensor  # [1, N] the token after the one whose states stand beside it
-    hidden_states: Tensor  # [1, N, 3H]
-    last: Tensor  # [1, N, H] states of the token in input_ids: they predict the token after it
-    loss_mask: Tensor  # [1, N] bool: what is predicted belongs to a response
-    document_ids: Tensor  # [1, N]
-    position_ids: Tensor  # [1, N] from 1 in each chat
+_CPU = torch.device("cpu")
 
 
 class DraftTrainer:
     """A draft, its optimizer and its schedule."""
 
-    def __init__(self, policy: Path, config: DraftConfig, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        *,
+        num_threads: int | None = None,
+        device: torch.device = _CPU,
+        token_ids: Sequence[int] | None = None,
+        model: Eagle3DraftModel | None = None,
+    ) -> None:
+        """Train `model`, or without one a fresh draft of `policy`, on `device`.
+
+        Args:
+            token_ids: see `build_draft`.
+        """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._config = config
-        self._model = build_draft(policy, config)
+        self._device = device
+        self._model = (build_draft(policy, config, token_ids=token_ids) if model is None else model).to(device)
+        self._policy_head_VH: Tensor = self._model.verifier_lm_head.weight
+        if self._model.use_draft_vocab:
+            self._policy_head_VH = policy_head(policy).to(device)
+            self._cut_policy_head()
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._loss = resolve_loss_config(config.loss, "eager")  # the fused losses need Triton on a GPU
         self._num_steps = 0
+
+    @classmethod
+    def from_draft(
+        cls,
+        draft: Path,
+        policy: Path,
+        config: DraftConfig,
+        *,
+        num_threads: int | None = None,
+        device: torch.device = _CPU,
+    ) -> Self:
+        """Train the saved `draft` further: its weights, a fresh optimizer, and the schedule from its first step.
+
+        Raises:
+            ConfigError: see `load_draft`.
+        """
+        model = load_draft(draft, policy, config)
+        return cls(policy, config, num_threads=num_threads, device=device, model=model)
 
     @property
     def num_parameters(self) -> int:
@@ -64,28 +92,30 @@ class DraftTrainer:
         prompt_lengths: Sequence[int],
         states: States,
         *,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        temperature: float = 1.0,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> float:
         """One update; returns the loss summed over the TTT passes.
 
         Args:
-            sum_over_ranks: adds up a tensor over trainers of which each has a part of the sequences and all make the
-                same update; None: this one has them all.
+            temperature: at which responses are sampled: the draft learns softmax(logits / temperature) of the policy,
+                as softmax(its own logits / temperature), which is what it drafts from.
+            sum_over_ranks: None: this trainer has all the sequences.
         Raises:
             FloatingPointError: the loss is not finite.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate_at(self._num_steps)
+            group["lr"] = self._learning_rate()
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         if sum_over_ranks is not None:
             num_tokens = int(sum_over_ranks(torch.tensor(num_tokens)))
-        total = 0.0
-        for row in rows:
-            loss = self._forward(row) * (int(row.loss_mask.sum()) / num_tokens)
-            loss.backward()
-            total += float(loss.item())
+        if num_tokens == 0:
+            return 0.0  # responses of a single token leave nothing to draft
+        judging = self._judging(temperature)
+        losses = [self._backward(row, judging, int(row.loss_mask.sum()) / num_tokens) for row in rows]
+        total = sum(float(loss) for loss in losses)
         if sum_over_ranks is not None:
             total = self._sum_gradients(total, sum_over_ranks)
         if not math.isfinite(total):
@@ -96,7 +126,21 @@ class DraftTrainer:
         self._num_steps += 1
         return total
 
-    def _sum_gradients(self, loss: float, sum_over_ranks: Callable[[Tensor], Tensor]) -> float:
+    def _backward(self, row: PackedChats, judging: Judging, share: float) -> Tensor:
+        """Add up the gradient of a row's loss times `share`; returns that."""
+        inputs = head_inputs(self._model, row, self._config.ttt_steps)
+        # The head goes backward chunk by chunk into these copies, and the passes once, when all is known of them.
+        leaves = [each.detach().requires_grad_() for each in inputs]
+        total = torch.zeros((), device=self._device)
+        for part in chunk_losses(self._model, leaves, row, judging):
+            loss = part * share
+            loss.backward()
+            total += loss.detach()
+        known = [(each, leaf.grad) for each, leaf in zip(inputs, leaves, strict=True) if leaf.grad is not None]
+        torch.autograd.backward([each for each, _ in known], [grad for _, grad in known])
+        return total
+
+    def _sum_gradients(self, loss: float, sum_over_ranks: SumOverRanks) -> float:
         """Add up the parameters' gradients, in one piece, and the loss."""
         # A rank whose responses are all too short to draft for has no gradient.
         own = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained]
@@ -108,20 +152,49 @@ class DraftTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        states: States,
+        *,
+        temperature: float = 1.0,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> tuple[list[float], float]:
-        """Held-out acceptance under rejection sampling at temperature 1.
+        """Held-out acceptance under rejection sampling at `temperature`.
 
         The chance to accept draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own tokens
         (teacher forcing). The length is 1 + the mean over windows of the sum over i of the product of the chances
         up to i.
 
+        Args:
+            sum_over_ranks: None: this trainer has all the sequences.
         Returns:
             The mean chance by position, and the mean acceptance length.
         """
-        windows = torch.cat([self._windows(row) for row in self._rows(sequences, prompt_lengths, states)], dim=1)
-        length = 1.0 + float(windows.cumprod(dim=0).sum(dim=0).mean())
-        return [float(rate) for rate in windows.mean(dim=1)], length
+        rows = self._rows(sequences, prompt_lengths, states)
+        none = torch.zeros(self._config.ttt_steps, 0, device=self._device)
+        windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
+        accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
+        sums = torch.cat([windows.sum(dim=1), torch.stack([accepted, num])])
+        if sum_over_ranks is not None:
+            sums = sum_over_ranks(sums)
+        *rates, length = (sums[:-1] / sums[-1]).tolist()
+        return rates, 1.0 + length
+
+    @torch.no_grad()
+    def follow(self, embeddings_VH: Tensor, head_VH: Tensor) -> None:
+        """Take over the policy's present embeddings and output layer, of which the draft has frozen copies.
+
+        A draft that is trained while the policy moves learns from, and is fed with, the policy's own.
+        """
+        self._model.embed_tokens.weight.copy_(embeddings_VH)
+        self._policy_head_VH.copy_(head_VH)
+        if self._model.use_draft_vocab:
+            self._cut_policy_head()
+
+    @torch.no_grad()
+    def _cut_policy_head(self) -> None:
+        self._model.verifier_lm_head.weight.copy_(self._policy_head_VH[draft_ids(self._model)])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The draft's tensors under the names that vLLM loads; they share memory with it."""
@@ -162,95 +235,40 @@ class DraftTrainer:
             parameter.copy_(tensors[f"{index}.parameter"])
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(float(self._num_steps)),
-                "exp_avg": tensors[f"{index}.exp_avg"],
-                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"],
+                "exp_avg": tensors[f"{index}.exp_avg"].to(self._device),
+                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"].to(self._device),
             }
 
     def _rows(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
     ) -> list[PackedChats]:
-        """Chats in rows of at most `tokens_per_row` tokens (a longer chat has a row of its own), in their order."""
-        rows: list[list[int]] = []
-        taken = 0
-        for index, tokens in enumerate(sequences):
-            if not rows or taken + len(tokens) > self._config.tokens_per_row:
-                rows.append([])
-                taken = 0
-            rows[-1].append(index)
-            taken += len(tokens)
-        packed = [
-            pack_chats([sequences[i] for i in row], [prompt_lengths[i] for i in row], [states[i] for i in row])
-            for row in rows
-        ]
-        # A row whose responses are all too short to draft for teaches nothing.
-        return [row for row in packed if row.loss_mask.any()]
+        limit = self._config.tokens_per_row
+        return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
 
-    def _windows(self, batch: PackedChats) -> Tensor:
+    def _judging(self, temperature: float) -> Judging:
+        return Judging(
+            distance=DISTANCES[self._config.loss],
+            decay=self._config.ttt_step_loss_decay,
+            temperature=temperature,
+            chunk_tokens=self._config.loss_chunk_tokens,
+        )
+
+    def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows]: chance to accept each token of every draft window that lies within one response."""
-        overlaps = self._overlaps(batch)
         num_steps = self._config.ttt_steps
+        found = overlaps(
+            self._model,
+            head_inputs(self._model, batch, num_steps),
+            batch,
+            self._judging(temperature),
+            policy_head_VH=self._policy_head_VH,
+        )
         num = max(batch.input_ids.shape[1] - num_steps + 1, 0)
         documents = batch.document_ids[0]
-        inside = torch.ones(num, dtype=torch.bool)
+        inside = torch.ones(num, dtype=torch.bool, device=self._device)
         for i in range(num_steps):
             inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
-        return torch.stack([overlaps[i][:num][inside] for i in range(num_steps)])
+        return found[:, :num][:, inside]
 
-    def _forward(self, batch: PackedChats) -> Tensor:
-        _, loss, _ = self._model(
-            hidden_states=batch.hidden_states,
-            input_ids=batch.input_ids,
-            document_ids=batch.document_ids,
-            loss_mask=batch.loss_mask,
-            position_ids=batch.position_ids,
-            verifier_last_hidden_states=batch.last,
-            ttt_steps=self._config.ttt_steps,
-            ttt_step_loss_decay=self._config.ttt_step_loss_decay,
-            loss_config=self._loss,
-        )
-        return loss
-
-    def _overlaps(self, batch: PackedChats) -> list[Tensor]:
-        """For each TTT pass i, sum_v min(p, q) of the draft token i of the window that starts at each position."""
-        logits: list[Tensor] = []
-        hook = self._model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
-        try:
-            self._forward(batch)
-        finally:
-            hook.remove()
-        policy = self._model.verifier_lm_head(batch.last)[0].softmax(-1)  # [N, V]
-        overlaps = []
-        for i, draft_logits in enumerate(logits):
-            draft = draft_logits[0].softmax(-1)
-            num = draft.shape[0] - i
-            overlap = torch.zeros(draft.shape[0])
-            overlap[:num] = torch.minimum(policy[i:], draft[:num]).sum(-1)
-            overlaps.append(overlap)
-        return overlaps
-
-
-def pack_chats(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> PackedChats:
-    """Pack chats and shift them: input ids, last states and mask move left by one within each chat, states stay.
-
-    For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
-    Row j predicts the token after x(j+1); the first draft follows the first response token.
-    """
-    ids, hidden, last, mask, documents, places = [], [], [], [], [], []
-    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(zip(sequences, prompt_lengths, states, strict=True)):
-        num = len(tokens) - 1
-        ids.append(torch.tensor(tokens[1:]))
-        hidden.append(aux_TA[:-1].float())
-        last.append(last_TH[1:].float())
-        position = torch.arange(1, num + 1)
-        # y of the chat's last token predicts what nobody sampled: it teaches nothing that will be asked for.
-        mask.append((position >= start) & (position < num))
-        documents.append(torch.full((num,), index))
-        places.append(position)
-    return PackedChats(
-        input_ids=torch.cat(ids)[None],
-        hidden_states=torch.cat(hidden)[None],
-        last=torch.cat(last)[None],
-        loss_mask=torch.cat(mask)[None],
-        document_ids=torch.cat(documents)[None],
-        position_ids=torch.cat(places)[None],
-    )
+    def _learning_rate(self) -> float:
+        return self._config.learning_rate_at(self._num_steps)

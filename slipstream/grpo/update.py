@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from slipstream.grpo.config import LossConfig
 from slipstream.ragged import Ragged
-from slipstream.records import TrainStats
+from slipstream.records import DraftUpdate, TrainStats
 from slipstream.types import TrainBatch
 
 
@@ -30,6 +30,7 @@ class Update:
     ref_logprobs: Sequence[NDArray[np.float32]] | None  # B, under the reference policy; None leaves the KL out
     loss: LossConfig
     temperature: float  # at which the rollouts were sampled
+    trains_draft: bool = False  # on the hidden states of this update's forward pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Trained:
 
     stats: TrainStats
     own_logprobs: Sequence[NDArray[np.float32]] | None  # B, of the forward pass; None if the update was given some
+    draft: DraftUpdate | None = None  # None: the draft was not trained
 
 
 def minibatches(update: Update, count: int) -> list[Update]:
@@ -78,7 +80,19 @@ def combined(updates: Sequence[Trained]) -> Trained:
         learning_rate=sum(part.learning_rate for part in stats) / len(stats),
         entropy=by_token(entropies) if len(entropies) == len(stats) else None,
     )
-    return Trained(stats=whole, own_logprobs=None)
+    return Trained(stats=whole, own_logprobs=None, draft=_combined_draft([update.draft for update in updates]))
+
+
+def _combined_draft(updates: Sequence[DraftUpdate | None]) -> DraftUpdate | None:
+    drafts = [update for update in updates if update is not None]
+    if not drafts:
+        return None
+    num_updates = sum(draft.num_updates for draft in drafts)
+    return DraftUpdate(
+        loss=sum(draft.loss * draft.num_updates for draft in drafts) / num_updates,
+        num_updates=num_updates,
+        elapsed_s=sum(draft.elapsed_s for draft in drafts),
+    )
 
 
 def part_of(update: Update, indices: Sequence[int]) -> Update:

@@ -91,6 +91,15 @@ class Batching:
             for indices in self.plan([len(tokens) for tokens in sequences])
         ]
 
+    def whole(self, sequences: Sequences, device: torch.device) -> list[MicroBatch]:
+        """Micro-batches that read every token, and of which no label counts."""
+        found = []
+        for indices in self.plan([len(tokens) for tokens in sequences]):
+            inputs = self.inputs([sequences[index] for index in indices], device)
+            none_BT = torch.zeros(inputs.token_ids_BT.shape, dtype=torch.bool, device=device)
+            found.append(MicroBatch(indices=indices, inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=none_BT))
+        return found
+
     def _microbatch(
         self, sequences: Sequences, loss_starts: Sequence[int], indices: tuple[int, ...], device: torch.device
     ) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Reading hidden states out of a forward pass. Legend: `T` tokens, `B` sequences, `H` hidden size."""
+"""Reading hidden states out of a forward pass. Legend: `T` tokens, `B` sequences, `H` hidden size, `A` layers read."""
 
 from __future__ import annotations
 
@@ -12,33 +12,40 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.policy.batches import Batching, MicroBatch, Sequences, forward
-from slipstream.policy.cpu import host
+from slipstream.policy import collectives
+from slipstream.policy.batches import MicroBatch
+
+_CPU = torch.device("cpu")
+_LAST = -1  # stands for what the output layer sees
 
 
 class CapturedStates:
-    """Forward hooks, for the span of a `with`, on the residual stream and on the final norm."""
+    """Forward hooks, for the span of a `with`, on the residual stream and on the final norm of this pipeline stage."""
 
     def __init__(self, gpt: GPTModel, layer_ids: Sequence[int]) -> None:
         self._gpt, self._layer_ids = gpt, layer_ids
-        self._by_id: dict[int, Tensor] = {}
+        self._by_id: dict[int, Tensor] = {}  # [T, B, H]
         self._hooks: list[RemovableHandle] = []
-        self._last: Tensor  # [T, B, H]
 
-    def of(self, place: tuple[int, slice]) -> tuple[Tensor, Tensor]:
-        """A sequence's states, [T, layer ids * H] and, after the final norm, [T, H]."""
+    def of(self, place: tuple[int, slice]) -> Tensor:
+        """A sequence's states [T, (A + 1) H], those after the final norm last; zeros where another stage has them."""
         row, columns = place
-        aux = torch.cat([self._by_id[layer_id][columns, row] for layer_id in self._layer_ids], dim=-1)
-        return aux, self._last[columns, row]
+        config = self._gpt.config
+        none_TH = torch.zeros(columns.stop - columns.start, config.hidden_size, dtype=config.params_dtype)
+        found = (self._by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
+        device = next(self._gpt.parameters()).device
+        return torch.cat([none_TH.to(device) if each is None else each[columns, row] for each in found], dim=-1)
 
     def __enter__(self) -> CapturedStates:
         """Attach the hooks."""
         decoder = self._gpt.decoder
-        for layer_id in set(self._layer_ids):
-            module = self._gpt.embedding if layer_id == 0 else decoder.layers[layer_id - 1]
-            self._hooks.append(module.register_forward_hook(functools.partial(self._keep_layer, layer_id)))
-        assert isinstance(decoder.final_layernorm, torch.nn.Module)
-        self._hooks.append(decoder.final_layernorm.register_forward_hook(self._keep_last))
+        modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
+        if self._gpt.pre_process:
+            modules[0] = self._gpt.embedding
+        if self._gpt.post_process:
+            modules[_LAST] = decoder.final_layernorm
+        for layer_id in {*self._layer_ids, _LAST} & modules.keys():
+            self._hooks.append(modules[layer_id].register_forward_hook(functools.partial(self._keep, layer_id)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,12 +53,12 @@ class CapturedStates:
         for hook in self._hooks:
             hook.remove()
 
-    def _keep_layer(self, layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # A Megatron layer returns (hidden states, cross-attention context), the embedding its output alone.
-        self._by_id[layer_id] = output[0] if isinstance(output, tuple) else output
-
-    def _keep_last(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
-        self._last = output
+    def _keep(self, layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # A Megatron layer returns (hidden states, cross-attention context), embedding and norm their output alone.
+        hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
+        if self._gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
+            hidden = torch.cat(collectives.tensor_parallel_shards(hidden))
+        self._by_id[layer_id] = hidden
 
 
 class Capture:
@@ -59,10 +66,15 @@ class Capture:
 
     The states are detached copies: no gradient of what is computed from them reaches the policy. Labels are the inputs
     shifted by one, so a sequence of T tokens has states for its first T - 1.
+
+    Attributes:
+        by_sequence: after `finish`, a pair by the sequence's index: [T, A H], and after the final norm [T, H].
     """
 
-    def __init__(self, layer_ids: Sequence[int]) -> None:
-        self._layer_ids = layer_ids
+    def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
+        """Keep the states on `device`."""
+        self._layer_ids, self._device = layer_ids, device
+        self._parts: dict[int, Tensor] = {}
         self.by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextlib.contextmanager
@@ -71,31 +83,21 @@ class Capture:
         with CapturedStates(gpt, self._layer_ids) as captured:
             yield
         for index, place in zip(batch.indices, batch.inputs.places, strict=True):
-            aux, last = captured.of(place)
-            self.by_sequence[index] = aux.detach().cpu().clone(), last.detach().cpu().clone()
+            part = captured.of(place)
+            self._parts[index] = part if collectives.num_pipeline_stages() > 1 else part.to(self._device)
+
+    def finish(self) -> None:
+        """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
+        num_layers = len(self._layer_ids)
+        for index in sorted(self._parts):
+            states = collectives.from_pipeline_stages(self._parts.pop(index)).to(self._device)
+            size = states.shape[-1] // (num_layers + 1)
+            self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
 
 
-@torch.no_grad()
-def hidden_states(
-    gpt: GPTModel,
-    token_ids: Sequences,
-    layer_ids: Sequence[int],
-    *,
-    plan: Sequence[tuple[int, ...]],
-    batching: Batching,
-    device: torch.device,
-) -> list[tuple[Tensor, Tensor]]:
-    """For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final norm.
-
-    Args:
-        plan: which sequences share a micro-batch, the longest of each first; none in one that only others need.
-    """
-    states: list[tuple[Tensor, Tensor] | None] = [None] * len(token_ids)
-    for indices in plan:
-        inputs = batching.inputs([token_ids[index] for index in indices] or [[0]], device)
-        with host.cuda_as_cpu(), CapturedStates(gpt, layer_ids) as captured:
-            forward(gpt, inputs)
-        for index, place in zip(indices, inputs.places, strict=False):  # one that only others need has a place alone
-            aux, last = captured.of(place)
-            states[index] = aux.cpu(), last.cpu()
-    return [pair for pair in states if pair is not None]
+def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
+    """Where states are kept: on the rank's device if they fill at most half of what is free there, else on the host."""
+    if device.type == "cpu":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if 2 * num_bytes <= free else _CPU

@@ -70,6 +70,16 @@ def from_last_stage(tensor: Tensor) -> Tensor:
     return _summed(tensor, _pipeline_group())
 
 
+def num_pipeline_stages() -> int:
+    """Over how many ranks the layers are dealt."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def from_pipeline_stages(tensor: Tensor) -> Tensor:
+    """What each stage has filled in of a tensor, on every stage: where it has nothing it passes zeros."""
+    return _summed(tensor, _pipeline_group())
+
+
 def sum_over_data_ranks(count: int) -> int:
     """Sum of the data-parallel ranks' counts."""
     if _data_group().size() == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
@@ -29,14 +29,16 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
 
 
 def gathered_weights(
-    parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard
+    parameters: Mapping[str, Tensor], arch: Architecture, shard: Shard, *, only: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """All Hugging Face tensors, whole, on every rank; collective."""
+    """All Hugging Face tensors, whole, on every rank, or those that `only` names; collective."""
     given: set[str] = set()
     for stage, holder, mapping in _places(arch, shard):
         if given.issuperset(mapping.hf):
             continue  # the last stage's copy of a tied embedding
         given.update(mapping.hf)
+        if only is not None and not any(name in only for name in mapping.hf):
+            continue
         tensors = None
         if stage == shard.pipeline_rank:
             own = parameters[mapping.megatron].detach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,16 +23,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import capture as captures
 from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
 from slipstream.policy.building import Parts, built
-from slipstream.policy.capture import Capture
+from slipstream.policy.capture import Capture, device_with_room
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
@@ -43,9 +41,11 @@ from slipstream.policy.mtp_training import MtpTrainer
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
+from slipstream.policy.weights import load_exactly, mtp_from_hf
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 FloatArray = NDArray[np.float32]
 
 
@@ -136,6 +136,12 @@ class MegatronPolicy:
             policy.start_mtp(optimizer)
         return policy
 
+    def load_mtp(self, path: Path) -> None:
+        """Replace the MTP layer by that of another directory, before its training starts."""
+        assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
+        with hf.open_weights(path) as read:
+            load_exactly(self._mtp, dict(mtp_from_hf(read, self.architecture, self._shard)))
+
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
         """What trains the policy's MTP layer, with an optimizer and a clip of its own.
 
@@ -210,10 +216,7 @@ class MegatronPolicy:
             capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
         Raises:
             FloatingPointError: the gradient is not finite.
-            ConfigError: `capture` under a layout in which no rank holds whole hidden states.
         """
-        if capture is not None:
-            self._require_whole_states()
         batch, ref_logprobs = update.batch, update.ref_logprobs
         num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
         given = update.trainer_logprobs
@@ -242,6 +245,8 @@ class MegatronPolicy:
         learning_rate = self.learning_rate
         names = ("loss", "clipped", "kl", "entropy")
         sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
+        if capture is not None:
+            capture.finish()
         self.version += 1
         stats = TrainStats(
             loss=sums["loss"],
@@ -285,26 +290,27 @@ class MegatronPolicy:
         Args:
             layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
         Returns:
-            For each sequence a pair of CPU tensors, ([T, len(layer_ids) * H], [T, H]), the second after the final
-            norm, in the learner's dtype.
-        Raises:
-            ConfigError: the learner is pipeline- or sequence-parallel, so that no rank holds all states.
+            For each sequence a pair ([T, len(layer_ids) * H], [T, H]), the second after the final norm, in the
+            learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
         """
-        self._require_whole_states()
-        plan = self._batching.plan([len(tokens) for tokens in token_ids])
-        plan += [()] * self._num_idle(len(plan))
-        return captures.hidden_states(
-            self._gpt, token_ids, layer_ids, plan=plan, batching=self._batching, device=self.device
-        )
+        num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
+        capture = Capture(layer_ids, device=device_with_room(num_bytes, self.device))
 
-    def _require_whole_states(self) -> None:
-        where = self._learner.parallel
-        whole = where.pipeline == 1 and not where.sequence_parallel
-        require(whole, "learner.parallel", "must hold whole hidden states (no pipeline, no sequence parallel)", where)
+        def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            del micro
+            return hidden_TBH.new_zeros(()), {}
 
-    def hidden_states_bytes_per_token(self, layer_ids: Sequence[int]) -> int:
-        """Size of what `hidden_states` returns for one token."""
-        return (len(layer_ids) + 1) * self.architecture.hidden_size * TORCH_DTYPES[self._learner.dtype].itemsize
+        batches = self._batching.whole(token_ids, self.device)
+        batches += [idle_microbatch(self.device)] * self._num_idle(len(batches))
+        self._run(batches, nothing, forward_only=True, capture=capture)
+        capture.finish()
+        return [capture.by_sequence[index] for index in range(len(token_ids))]
+
+    def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
+        """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
+        num_tokens = collectives.most_over_expert_ranks(sum(map(len, token_ids)))
+        itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
+        return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
@@ -316,6 +322,12 @@ class MegatronPolicy:
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The same of the MTP layer, which are no part of `weights`; none without one."""
         return held.gathered_mtp_weights(self._mtp, self.architecture)
+
+    def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
+        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
+        named = dict(self._gpt.named_parameters())
+        found = dict(held.gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
+        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
 
     def held_weights(self) -> Iterator[HeldWeights]:
         """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
@@ -336,17 +348,28 @@ class MegatronPolicy:
             collections.deque(weights, maxlen=0)
         parallel.barrier()
 
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`."""
-        self._checkpoints.save(path, version=self.version, num_updates=self._num_updates, extra=extra)
+    def save_checkpoint(
+        self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
+
+        Args:
+            beside: other tensors that belong to the run, the same on all ranks.
+        """
+        version, num_updates = self.version, self._num_updates
+        self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
         self._checkpoints.wait()
 
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`."""
-        state = self._checkpoints.load(path)
+    def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`.
+
+        Args:
+            beside: is filled with the tensors that were written beside the policy.
+        """
+        state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
 

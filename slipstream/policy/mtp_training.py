@@ -133,16 +133,20 @@ class MtpTrainer:
         """Acceptance of windows of `num_tokens` after the sequences' own tokens, under rejection sampling.
 
         Returns:
-            The mean over windows of sum_v min(p(v), q(v)), by position, and the mean acceptance length: 1 + the sum of
+            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean acceptance length: 1 + the sum of
             the products of those chances up to each position.
         """
-        found = []
+        # Of each position the chances, and the products up to it; then the number of windows.
+        sums = torch.zeros(2 * num_tokens + 1, dtype=torch.float64, device=self._device)
         for each in self._chats(sequences, loss_starts, states):
             with host.cuda_as_cpu(), host.model_arithmetic():
-                found.append(self._chances(each, num_tokens, temperature))
-        chances_KW = torch.cat(found, dim=1)
-        length = 1.0 + float(chances_KW.cumprod(dim=0).sum(dim=0).mean())
-        return [float(chance) for chance in chances_KW.mean(dim=1)], length
+                chances_KW = self._chances(each, num_tokens, temperature).double()
+            sums[:num_tokens] += chances_KW.sum(1)
+            sums[num_tokens:-1] += chances_KW.cumprod(0).sum(1)
+            sums[-1] += chances_KW.shape[1]
+        means = collectives.summed_over_data_ranks(sums)
+        means = means / means[-1]
+        return means[:num_tokens].tolist(), 1.0 + float(means[num_tokens:-1].sum())
 
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""

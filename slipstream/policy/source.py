@@ -106,6 +106,7 @@ def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") 
     """The local directory of a model: itself, or the hub's snapshot, of which files like `patterns` are downloaded.
 
     Args:
+        model: a path or a hub id, which may end in `@` and a revision.
         field: that names it.
     Raises:
         ConfigError: there is none.
@@ -117,6 +118,7 @@ def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+        name, _, revision = model.partition("@")
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(f"{field} must be a local directory or a reachable hub id, got {model!r}: {error}") from error

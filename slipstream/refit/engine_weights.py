@@ -31,6 +31,7 @@ from slipstream.refit.fingerprint import HeldWeights, WeightPart
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
+_RENAMED = {"draft_id_to_target_id": "d2t"}  # of the model itself: by vLLM's EAGLE-3 drafts, when they load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,7 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         Slot(
             module=module,
             parameter=name,
-            parts=(WeightPart(name=f"{path}.{name}", dim=0, start=0, length=len(tensor), dtype=_dtype(tensor)),),
+            parts=(WeightPart(name=_whole_name(path, name), dim=0, start=0, length=len(tensor), dtype=_dtype(tensor)),),
         )
         for name, tensor in own.items()
     ]
@@ -176,6 +177,11 @@ def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, .
     return tuple(
         replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts
     )
+
+
+def _whole_name(path: str, name: str) -> str:
+    """The checkpoint's name of a parameter that is there whole."""
+    return f"{path}.{name}" if path else _RENAMED.get(name, name)
 
 
 def _linear_shape(module: LinearBase) -> tuple[int, int]:

@@ -51,6 +51,10 @@ class LearnerWeights(Protocol):
         """
         ...
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """The same of the draft that it trains."""
+        ...
+
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
         """What the engine's logprobs must be near to."""
         ...
@@ -64,6 +68,9 @@ class RefitGate:
     draft, must be the learner's own: of all tensors at the first refit after a start or resume and at each one over a
     channel that takes no digest of the bytes, else of the layers whose turn it is, each once in `check_every_steps`.
 
+    A draft that the learner trains is sent wherever an engine holds another version of it than is asked for, and then
+    compared in full.
+
     An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
     blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
     acceptance guard. Either is logged once, and a probe's result is in the step's record.
@@ -76,6 +83,7 @@ class RefitGate:
         *,
         channel: WeightChannel,
         draft: Path | None,
+        trains_draft: bool = False,
         config: RefitConfig,
         probes: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -83,7 +91,8 @@ class RefitGate:
 
         Args:
             channel: from this learner to these engines.
-            draft: directory of the draft that the engines must hold; None without one.
+            draft: directory of the draft that the engines start with; None without one.
+            trains_draft: the learner has it, too, and changes it.
             probes: token sequences for engines that hide their tensors.
         Raises:
             LookupError: an engine hides its tensors, and there are no probes.
@@ -95,7 +104,11 @@ class RefitGate:
         self._probes = probes
         self._states: Sequence[EngineState] = engine.states()
         self._dtypes = self._readable_dtypes()
-        self._draft_expected = None if draft is None else self._draft_fingerprints(draft)
+        self._draft_dtypes = None if draft is None else self._readable_draft_dtypes()
+        self._draft_expected: dict[str, int] | None = None  # of one that never changes; None: ask the learner
+        if draft is not None and not trains_draft:
+            self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
+        self._trains_draft = trains_draft
         self._num_refits = 0
 
     def engines_changed(self) -> None:
@@ -104,26 +117,32 @@ class RefitGate:
         self._states = self._engine.states()
         self._num_refits = 0
 
-    def refit(self, version: int) -> RefitCheck:
-        """Bring the engines to the learner's present weights, as `version`.
+    def refit(self, version: int, *, draft_version: int | None = None) -> RefitCheck:
+        """Bring the engines to the learner's present weights, as `version`, and as `draft_version` of a trained draft.
 
         Raises:
             RefitError: an engine did not take the weights, kept another version, did not reset its prefix cache, or
                 holds other weights.
         """
-        delivery = self._channel.send(version)
-        self._check_states(self._states, delivery, version)
+        sent_draft = draft_version if self._needs_draft(draft_version) else None
+        delivery = self._channel.send(version, draft_version=sent_draft)
+        self._check_states(self._states, delivery, version, sent_draft)
         self._states = delivery.states
         count = self._config.check_every_steps
         is_first = delivery.digest is None or self._num_refits == 0
         turn = ALL if is_first else Turn(index=self._num_refits % count, count=count)
         self._num_refits += 1
         start = time.perf_counter()
-        num_tensors = self._check_policy(version, turn) + self._check_draft(turn)
+        num_tensors = self._check_policy(version, turn) + self._check_draft(turn if sent_draft is None else ALL)
         difference = self._check_probes(version) if self._dtypes is None and turn.index == 0 else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
-    def _check_states(self, before: Sequence[EngineState], delivery: Delivery, version: int) -> None:
+    def _needs_draft(self, draft_version: int | None) -> bool:
+        return self._trains_draft and any(state.draft_version != draft_version for state in self._states)
+
+    def _check_states(
+        self, before: Sequence[EngineState], delivery: Delivery, version: int, sent_draft: int | None
+    ) -> None:
         for index, (old, new) in enumerate(zip(before, delivery.states, strict=True)):
             if new.policy_version != version:
                 raise RefitError(f"engine {index} must hold policy version {version}, got {new.policy_version}")
@@ -138,11 +157,19 @@ class RefitGate:
                     f"resets before policy version {version} and {new.num_prefix_cache_resets} after: cached prefixes "
                     "are stale"
                 )
-            if new.draft_version != old.draft_version:
+            if sent_draft is not None:
+                self._check_sent_draft(index, new, delivery, sent_draft)
+            elif new.draft_version != old.draft_version:
                 raise RefitError(
                     f"engine {index} changed its draft from version {old.draft_version} to {new.draft_version} "
                     f"while the policy alone was refitted to version {version}"
                 )
+
+    def _check_sent_draft(self, index: int, state: EngineState, delivery: Delivery, version: int) -> None:
+        if state.draft_version != version:
+            raise RefitError(f"engine {index} must hold draft version {version}, got {state.draft_version}")
+        if delivery.draft_digest is not None and state.draft_digest != delivery.draft_digest:
+            raise RefitError(f"engine {index} must read draft version {version} as the learner sent it, got other bytes")
 
     def _readable_dtypes(self) -> dict[str, str] | None:
         try:
@@ -157,9 +184,9 @@ class RefitGate:
             )
             return None
 
-    def _draft_fingerprints(self, draft: Path) -> dict[str, int] | None:
+    def _readable_draft_dtypes(self) -> dict[str, str] | None:
         try:
-            return file_fingerprints(draft, self._engine.weight_dtypes(is_draft=True))
+            return self._engine.weight_dtypes(is_draft=True)
         except LookupError as error:
             logger.warning(
                 "refit: the draft's tensors cannot be read (%s); acceptance alone guards it", _last_line(error)
@@ -177,12 +204,22 @@ class RefitGate:
         return len(expected)
 
     def _check_draft(self, turn: Turn) -> int:
-        expected = {name: value for name, value in (self._draft_expected or {}).items() if turn.takes(name)}
-        if not expected:
+        if not any(turn.takes(name) for name in self._draft_dtypes or {}):
             return 0
-        for index, fingerprints in enumerate(self._engine.weight_fingerprints(is_draft=True, turn=turn)):
+        learner = self._start_draft_fingerprints(turn)
+        engines = self._engine.weight_fingerprints(is_draft=True, turn=turn)
+        expected = learner()
+        for index, fingerprints in enumerate(engines):
             _compare(expected, fingerprints, f"engine {index}", "the draft")
         return len(expected)
+
+    def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]]:
+        """Of the file that the draft came from, or of the learner's if it trains it."""
+        fixed = self._draft_expected
+        if fixed is not None:
+            return lambda: {name: value for name, value in fixed.items() if turn.takes(name)}
+        assert self._draft_dtypes is not None
+        return self._learner.start_draft_fingerprints(self._draft_dtypes, turn)
 
     def _check_probes(self, version: int) -> float:
         """Largest over the engines of the mean absolute difference to the learner, in nats a token."""

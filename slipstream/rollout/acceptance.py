@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
 from slipstream.records import AcceptanceStats
 
 _COUNTER = "vllm:spec_decode_num_"
@@ -74,6 +76,19 @@ def combine(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
             ),
         )
     )
+
+
+def sampling_deviation(stats: AcceptanceStats) -> float:
+    """Standard error of the mean acceptance length, from the counts by position alone.
+
+    Of a draft with n accepted tokens, E[n] and E[n^2] follow from P(n >= i): sum of them, and sum of (2 i - 1) of them.
+    """
+    if stats.num_drafts == 0:
+        return 0.0
+    reached = np.asarray(stats.accepted_by_position, dtype=np.float64) / stats.num_drafts
+    weights = 2 * np.arange(1, len(reached) + 1) - 1
+    variance = float((weights * reached).sum() - reached.sum() ** 2)
+    return float(np.sqrt(max(variance, 0.0) / stats.num_drafts))
 
 
 def _stats(delta: AcceptanceCounters) -> AcceptanceStats:

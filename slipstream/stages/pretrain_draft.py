@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.config import DraftInit
-from slipstream.drafts.draft_model import link_draft_model
-from slipstream.drafts.methods import TRAITS, Training, Weights, require_package
+from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.draft_model import link_draft_model, num_parameters
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
 from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
@@ -21,7 +21,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish
 from slipstream.stages.support import draft_init, settled, tracked
-from slipstream.stages.teaching import num_done, on_responses, on_states
+from slipstream.stages.teaching import GIVEN, num_done, on_responses, on_states, prepare
 from slipstream.types import Prompt
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
@@ -43,7 +43,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         return done
     directory = context.directory(_NODE)
     sets = read_prompt_sets(data)
-    prompts = sets.draft_in_domain if recipe.draft.init is DraftInit.IN_DOMAIN else sets.draft_general
+    prompts = sets.draft_in_domain if recipe.draft.init is not DraftInit.GENERAL else sets.draft_general
     connect()
     with tracked(context, recipe, _NODE, {"draft.init": recipe.draft.init.value}) as tracker:
 
@@ -61,7 +61,8 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    shutil.rmtree(directory / "checkpoint", ignore_errors=True)  # as large as the draft, and of no more use
+    for name in ("checkpoint", GIVEN):  # as large as the draft, and of no more use
+        shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
 
 
@@ -74,7 +75,7 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
         require_package(config.method)
         model = directory / "draft"
         length = recipe.engine.max_model_len
-        num_parameters = link_draft_model(config, policy, model, max_model_len=length) if has_weights else 0
+        num_parameters = _take_weights(config, policy, model, max_model_len=length) if has_weights else 0
         record = DraftRecord(
             method=config.method.value,
             init=draft_init(config),
@@ -87,8 +88,18 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
             elapsed_s=time.perf_counter() - start,
         )
         write_record(record, directory / "draft.json")
-    logger.info("pretrain_draft: %s is not trained", config.method.value)
+    logger.info("pretrain_draft: %s is not trained%s", config.method.value, f": {config.model}" if config.model else "")
     return directory
+
+
+def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
+    """Lay weights that are used as they are into `directory`; returns the number of parameters."""
+    if config.method is DraftMethod.DRAFT_MODEL:
+        return link_draft_model(config, policy, directory, max_model_len=max_model_len)
+    from slipstream.drafts.given import bring_draft
+
+    bring_draft(config, policy, directory, max_model_len=max_model_len)
+    return num_parameters(directory)
 
 
 def train_on(
@@ -106,6 +117,7 @@ def train_on(
     """
     config = recipe.draft
     start = time.perf_counter()
+    prepare(recipe, policy, directory)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))

@@ -162,7 +162,7 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
     trains_draft = trains_draft and recipe.draft.trains is not Training.NONE
     require_sizes(
         sets,
-        draft_set="draft_in_domain" if recipe.draft.init is DraftInit.IN_DOMAIN else "draft_general",
+        draft_set="draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain",
         num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts if trains_draft else 0,
         prompts_per_step=recipe.grpo.prompts_per_step,
         group_size=recipe.grpo.group_size,
@@ -231,7 +231,7 @@ def draft_weights(config: DraftConfig, draft: Path) -> Path | None:
 
 def draft_init(config: DraftConfig) -> str:
     """On which prompts the draft was pretrained; `none` of one that was not."""
-    return "none" if config.trains is Training.NONE else config.init.value
+    return "none" if config.trains is Training.NONE and not config.is_given else config.init.value
 
 
 def tokenizer(policy: Path) -> PreTrainedTokenizerBase:

@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.drafts import pretrain
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.distill import distill, heldout_acceptance, num_distilled
 from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.pretrain import DraftProgress, Responses, train_draft
+from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.architecture import Architecture
 from slipstream.recipe import Recipe
 from slipstream.types import TrainBatch
 from slipstream.workers.learners import RemoteLearner
 
 logger = logging.getLogger(__name__)
+
+GIVEN = "given"
+"""Where a draft lies that training begins with."""
 
 _CHECKPOINT = "checkpoint"
 _DRAFT = "draft"
@@ -31,6 +37,34 @@ class Taught:
     heldout: DraftProgress
 
 
+def prepare(recipe: Recipe, policy: Path, directory: Path) -> None:
+    """Check what training begins with, before anything else is done; a draft that is given lies in `GIVEN` then.
+
+    Raises:
+        ConfigError: a given draft does not fit, or `draft.vocab_size` is no cut.
+    """
+    config = recipe.draft
+    if config.is_given:
+        from slipstream.drafts.given import bring_draft
+
+        bring_draft(config, policy, directory / GIVEN, max_model_len=recipe.engine.max_model_len)
+        logger.info("pretrain_draft: goes on from %s", config.model)
+    if config.vocab_size is not None:
+        require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
+
+
+def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
+    """The tokens that a draft of a cut vocabulary knows; None for all."""
+    if config.vocab_size is None:
+        return None
+    answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
+    vocab_size = Architecture.from_hf(policy).vocab_size
+    token_ids = frequent_tokens(answers, num=config.vocab_size, vocab_size=vocab_size)
+    known = 100 * coverage(answers, token_ids)
+    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
+    return token_ids
+
+
 def on_states(
     learner: RemoteLearner,
     recipe: Recipe,
@@ -42,12 +76,15 @@ def on_states(
     on_step: Callable[[int, float], None],
 ) -> Taught:
     """Teach a one-layer draft the policy's hidden states; it is written to `directory/draft`."""
-    config = recipe.draft
+    config, temperature = recipe.draft, recipe.sampling.temperature
     logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
     learner.load(policy, None)
-    num_parameters = learner.start_draft(policy, config)
-    losses = train_draft(learner, train, config, checkpoint=directory / _CHECKPOINT, on_step=on_step)
-    found = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config)
+    given = directory / GIVEN if config.is_given else None
+    num_parameters = learner.start_draft(policy, config, given, known_tokens(config, train, policy))
+    losses = train_draft(
+        learner, train, config, temperature=temperature, checkpoint=directory / _CHECKPOINT, on_step=on_step
+    )
+    found = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
     learner.save_draft(directory / _DRAFT)
     return Taught(num_parameters=num_parameters, losses=tuple(losses), heldout=found)
 

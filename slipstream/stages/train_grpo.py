@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import TuningRecord, read_record, write_record
+from slipstream.records import DraftRecord, TuningRecord, read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import (
@@ -59,6 +60,7 @@ def train_grpo(
                 arm=arm,
                 num_speculative_tokens=chosen_k,
                 draft=draft_weights(recipe.draft, draft) if chosen_k else None,
+                draft_length=known_length(draft, chosen_k) if chosen_k else None,
                 start_engine=partial(recipe_engine, recipe, policy, draft, chosen_k),
             ),
             policy=policy,
@@ -70,6 +72,17 @@ def train_grpo(
         record = replace(record, versions=versions())
         tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory
+
+
+def known_length(draft: Path, k: int) -> float | None:
+    """Mean acceptance length at `k` of a draft on text that it was not trained on; None of one not measured."""
+    file = draft / "draft.json"
+    if not file.is_file():
+        return None
+    rates = read_record(DraftRecord, file).heldout_rate_by_position
+    if not rates:  # taken as it was
+        return None
+    return 1.0 + sum(math.prod(rates[: i + 1]) for i in range(min(k, len(rates))))
 
 
 def arm_labels(recipe: Recipe, arm: Arm, k: int) -> dict[str, str]:

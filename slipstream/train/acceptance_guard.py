@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from slipstream.records import AcceptanceStats
+from slipstream.rollout.acceptance import sampling_deviation
 
 _WINDOW = 20  # steps that make the band: a policy that drifts takes its band along
 _MIN_HISTORY = 6  # steps before the guard says anything
@@ -52,16 +53,3 @@ class AcceptanceGuard:
         values = np.asarray(self._recent)
         scatter = _MAD_TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))
         return max(scatter, float(values.std(ddof=1)), sampling_deviation(stats))
-
-
-def sampling_deviation(stats: AcceptanceStats) -> float:
-    """Standard error of the mean acceptance length, from the counts by position alone.
-
-    Of a draft with n accepted tokens, E[n] and E[n^2] follow from P(n >= i): sum of them, and sum of (2 i - 1) of them.
-    """
-    if stats.num_drafts == 0:
-        return 0.0
-    reached = np.asarray(stats.accepted_by_position, dtype=np.float64) / stats.num_drafts
-    weights = 2 * np.arange(1, len(reached) + 1) - 1
-    variance = float((weights * reached).sum() - reached.sum() ** 2)
-    return float(np.sqrt(max(variance, 0.0) / stats.num_drafts))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.data.prompts import PromptStream
+from slipstream.drafts.config import DraftOnline
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import ArmRecord, StepRecord
@@ -17,6 +18,7 @@ from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import metrics_of, step_line
 from slipstream.train.recovery import LastingEngines
@@ -37,7 +39,8 @@ class ArmPlan:
 
     arm: Arm
     num_speculative_tokens: int
-    draft: Path | None  # directory of the draft that the engine holds
+    draft: Path | None  # directory of the draft that the engines start with
+    draft_length: float | None = None  # mean acceptance length that it is known to reach; None: not known
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
 
 
@@ -112,8 +115,11 @@ def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
 def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[StepRecord]:
     """From the last checkpoint to the end, with the final policy written; returns all steps."""
     recipe, draft = run.recipe, run.plan.draft
+    trains_draft = draft is not None and recipe.draft.online is not DraftOnline.OFF
     name = f"train_grpo {run.plan.arm.value}"
     learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+    if draft is not None and trains_draft:
+        learner.continue_draft(draft, run.policy, recipe.draft)
     history = run.checkpoints.restore(learner)
     with (
         run.checkpoints.finished(learner),
@@ -125,6 +131,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             learner,
             channel=channel,
             draft=draft,
+            trains_draft=trains_draft,
             config=recipe.refit,
             probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
         )
@@ -149,7 +156,9 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             sampling=recipe.sampling,
             gate=lasting,
             on_step=on_step,
-            draft_version=0 if draft is not None else None,
+            draft=TrainedDraft(recipe.draft, reference=run.plan.draft_length, history=history)
+            if trains_draft
+            else FixedDraft(version=0 if draft is not None else None),
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
         ).run(start_step=len(history))
         learner.save_hf(run.directory / "policy", run.policy)

@@ -1,7 +1,7 @@
 """Synchronous GRPO: generate with the newest policy, learn from it, repeat.
 
-`SyncLoop.run` is the whole algorithm. What it needs is behind two protocols and the refit gate; timing, checkpoints and
-records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU.
+`SyncLoop.run` is the whole algorithm. What it needs is behind protocols and the refit gate; timing, checkpoints and
+records stand around it, not in it. A draft may learn beside the policy, from the same forward pass: `draft` says when. Scoring counts as stage `data`: it turns rollouts into training data on the CPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import numpy as np
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.records import RefitCheck, StepRecord
+from slipstream.records import DraftDecision, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine
+from slipstream.rollout.engine import Engine, GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import assemble, mismatch
+from slipstream.train.draft import FixedDraft
 from slipstream.train.metrics import StageClock, step_record
 from slipstream.types import Arm, RolloutGroup, TrainBatch
 
@@ -40,15 +41,32 @@ class Learner(Protocol):
         ...
 
     def train_step(self, update: Update) -> Trained:
-        """One optimizer update, and the logprobs of its own pass if `update` has none."""
+        """One optimizer update, of the draft too if `update` says so; with its own logprobs if `update` has none."""
         ...
 
 
 class Gate(Protocol):
     """The way of new weights into the engine."""
 
-    def refit(self, version: int) -> RefitCheck:
-        """Bring the engine to the learner's present weights, or raise."""
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        """Bring the engine to the learner's present weights, and to its draft if that changed, or raise."""
+        ...
+
+
+class Draft(Protocol):
+    """Who knows the draft's version, and when it is trained."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the draft that the next rollouts are drawn with; None without one."""
+        ...
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        """Whether this step trains the draft; None: no step does."""
+        ...
+
+    def note(self, record: StepRecord) -> None:
+        """Take note of what the step did."""
         ...
 
 
@@ -65,7 +83,7 @@ class SyncLoop:
     config: GrpoConfig
     sampling: SamplingConfig
     on_step: Callable[[StepRecord], None]
-    draft_version: int | None = None  # the engine's draft, None without one
+    draft: Draft = field(default_factory=FixedDraft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     start_clock: Callable[[], StageClock] = StageClock
 
@@ -76,7 +94,7 @@ class SyncLoop:
             with clock.stage("data"):
                 prompts = self.prompts.batch(step)
             with clock.stage("prepare"):
-                refit = self.gate.refit(step)
+                refit = self.gate.refit(step, draft_version=self.draft.version)
             with clock.stage("generation"):
                 result = self.engine.generate(
                     prompts, sampling=self.sampling, group_size=self.config.group_size, seed=self._seed(step)
@@ -89,15 +107,17 @@ class SyncLoop:
                     result.groups,
                     rewards.rewards,
                     policy_version=step,
-                    draft_version=self.draft_version,
+                    draft_version=self.draft.version,
                     scale_by_std=self.config.scale_advantages_by_std,
                 )
+            decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
             update = Update(
                 batch=batch,
                 trainer_logprobs=None,
                 ref_logprobs=None,
                 loss=self.config.loss,
                 temperature=self.sampling.temperature,
+                trains_draft=decision is not None and decision.trains,
             )
             if self.config.needs_logprob_pass:
                 with clock.stage("logprob"):
@@ -109,18 +129,19 @@ class SyncLoop:
             trainer_logprobs = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
             assert trainer_logprobs is not None, "the learner returns what it was not given"
             gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
-            self.on_step(
-                step_record(
-                    step,
-                    times,
-                    refit,
-                    result=result,
-                    rewards=rewards,
-                    train=trained.stats,
-                    mismatch=gap,
-                    has_logprob_pass=self.config.needs_logprob_pass,
-                )
+            record = step_record(
+                step,
+                times,
+                refit,
+                result=result,
+                rewards=rewards,
+                trained=trained,
+                mismatch=gap,
+                has_logprob_pass=self.config.needs_logprob_pass,
+                draft_decision=decision,
             )
+            self.draft.note(record)
+            self.on_step(record)
 
     def _with_logprobs(self, update: Update) -> Update:
         """The update with what the learner and the reference say about its tokens before it."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.records import Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.grpo.update import Trained
+from slipstream.records import DraftDecision, Mismatch, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
@@ -47,9 +48,10 @@ def step_record(
     *,
     result: GenerationResult,
     rewards: RewardResult,
-    train: TrainStats,
+    trained: Trained,
     mismatch: Mismatch,
     has_logprob_pass: bool,
+    draft_decision: DraftDecision | None = None,
 ) -> StepRecord:
     """The record of one step, whose rollouts all come from one version of policy and draft."""
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
@@ -64,7 +66,7 @@ def step_record(
         num_reward_timeouts=rewards.num_timeouts,
         num_reward_crashes=rewards.num_crashes,
         num_zero_signal_groups=int((rewards_PG == rewards_PG[:, :1]).all(axis=1).sum()),
-        train=train,
+        train=trained.stats,
         mismatch=mismatch,
         acceptance=result.acceptance,
         policy_version=rollouts[0].policy_version,
@@ -73,6 +75,8 @@ def step_record(
         num_engine_restarts=result.num_engine_restarts,
         engine_idle_fraction=result.engine_idle_fraction,
         has_logprob_pass=has_logprob_pass,
+        draft_decision=draft_decision,
+        draft_update=trained.draft,
     )
 
 
@@ -114,6 +118,27 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
+    return metrics | _draft_metrics(record)
+
+
+def _draft_metrics(record: StepRecord) -> dict[str, float]:
+    """Of a draft that may be trained during RL: the decision, both sides of its inequality, and what the step did."""
+    decision, update = record.draft_decision, record.draft_update
+    if decision is None:
+        return {}
+    metrics = {
+        "draft/trained": float(decision.trains),
+        "draft/length": decision.length,
+        "draft/reference_length": decision.reference_length,
+        "draft/expected_saved_s": decision.saved_s,
+        "draft/train_s": 0.0 if update is None else update.elapsed_s,
+    }
+    if record.draft_version is not None:
+        metrics["draft/version"] = record.draft_version
+    if decision.cost_s is not None:
+        metrics["draft/expected_cost_s"] = decision.cost_s
+    if update is not None:
+        metrics["draft/loss"] = update.loss
     return metrics
 
 
@@ -121,7 +146,8 @@ def step_line(record: StepRecord, num_steps: int) -> str:
     """A step in words, for the log."""
     acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
     tokens_per_s = record.num_response_tokens / record.times.generation_s
+    draft = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
-        f"(generation {record.times.generation_s:.2f} s, {tokens_per_s:.0f} tokens/s){acceptance}"
+        f"(generation {record.times.generation_s:.2f} s, {tokens_per_s:.0f} tokens/s){acceptance}{draft}"
     )

@@ -34,7 +34,7 @@ class ReplaceableEngines(Engine, Protocol):
 class Gate(Protocol):
     """What `RefitGate` does."""
 
-    def refit(self, version: int) -> RefitCheck:
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         """Bring all engines to the learner's present weights."""
         ...
 
@@ -57,15 +57,16 @@ class LastingEngines:
         self._num_restarts = 0
         self._num_reported = 0
         self._version = 0
+        self._draft_version: int | None = None
 
-    def refit(self, version: int) -> RefitCheck:
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         """See `RefitGate.refit`.
 
         Raises:
             LostWorkerError: more engines were lost than may be, or a rank of the learner.
         """
-        self._version = version
-        return self._lasting(lambda: self._gate.refit(version), refit_anew=False)
+        self._version, self._draft_version = version, draft_version
+        return self._lasting(self._refit, refit_anew=False)
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -79,6 +80,9 @@ class LastingEngines:
         self._num_reported = self._num_restarts
         return replace(result, num_engine_restarts=num_restarts)
 
+    def _refit(self) -> RefitCheck:
+        return self._gate.refit(self._version, draft_version=self._draft_version)
+
     def _lasting(self, call: Callable[[], T], *, refit_anew: bool) -> T:
         lost: Sequence[Worker] = ()
         replaced = False
@@ -89,7 +93,7 @@ class LastingEngines:
                     self._gate.engines_changed()
                     lost, replaced = (), True
                 if replaced and refit_anew:
-                    self._gate.refit(self._version)
+                    self._refit()
                 return call()
             except LostWorkerError as error:  # of those that take the place of lost ones too
                 lost = self._replaceable(error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
+from slipstream.records import DraftUpdate
 from slipstream.refit.channel import choice
 from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
+from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.drafts.mtp import MtpDraft
+    from slipstream.drafts.online import OnlineDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
@@ -40,13 +43,16 @@ if TYPE_CHECKING:
 Sequences = Sequence[Sequence[int]]
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
+IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
+"""A part of some chats: their indices in the whole, their tokens, and where each response begins."""
 _POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftChats:
-    """What the draft trains on; without `states` they are computed at each step."""
+    """This rank's share of what the draft trains on; without `states` they are computed at each step."""
 
+    places: Mapping[int, int]  # in what follows, by the index in the whole
     sequences: Sequences
     prompt_lengths: Sequence[int]
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
@@ -73,6 +79,7 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | MtpDraft | None = None
+        self._online_config: DraftConfig | None = None  # of a draft that is trained beside the policy
         self._draft_chats: _DraftChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
@@ -126,7 +133,7 @@ class LearnerProcess:
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
-        self._policy = self._reference = self._draft = self._draft_chats = None
+        self._policy = self._reference = self._draft = self._draft_chats = self._online_config = None
         self.close_stream()
         self._sources, self._snapshots = {}, {}
         gc.collect()
@@ -190,30 +197,44 @@ class LearnerProcess:
         return self._loaded.map_logits(extended, [len(prefix) for prefix in part], function, width=width)
 
     def train_step(self, part: Update) -> Trained:
-        """One update of the policy; the stats are those of the whole update."""
-        return self._loaded.train_step(part)
+        """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
+        return self._train_step_with_draft(part) if part.trains_draft else self._loaded.train_step(part)
 
-    def train_step_with_draft(self, update: Update, config: DraftConfig) -> tuple[Trained, float]:
-        """One update of the policy, and one of the draft on the hidden states of the same forward pass.
+    def _train_step_with_draft(self, update: Update) -> Trained:
+        """One update of the policy, and the draft's on the hidden states of the same forward pass.
 
         Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
 
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
-        `train_step` to the last bit. Returns what `train_step` does, and the draft's loss.
+        a `train_step` without it to the last bit.
         """
+        from slipstream.drafts.mtp import MtpDraft
         from slipstream.policy.capture import Capture
-        from slipstream.policy.collectives import summed_over_data_ranks
 
-        capture, batch = Capture(self._layer_ids(config)), update.batch
+        draft, config = self._online
+        capture, batch, num_ranks = Capture(self._layer_ids(config)), update.batch, self._config.parallel.data
+        start = time.perf_counter()
+        if not isinstance(draft, MtpDraft):
+            draft.follow(*self._loaded.vocabulary_weights())  # of the policy that the forward pass asks
+        follow_s = time.perf_counter() - start
         trained = self._loaded.train_step(update, capture=capture)
+        start = time.perf_counter()
         # Nothing was computed after the last token, yet it is known: what an MTP layer drafts there counts.
-        kept = batch.token_ids if self._drafts_with_mtp else [tokens[:-1] for tokens in batch.token_ids]
+        kept = batch.token_ids if isinstance(draft, MtpDraft) else [tokens[:-1] for tokens in batch.token_ids]
         states = []
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
             states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        total = summed_over_data_ranks if self._config.parallel.data > 1 else None
-        return trained, self._drafting.step(kept, batch.prompt_lengths, states, sum_over_ranks=total)
+        loss = draft.learn(
+            kept,
+            batch.prompt_lengths,
+            states,
+            temperature=update.temperature,
+            num_ranks=num_ranks,
+            sum_over_ranks=self._sum_over_ranks,
+        )
+        elapsed_s = follow_s + time.perf_counter() - start
+        return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online_updates, elapsed_s=elapsed_s))
 
     def location(self) -> Location:
         """Where this rank computes."""
@@ -265,9 +286,14 @@ class LearnerProcess:
         """Write the policy as transformers and vLLM read it."""
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
+    def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
+        """The same of the draft, which all ranks hold whole."""
+        named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
+
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, in the background."""
-        self._loaded.save_checkpoint(path, extra)
+        """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
+        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online_config else None)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -275,49 +301,109 @@ class LearnerProcess:
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
-        return self._loaded.load_checkpoint(path)
+        if self._online_config is None:
+            return self._loaded.load_checkpoint(path)
+        state: dict[str, torch.Tensor] = {}
+        extra = self._loaded.load_checkpoint(path, beside=state)
+        self._online[0].restore(state)
+        return extra
 
-    def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """A fresh draft for the loaded policy, or its own MTP layer; returns the number of trained parameters."""
-        own_policy = here(policy, self._origin)
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
+        """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
+        own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
         if config.method is DraftMethod.MTP:
-            from slipstream.drafts.mtp import MtpDraft
-
-            self._draft = MtpDraft(self._loaded, config, tokenizer_dir=own_policy, writes=self._rank == 0)
+            self._draft = self._mtp_draft(config, own_policy, given=own_draft, is_online=True)
         else:
-            from slipstream.drafts.trainer import DraftTrainer
+            from slipstream.drafts.online import OnlineDraft
 
-            self._draft = DraftTrainer(own_policy, config, num_threads=self._config.num_threads)
+            self._draft = OnlineDraft.of(
+                own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
+            )
+        self._online_config = config
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
-        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache.
+    def start_draft(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        given: Path | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """A fresh draft for the loaded policy (its own MTP layer is one), or the `given` one.
+
+        Returns its number of trained parameters.
+
+        Args:
+            token_ids: that a fresh draft knows; None: all.
+        """
+        if config.method is DraftMethod.MTP:
+            own = None if given is None else here(given, self._origin)
+            self._draft = self._mtp_draft(config, here(policy, self._origin), given=own)
+        else:
+            self._draft = self._beside_policy(policy, config, given, token_ids)
+        self._online_config = None
+        self._sources.pop(_DRAFT, None)
+        return self._draft.num_parameters
+
+    def _mtp_draft(
+        self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False
+    ) -> MtpDraft:
+        from slipstream.drafts.mtp import MtpDraft
+
+        if given is not None:
+            self._loaded.load_mtp(given)
+        return MtpDraft(self._loaded, config, tokenizer_dir=policy, writes=self._rank == 0, is_online=is_online)
+
+    def _beside_policy(
+        self, policy: Path, config: DraftConfig, given: Path | None, token_ids: Sequence[int] | None
+    ) -> DraftTrainer:
+        from slipstream.drafts.trainer import DraftTrainer
+
+        policy, num_threads, device = here(policy, self._origin), self._config.num_threads, self._loaded.device
+        if given is None:
+            return DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
+        draft = here(given, self._origin)
+        return DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
+
+    def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
+        """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
 
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
+        indices, sequences, prompt_lengths = part
         layer_ids = self._layer_ids(config)
-        num_bytes = sum(map(len, sequences)) * self._loaded.hidden_states_bytes_per_token(layer_ids)
-        fits = num_bytes <= config.states_cache_gib * 2**30
+        fits = self._loaded.hidden_states_bytes(sequences, layer_ids) <= config.states_cache_gib * 2**30
         states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
-        self._draft_chats = _DraftChats(sequences, prompt_lengths, states)
+        places = {index: place for place, index in enumerate(indices)}
+        self._draft_chats = _DraftChats(places, sequences, prompt_lengths, states)
         return fits
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
-        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss."""
+    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
+        """One update of the draft on the frozen policy's hidden states of these chats; returns the loss.
+
+        Each data-parallel rank computes those that it holds, and the update is that of all of them.
+        """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        sequences = [chats.sequences[index] for index in indices]
+        mine = [chats.places[index] for index in indices if index in chats.places]
+        sequences = [chats.sequences[place] for place in mine]
         if chats.states is None:
             states = self._loaded.hidden_states(sequences, self._layer_ids(config))
         else:
-            states = [chats.states[index] for index in indices]
-        return self._drafting.step(sequences, [chats.prompt_lengths[index] for index in indices], states)
+            states = [chats.states[place] for place in mine]
+        lengths = [chats.prompt_lengths[place] for place in mine]
+        return self._drafting.step(
+            sequences, lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
 
-    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
-        """Held-out acceptance of the draft."""
+    def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
+        """Held-out acceptance of the draft, over the shares of all ranks."""
+        sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, self._layer_ids(config))
-        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states)
+        rates, length = self._drafting.evaluate(
+            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+        )
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
@@ -375,9 +461,25 @@ class LearnerProcess:
         return isinstance(self._draft, MtpDraft)
 
     @property
+    def _sum_over_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What adds up the parts of the data-parallel ranks; None for one that has everything."""
+        from slipstream.policy.collectives import summed_over_data_ranks
+
+        return summed_over_data_ranks if self._config.parallel.data > 1 else None
+
+    @property
     def _drafting(self) -> DraftTrainer | MtpDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
+
+    @property
+    def _online(self) -> tuple[OnlineDraft | MtpDraft, DraftConfig]:
+        from slipstream.drafts.mtp import MtpDraft
+        from slipstream.drafts.online import OnlineDraft
+
+        draft, config = self._draft, self._online_config
+        assert isinstance(draft, OnlineDraft | MtpDraft) and config is not None, "continue_draft comes first"
+        return draft, config
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         with uncollected():

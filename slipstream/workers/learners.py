@@ -186,6 +186,12 @@ class RemoteLearner:
         calls = [(rank, rank.actor.weight_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
         return lambda: weight_totals(self._crew.gather("weight_fingerprints", calls))
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """The same of the draft, of which rank 0 sends its own."""
+        first = self.ranks[0]
+        calls = [(first, first.actor.draft_fingerprints.remote(dtypes, turn))]
+        return lambda: weight_totals(self._crew.gather("draft_fingerprints", calls))
+
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
         self._require_shared(path)
@@ -205,23 +211,49 @@ class RemoteLearner:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
-    def start_draft(self, policy: Path, config: DraftConfig) -> int:
-        """Make a fresh draft; returns its number of trained parameters."""
-        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config))
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
+        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
+        return self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config))
+
+    def start_draft(
+        self,
+        policy: Path,
+        config: DraftConfig,
+        given: Path | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """Make a fresh draft, or go on from a `given` one; returns its number of trained parameters.
+
+        Args:
+            token_ids: that a fresh draft knows; None: all.
+        """
+        return self._on_all("start_draft", lambda rank: rank.start_draft.remote(policy, config, given, token_ids))
 
     def hold_draft_chats(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> bool:
         """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
-        data = self._shared(sequences)
-        return self._on_all("hold_draft_chats", lambda rank: rank.hold_draft_chats.remote(data, prompt_lengths, config))
+        fits = self._on_shards(
+            "hold_draft_chats",
+            Shards.of(sequences, self._layout.data),
+            lambda indices: (indices, *_chats(sequences, prompt_lengths, indices)),
+            lambda rank, data: rank.hold_draft_chats.remote(data, config),
+        )
+        return all(fits)
 
-    def draft_step(self, indices: Sequence[int], config: DraftConfig) -> float:
+    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
         """One update of the draft; returns its loss."""
-        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config))
+        return self._on_all("draft_step", lambda rank: rank.draft_step.remote(indices, config, temperature))
 
-    def evaluate_draft(self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig) -> DraftProgress:
+    def evaluate_draft(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], config: DraftConfig, temperature: float
+    ) -> DraftProgress:
         """Held-out acceptance of the draft."""
-        data = self._shared(sequences)
-        return self._on_all("evaluate_draft", lambda rank: rank.evaluate_draft.remote(data, prompt_lengths, config))
+        answers = self._on_shards(
+            "evaluate_draft",
+            Shards.of(sequences, self._layout.data),
+            partial(_chats, sequences, prompt_lengths),
+            lambda rank, data: rank.evaluate_draft.remote(data, config, temperature),
+        )
+        return answers[0]
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
@@ -370,6 +402,10 @@ def _join(ranks: Sequence[Worker], deadline: Deadline) -> None:
     crew = Crew(ranks, deadline)
     calls = [(rank, rank.actor.join.remote(ranks[0].host, port, own_address=rank.host)) for rank in ranks]
     crew.gather("join", calls)
+
+
+def _chats(sequences: Sequences, prompt_lengths: Sequence[int], indices: Sequence[int]) -> tuple[Ragged, list[int]]:
+    return _rows(sequences, indices), [prompt_lengths[index] for index in indices]
 
 
 def _rows(sequences: Sequences, indices: Sequence[int]) -> Ragged:

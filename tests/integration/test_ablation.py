@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafts.config import DraftInit
+from slipstream.drafts.config import FRESH_INITS
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def test_a_failed_variant_is_shown_with_its_reason_and_the_others_are_ranked(
     root = tmp_path / "runs"
     monkeypatch.setenv("SLIPSTREAM_EXECUTION", "abl")
 
-    ablation(recipe=str(recipe), draft_inits=list(DraftInit), draft_lengths=[2], run_root=str(root))
+    ablation(recipe=str(recipe), draft_inits=list(FRESH_INITS), draft_lengths=[2], run_root=str(root))
 
     page = root / "abl" / "rank_ablation"
     record = json.loads((page / "ablation.json").read_text())

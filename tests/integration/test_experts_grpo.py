@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import merge
-from slipstream.drafts.config import DraftMethod, speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import StepRecord
 from slipstream.types import Arm, Prompt
@@ -72,7 +72,7 @@ def _trained(where: dict[str, Any], policy: Path, draft: Path, directory: Path) 
     from slipstream.workers.engines import start_engine
 
     recipe = _recipe(policy, where)
-    speculative = speculative_config(DraftMethod.EAGLE3, draft, K)
+    speculative = speculative_config(recipe.draft, draft, K)
     plan = ArmPlan(
         arm=Arm.SPECULATIVE,
         num_speculative_tokens=K,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.policy.config import LearnerConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import RefitConfig
-from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine
+from slipstream.workers.learners import RemoteLearner, start_learner
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,14 @@ ENGINE = EngineConfig(
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=32)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i, 20), answer="") for i in range(4))
 K = 3
+CERTIFICATE = LosslessnessConfig(
+    num_tokens=3000,
+    num_repeated_prompts=2,
+    num_repeats=128,
+    num_greedy_prompts=4,
+    num_replications=20,
+    max_detectable_bias=0.5,  # of so few tokens
+)
 CONFIGS = {
     DraftMethod.NGRAM: DraftConfig(method=DraftMethod.NGRAM, prompt_lookup_min=1),
     DraftMethod.SUFFIX: DraftConfig(method=DraftMethod.SUFFIX, suffix_min_token_prob=0.0),
@@ -53,8 +61,7 @@ METHODS = [
 def models(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     policies = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
-    drafts = {f"{name}_draft": _small_model(root / f"{name}_draft", seed) for name, seed in (("old", 2), ("new", 3))}
-    return policies | drafts
+    return {**policies, "draft": _small_model(root / "draft", 2)}
 
 
 def _small_model(path: Path, seed: int) -> Path:
@@ -81,8 +88,59 @@ def _small_model(path: Path, seed: int) -> Path:
     return path
 
 
-def _draft(method: DraftMethod, models: dict[str, Path], name: str = "old") -> Path | None:
-    return models[f"{name}_draft"] if method is DraftMethod.DRAFT_MODEL else None
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one method did: an engine that was refitted through the gate, and a fresh one of the new policy."""
+
+    method: DraftMethod
+    before: GenerationResult
+    after: GenerationResult
+    fresh: GenerationResult
+    num_checked: int  # tensors that the gate compared
+    drawn: Sample  # by the refitted engine
+
+
+@pytest.fixture(scope="module")
+def learner(models: dict[str, Path], ray_session: None) -> Iterator[RemoteLearner]:
+    with start_learner(LearnerConfig(num_threads=1)) as learner:
+        learner.load(models["new"], None)
+        yield learner
+
+
+@pytest.fixture(scope="module")
+def baseline(models: dict[str, Path], ray_session: None) -> Sample:
+    with start_engine(models["new"], config=ENGINE) as engine:
+        return _drawn(engine, seed=10_000)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def seen(request: pytest.FixtureRequest, models: dict[str, Path], learner: RemoteLearner) -> Seen:
+    method: DraftMethod = request.param
+    draft = models["draft"] if method is DraftMethod.DRAFT_MODEL else None
+    require_fit(CONFIGS[method], models["old"], draft, max_model_len=ENGINE.max_model_len)
+    told, refit = speculative_config(CONFIGS[method], draft, K), RefitConfig()
+    with (
+        start_engine(models["old"], config=ENGINE, speculative_config=told) as engine,
+        open_channel(refit, learner, engine) as channel,
+    ):
+        before = _answers(engine)
+        gate = RefitGate(engine, learner, channel=channel, draft=draft, config=refit)
+        num_checked = gate.refit(7).num_tensors
+        after, drawn = _answers(engine), _drawn(engine, seed=0)
+    with start_engine(models["new"], config=ENGINE, speculative_config=told) as engine:
+        fresh = _answers(engine)
+    return Seen(method=method, before=before, after=after, fresh=fresh, num_checked=num_checked, drawn=drawn)
+
+
+def _answers(engine: RemoteEngine) -> GenerationResult:
+    return engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+
+
+def _drawn(engine: RemoteEngine, *, seed: int) -> Sample:
+    prompts = [
+        Prompt(id=str(i), text="", token_ids=(2, 4 + i % 50, *PROMPTS[i % 4].token_ids), answer="") for i in range(64)
+    ]
+    return draw(engine, prompts, config=CERTIFICATE, sampling=SAMPLING, batch=32, seed=seed)
 
 
 def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
@@ -93,100 +151,37 @@ def _logprobs(result: GenerationResult) -> np.ndarray:
     return np.concatenate([rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_refitted_engine_answers_as_a_fresh_one(
-    models: dict[str, Path], ray_session: None, method: DraftMethod
-) -> None:
-    generate = partial(RemoteEngine.generate, prompts=PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-
-    def start(name: str):
-        draft = _draft(method, models, name)
-        require_fit(CONFIGS[method], models[name], draft, max_model_len=ENGINE.max_model_len)
-        return start_engine(
-            models[name], config=ENGINE, speculative_config=speculative_config(CONFIGS[method], draft, K)
-        )
-
-    with start("old") as engine:
-        before = generate(engine)
-        draft = _draft(method, models, "new")
-        version = {} if draft is None else {"draft": draft / "model.safetensors", "draft_version": 3}
-        engine.refit(models["new"] / "model.safetensors", policy_version=7, **version)
-        after = generate(engine)
-    with start("new") as engine:
-        fresh = generate(engine)
-    assert before.acceptance is not None and before.acceptance.num_drafts > 0
-    assert after.acceptance is not None and after.acceptance.num_accepted_tokens > 0
-    assert _tokens(before) != _tokens(after)
-    rollout = after.groups[0].rollouts[0]
-    assert (rollout.policy_version, rollout.draft_version) == (7, None if draft is None else 3)
-    if method is DraftMethod.SUFFIX:  # it remembers what the engine answered before, so it proposes other tokens
-        return
-    assert _tokens(after) == _tokens(fresh)
-    assert np.array_equal(_logprobs(after), _logprobs(fresh))
-    assert after.acceptance == fresh.acceptance
+def test_it_drafts_and_some_of_it_is_accepted(seen: Seen) -> None:
+    for result in (seen.before, seen.after, seen.fresh):
+        assert result.acceptance is not None
+        assert 0 < result.acceptance.num_accepted_tokens < result.acceptance.num_draft_tokens
 
 
-def test_the_gate_checks_the_policy_alone_where_drafts_are_looked_up_and_both_where_a_model_drafts(
-    models: dict[str, Path], ray_session: None
-) -> None:
-    from slipstream.workers.learners import start_learner
+def test_a_refitted_engine_answers_as_a_fresh_one(seen: Seen) -> None:
+    assert _tokens(seen.before) != _tokens(seen.after)
+    if seen.method is DraftMethod.SUFFIX:
+        pytest.skip("it remembers what the engine answered before, so it proposes other tokens than a fresh one")
+    assert _tokens(seen.after) == _tokens(seen.fresh)
+    assert np.array_equal(_logprobs(seen.after), _logprobs(seen.fresh))
+    assert seen.after.acceptance == seen.fresh.acceptance
 
-    counts = {}
-    with start_learner(LearnerConfig(num_threads=1)) as learner:
-        learner.load(models["new"], None)
-        for method in (DraftMethod.NGRAM, DraftMethod.DRAFT_MODEL):
-            draft = _draft(method, models)
-            told = speculative_config(CONFIGS[method], draft, K)
-            config = RefitConfig()
-            with (
-                start_engine(models["old"], config=ENGINE, speculative_config=told) as engine,
-                open_channel(config, learner, engine) as channel,
-            ):
-                gate = RefitGate(engine, learner, channel=channel, draft=draft, config=config)
-                counts[method] = gate.refit(1).num_tensors
-                if draft is not None:
-                    dtypes = engine.weight_dtypes(is_draft=True)
-                    (held,) = engine.weight_fingerprints(is_draft=True, turn=ALL)
-                    assert held == file_fingerprints(draft, dtypes)
+
+def test_the_gate_checks_the_policy_and_a_draft_that_has_weights(seen: Seen) -> None:
     # Four layers of eleven tensors, embedding, final norm and head; the draft's two layers and the same three.
-    assert counts == {DraftMethod.NGRAM: 47, DraftMethod.DRAFT_MODEL: 47 + 25}
+    has_model = seen.method is DraftMethod.DRAFT_MODEL
+    assert seen.num_checked == 47 + (25 if has_model else 0)
+    rollout = seen.after.groups[0].rollouts[0]
+    assert (rollout.policy_version, rollout.draft_version) == (7, 0 if has_model else None)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_it_samples_is_certified_after_a_refit(
-    models: dict[str, Path], ray_session: None, method: DraftMethod
-) -> None:
-    """The tests of a run's certificate, at the size at which they see a bias of half a token in ten."""
-    from slipstream.workers.learners import start_learner
-
-    config = LosslessnessConfig(
-        num_tokens=4000,
-        num_repeated_prompts=2,
-        num_repeats=128,
-        num_greedy_prompts=4,
-        num_replications=20,
-        max_detectable_bias=0.5,
+def test_what_it_samples_is_certified_after_a_refit(seen: Seen, baseline: Sample, learner: RemoteLearner) -> None:
+    record = certify(
+        seen.drawn,
+        baseline,
+        learner,
+        config=CERTIFICATE,
+        sampling=SAMPLING,
+        subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
+        started_s=0.0,
     )
-    prompts = [
-        Prompt(id=str(i), text="", token_ids=(2, 4 + i % 50, *PROMPTS[i % 4].token_ids), answer="") for i in range(64)
-    ]
-
-    def drawn(k: int, start: str, seed: int) -> Sample:
-        told = speculative_config(CONFIGS[method], _draft(method, models), k) if k else None
-        with start_engine(models[start], config=ENGINE, speculative_config=told) as engine:
-            engine.refit(models["new"], policy_version=1)
-            return draw(engine, prompts, config=config, sampling=SAMPLING, batch=32, seed=seed)
-
-    speculative, baseline = drawn(K, "old", 0), drawn(0, "new", 10_000)
-    with start_learner(LearnerConfig(num_threads=1)) as learner:
-        learner.load(models["new"], None)
-        record = certify(
-            speculative,
-            baseline,
-            learner,
-            config=config,
-            sampling=SAMPLING,
-            subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
-            started_s=0.0,
-        )
     assert record.verdict == LOSSLESS, record.reason

@@ -10,7 +10,7 @@ import pytest
 from slipstream import ablation
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftInit
+from slipstream.drafts.config import FRESH_INITS
 
 
 def launched(*arguments: str) -> ablation.AblationLaunch:
@@ -26,7 +26,7 @@ def value(command: list[str], name: str) -> str:
 def test_by_default_it_is_two_initialisations_by_two_lengths() -> None:
     launch = launched()
     assert len(launch.grid.variants()) == 4
-    assert launch.grid.draft_inits == tuple(DraftInit)
+    assert launch.grid.draft_inits == FRESH_INITS
     command = launch.command(Path("/runs"))
     assert command[1:4] == ["run", "workflows/ablation.py", "ablation"]
     assert value(command, "--draft_inits") == '["in_domain", "general"]'

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, merge
 from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, write_recipe
 from slipstream.types import Workload
 
@@ -258,3 +258,29 @@ def test_one_draft_token_needs_room_for_two() -> None:
     load_recipe("tiny", overrides={**tuned, "engine": {"max_model_len": 64 + 160 + 2}})
     with pytest.raises(ConfigError, match=r"160 \+ 2 for drafts of k 1 = 226 tokens, got 225"):
         load_recipe("tiny", overrides={**tuned, "engine": {"max_model_len": 64 + 160 + 1}})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"learner": {"parallel": {"pipeline": 2}}},
+            r"draft.online must be off where no rank of the learner holds whole hidden states .*, got 'always'",
+        ),
+        (
+            {"learner": {"parallel": {"tensor": 2, "sequence_parallel": True}}},
+            r"draft.online must be off where no rank of the learner holds whole hidden states .*, got 'always'",
+        ),
+        (
+            {"draft": {"online_updates": 49}},
+            r"draft.online_updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49",
+        ),
+        ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
+        ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),
+        ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must be > 0, got 0.0"),
+    ],
+)
+def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: dict, message: str) -> None:
+    adamw = {"grpo": {"optimizer": {"method": "adamw"}}, "policy": {"scratch": {"optimizer": "adamw"}}}
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("tiny", overrides=merge(merge({"draft": {"online": "always"}}, adamw), overrides))

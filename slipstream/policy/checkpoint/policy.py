@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -34,6 +35,7 @@ from slipstream.policy.weights import Shard, mappings
 
 logger = logging.getLogger(__name__)
 
+_BESIDE = "beside/"
 _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
 
 
@@ -46,16 +48,20 @@ class PolicyCheckpoints:
         self._writer: CheckpointWriter | None = None
         self._patches: dict[tuple[str, int, int], list[Patch]] = {}
 
-    def save(self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any]) -> None:
+    def save(
+        self, path: Path, *, version: int, num_updates: int, extra: dict[str, Any], beside: Mapping[str, Tensor]
+    ) -> None:
         """Copy what a resumed run needs, and write it in the background; waits for the checkpoint before it.
 
+        Args:
+            beside: tensors that are no part of the policy, the same on all ranks: the main rank writes them.
         Raises:
             CheckpointWriteError: the checkpoint before it could not be written.
         """
         state = {"version": version, "num_updates": num_updates, "layout": _layout(), "extra": extra}
         if self._writer is None:
             self._writer = CheckpointWriter(self._ranks)
-        self._writer.save(path, self._parts(num_updates), state)
+        self._writer.save(path, itertools.chain(self._parts(num_updates), _parts_beside(beside)), state)
 
     def wait(self) -> None:
         """Until nothing is being written.
@@ -71,9 +77,11 @@ class PolicyCheckpoints:
         if self._writer is not None:
             self._writer.raise_error()
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Restore what `save` took, under whatever layout; returns `version`, `num_updates`, `layout` and `extra`.
 
+        Args:
+            beside: is filled with the tensors that are no part of the policy.
         Raises:
             CheckpointError: a file is missing, cut short or altered; nothing has been restored.
             CheckpointStorageError: the ranks do not see the same files.
@@ -88,6 +96,9 @@ class PolicyCheckpoints:
             for held in found:
                 _restore(held, reader, num_updates)
             self._restore_rng(reader)
+            if beside is not None:
+                found_beside = [name for name in reader.index if name.startswith(_BESIDE)]
+                beside |= {name.removeprefix(_BESIDE): reader.read_whole(name) for name in found_beside}
         if state["layout"] != _layout() and parallel.is_main_rank():
             logger.info("checkpoint %s was written under %s, read under %s", path.name, state["layout"], _layout())
         return state
@@ -150,6 +161,13 @@ class PolicyCheckpoints:
         torch.set_rng_state(reader.read_whole(f"{_RNG_CPU}/{rank}"))
         if torch.cuda.is_available() and f"{_RNG_CUDA}/{rank}" in reader.index:
             torch.cuda.set_rng_state(reader.read_whole(f"{_RNG_CUDA}/{rank}"))
+
+
+def _parts_beside(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
+    if parallel.is_main_rank():
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            yield Part(f"{_BESIDE}{name}", shape, Box((0,) * len(shape), shape), (tensor.reshape(-1),))
 
 
 def _layout() -> dict[str, int]:

@@ -72,9 +72,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, missing: str, m
 
 def test_a_model_that_is_not_there_is_refused_by_the_field_that_names_it(tmp_path: Path) -> None:
     config = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path / "nowhere"))
-    with pytest.raises(
-        ConfigError, match=r"draft.model must be a local directory or a reachable hub id, got '.*nowh"
-    ):
+    with pytest.raises(ConfigError, match=r"draft.model must be a local directory or a reachable hub id, got '.*nowh"):
         link_draft_model(config, model(tmp_path / "policy"), tmp_path / "draft", max_model_len=512)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Barrier
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,58 +16,13 @@ from speculators.models.eagle3.attention import create_combined_mask_mod
 from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.config import ConfigError
+from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.checks import check_draft
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import _dense_mask
-from slipstream.drafts.trainer import DraftTrainer, pack_chats
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
-
-CONFIG = DraftConfig(
-    aux_hidden_state_layer_ids=(0, 1, 2), num_steps=30, warmup_steps=2, ttt_steps=3, learning_rate=3e-3
-)
-CHATS = [[2, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 3], [2, 9, 5, 6, 7, 8, 9, 3]]
-PROMPTS = [3, 2]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("policy")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def states(policy: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(policy)
-    found = []
-    for chat in CHATS:
-        with torch.no_grad():
-            hidden = model(torch.tensor([chat]), output_hidden_states=True).hidden_states
-        found.append((torch.cat(hidden, dim=-1)[0], hidden[-1][0]))
-    return found
-
-
-@pytest.fixture
-def draft(policy: Path, tmp_path: Path) -> Path:
-    DraftTrainer(policy, CONFIG).save(tmp_path / "draft")
-    return tmp_path / "draft"
+from slipstream.ragged import Ragged
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 
 def test_chats_are_shifted_within_themselves() -> None:
@@ -208,7 +164,7 @@ def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None
 
 
 def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(
-    tmp_path: Path, policy: Path
+    policy: Path, draft: Path
 ) -> None:
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
     from slipstream.grpo.config import LossConfig, OptimizerConfig
@@ -228,7 +184,7 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     alone, beside = (LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
     for learner in (alone, beside):
         learner.load(policy, optimizer)
-    beside.start_draft(policy, CONFIG)
+    beside.continue_draft(draft, policy, CONFIG)
     before = {name: tensor.clone() for name, tensor in beside._drafting._model.state_dict().items()}
     for _ in range(3):
         update = Update(
@@ -239,9 +195,10 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
             temperature=1.0,
         )
         expected = alone.train_step(update)
-        found, draft_loss = beside.train_step_with_draft(update, CONFIG)
-        assert found == expected
-        assert draft_loss > 0
+        found = beside.train_step(replace(update, trains_draft=True))
+        assert (found.stats, found.own_logprobs) == (expected.stats, expected.own_logprobs)
+        assert found.draft is not None
+        assert found.draft.loss > 0
         assert expected.stats.grad_norm > optimizer.clip_grad
     for (name, one), (_, other) in zip(alone._loaded.weights(), beside._loaded.weights(), strict=True):
         assert torch.equal(one, other), name
@@ -302,8 +259,9 @@ def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(po
         learner = LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16))
         learner.load(policy, None)
         learner.start_draft(policy, config)
-        assert learner.hold_draft_chats(CHATS, PROMPTS, config) is (gib > 0.0)
-        losses.append([learner.draft_step(indices, config) for indices in ([0, 1], [1], [0])])
+        chats = Ragged.of(CHATS, np.int32)
+        assert learner.hold_draft_chats((range(2), chats, PROMPTS), config) is (gib > 0.0)
+        losses.append([learner.draft_step(indices, config, 1.0) for indices in ([0, 1], [1], [0])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

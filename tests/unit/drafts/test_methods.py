@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, DraftInit, DraftOnline
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package, speculative_config
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
@@ -110,4 +110,19 @@ def test_only_what_has_weights_is_trained() -> None:
 def test_a_draft_model_that_is_given_is_not_trained_and_one_that_is_not_is() -> None:
     assert DraftConfig(method=DraftMethod.DRAFT_MODEL, model="somewhere").trains is Training.NONE
     assert DraftConfig(method=DraftMethod.DRAFT_MODEL).trains is Training.RESPONSES
-    assert Draft(model="somewhere").trains is Training.HIDDEN_STATES
+    assert Draft().trains is Training.HIDDEN_STATES
+
+
+def test_an_eagle3_draft_that_is_given_is_trained_further_unless_it_gets_no_steps() -> None:
+    given = partial(Draft, init=DraftInit.FROM_HUB, model="somewhere")
+    assert given().trains is Training.HIDDEN_STATES
+    assert given(num_steps=0).trains is Training.NONE
+
+
+@pytest.mark.parametrize("method", [method for method in DraftMethod if not TRAITS[method].trains_online])
+def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
+    refusal: Callable[..., str], method: DraftMethod
+) -> None:
+    assert refusal(Draft, method=method, online=DraftOnline.ALWAYS) == (
+        f"draft.online must be off with draft.method {method.value}, got 'always'; nothing of it is trained during RL"
+    )

@@ -52,10 +52,10 @@ def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: P
     assert process.start_draft(path, CONFIG) == sum(
         tensor.numel() for name, tensor in mimo.random_weights().items() if "mtp_layers" in name
     )
-    assert process.hold_draft_chats(sequences, starts, CONFIG)
-    before = process.evaluate_draft(sequences, starts, CONFIG)
-    losses = [process.draft_step(range(16), CONFIG) for _ in range(20)]
-    after = process.evaluate_draft(sequences, starts, CONFIG)
+    assert process.hold_draft_chats((range(16), sequences, starts), CONFIG)
+    before = process.evaluate_draft((sequences, starts), CONFIG, 1.0)
+    losses = [process.draft_step(range(16), CONFIG, 1.0) for _ in range(20)]
+    after = process.evaluate_draft((sequences, starts), CONFIG, 1.0)
     assert losses[-1] < losses[0]
     assert after.mean_acceptance_length > before.mean_acceptance_length + 0.1
     assert len(after.rate_by_position) == 2
@@ -70,7 +70,7 @@ def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: P
 def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3)
     alone, both = _process(path, optimizer), _process(path, optimizer)
-    both.start_draft(path, CONFIG)
+    both.continue_draft(path, path, CONFIG)
     sequences = mimo.sequences()
     batch = TrainBatch(
         token_ids=sequences,
@@ -82,11 +82,45 @@ def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) ->
     update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=0.8)
     for _ in range(2):
         expected = alone.train_step(update)
-        trained, loss = both.train_step_with_draft(update, CONFIG)
+        trained = both.train_step(dataclasses.replace(update, trains_draft=True))
         assert trained.stats == expected.stats
-        assert loss > 0.0
+        assert trained.draft is not None and trained.draft.loss > 0.0
+        assert trained.draft.num_updates == CONFIG.online_updates
     weights = [dict(process._loaded.weights()) for process in (alone, both)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not any(torch.equal(tensor, mimo.random_weights()[name]) for name, tensor in both._drafting.weights())
+
+
+def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    sequences = mimo.sequences()
+    batch = TrainBatch(
+        token_ids=sequences,
+        prompt_lengths=(3,) * len(sequences),
+        rollout_logprobs=tuple((-1.0,) * (len(tokens) - 3) for tokens in sequences),
+        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
+        policy_version=0,
+    )
+    update = Update(
+        batch=batch,
+        trainer_logprobs=None,
+        ref_logprobs=None,
+        loss=LossConfig(),
+        temperature=0.8,
+        trains_draft=True,
+    )
+    straight, resumed = _process(path, optimizer), _process(path, optimizer)
+    for process in (straight, resumed):
+        process.continue_draft(path, path, CONFIG)
+    straight.train_step(update)
+    straight.save_checkpoint(tmp_path / "checkpoint", {})
+    straight.finish_checkpoint()
+    straight.train_step(update)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    resumed.train_step(update)
+    for name in ("weights", "mtp_weights"):
+        one, other = (dict(getattr(process._loaded, name)()) for process in (straight, resumed))
+        assert all(torch.equal(one[each], other[each]) for each in one)
 
 
 def test_a_resumed_pretraining_goes_on_bit_for_bit(path: Path, tmp_path: Path) -> None:

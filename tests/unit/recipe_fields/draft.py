@@ -17,10 +17,13 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.draft_model import scratch_model
+from slipstream.drafts.online import OnlineDraft
+from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
+from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.rollout.engine import GenerationResult
-from slipstream.stages import pretrain_draft, support
+from slipstream.stages import pretrain_draft, support, teaching
 from slipstream.types import Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -93,14 +96,49 @@ def draft_steps(recipe: Recipe, tools: Tools) -> object:
     return losses, rows, weights, config["eagle_aux_hidden_state_layer_ids"], trainer.evaluate(chats, [2] * 3, states)
 
 
+def head_calls(recipe: Recipe, tools: Tools) -> int:
+    """How often the draft's output head is asked in one update: once a chunk and pass."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    own_policy(recipe).save_hf(tools.directory / "policy", tools.directory / "tokenizer")
+    trainer = DraftTrainer(tools.directory / "policy", recipe.draft)
+    calls: list[None] = []
+    trainer._model.lm_head.register_forward_hook(lambda *_: calls.append(None))
+    trainer.step([list(range(4, 12))], [2], [(torch.zeros(8, 48), torch.zeros(8, 16))])
+    return len(calls)
+
+
+def known_tokens(recipe: Recipe, tools: Tools) -> object:
+    """Of a policy of 64 tokens those that the draft knows."""
+    policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
+    tools.patch.setattr(teaching, "Architecture", policy)
+    answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
+    return teaching.known_tokens(recipe.draft, answers, tools.directory)
+
+
+def online_steps(recipe: Recipe, tools: Tools) -> object:
+    """Two steps' training of a saved draft: losses, updates, and its weights' sum."""
+    write_tokenizer(tools.directory / "tokenizer", max_length=64)
+    policy, draft = tools.directory / "policy", tools.directory / "draft"
+    own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
+    DraftTrainer(policy, recipe.draft).save(draft)
+    trainer = OnlineDraft.of(draft, policy, recipe.draft)
+    random = np.random.default_rng(0)
+    chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
+    generator = torch.Generator().manual_seed(0)
+    states = [(torch.randn(8, 48, generator=generator), torch.randn(8, 16, generator=generator)) for _ in chats]
+    losses = [trainer.learn(chats, [2] * 4, states, temperature=1.0) for _ in range(2)]
+    weights = sum(float(parameter.detach().double().abs().sum()) for parameter in trainer._trained)
+    return losses, int(trainer.state()["num_steps"]), weights
+
+
 def draft_cache(recipe: Recipe, _: Tools) -> bool:
     """Whether the hidden states of a chat that take 1 MiB are kept."""
     process = LearnerProcess.__new__(LearnerProcess)
     process._policy = typing.cast(
         Any,
-        SimpleNamespace(hidden_states_bytes_per_token=lambda ids: 2**20, hidden_states=lambda chats, ids: []),
+        SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: []),
     )
-    return process.hold_draft_chats([(1,)], [0], recipe.draft)
+    return process.hold_draft_chats(([0], Ragged.of([(1,)], np.int32), [0]), recipe.draft)
 
 
 class TimedEngine:
@@ -180,10 +218,14 @@ CHECKS = {
     "draft.ttt_steps": Check(3, draft_steps),
     "draft.ttt_step_loss_decay": Check(0.5, draft_steps),
     "draft.loss": Check("tv", draft_steps),
+    "draft.loss_chunk_tokens": Check(4, head_calls),
+    "draft.vocab_size": Check(2, known_tokens),
     "draft.learning_rate": Check(0.1, draft_steps),
     "draft.warmup_steps": Check(4, draft_steps),
     "draft.clip_grad": Check(1e-9, draft_steps),
     "draft.seed": Check(1, draft_steps),
+    "draft.online_learning_rate": Check(0.1, online_steps),
+    "draft.online_updates": Check(2, online_steps),
     "draft.states_cache_gib": Check(0.0001, draft_cache),
     "tuning.candidate_ks": Check([0, 1], tuning),
     "tuning.batch_sizes": Check([2, 4], tuning),

@@ -28,7 +28,7 @@ class Learner:
     """Its logprobs are those above, cut at the probes' lengths."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version, self.draft_version = 0, 0
         self.asked: list[object] = []
 
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
@@ -40,6 +40,11 @@ class Learner:
             return {name: 100 + self.version for name in dtypes if turn.takes(name)}
 
         return wait
+
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        assert dtypes == {"fc": "float32"}
+        self.asked.append("start draft")
+        return lambda: {name: 200 + self.draft_version for name in dtypes if turn.takes(name)}
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -58,7 +63,11 @@ class Engines:
         self.offsets = (0.0, 0.0)
         self.asked: list[object] = []
 
-    def take(self, version: int, digest: str) -> list[EngineState]:
+    def take(self, version: int, digest: str, draft_version: int | None) -> list[EngineState]:
+        if draft_version is not None:
+            digest_of_draft = f"draft {draft_version}"
+            self.state = replace(self.state, draft_version=draft_version, draft_digest=digest_of_draft)
+            self.draft = {"fc": 200 + draft_version}
         self.state = replace(
             self.state,
             policy_version=version,
@@ -104,8 +113,9 @@ class Channel:
         self.learner.version = policy_version
         digest = f"digest {policy_version}" if self.counts else ""
         return Delivery(
-            states=self.engine.take(policy_version, digest),
+            states=self.engine.take(policy_version, digest, draft_version),
             digest=digest or None,
+            draft_digest=f"draft {draft_version}" if self.counts and draft_version is not None else None,
             num_bytes=4,
             origin=f"weights {policy_version}",
         )
@@ -119,6 +129,7 @@ def gate(
     *,
     learner: Learner | None = None,
     draft: Path | None = None,
+    trains_draft: bool = False,
     config: RefitConfig | None = None,
     probes: Sequence[Sequence[int]] = (),
     counts: bool = True,
@@ -129,6 +140,7 @@ def gate(
         learner,
         channel=Channel(engine, learner, counts=counts),
         draft=draft,
+        trains_draft=trains_draft,
         config=config or RefitConfig(),
         probes=probes,
     )
@@ -259,8 +271,8 @@ def test_an_engine_in_another_state_stops_the_run(lie: dict[str, Any], message: 
 
 def test_an_engine_that_does_not_answer_a_refit_stops_the_run() -> None:
     class Lost(Engines):
-        def take(self, version: int, digest: str) -> list[EngineState]:
-            return super().take(version, digest)[:1]
+        def take(self, version: int, digest: str, draft_version: int | None) -> list[EngineState]:
+            return super().take(version, digest, draft_version)[:1]
 
     checked = gate(Lost())
     with pytest.raises(ValueError, match="zip"):
@@ -288,6 +300,50 @@ def test_other_bits_stop_the_run_and_the_first_five_are_named(num_wrong: int, me
     with pytest.raises(RefitError) as caught:
         gate(Engines(num_wrong=num_wrong)).refit(4)
     assert str(caught.value) == f"engine 1 must hold policy version 4 to the last bit: {message}"
+
+
+def test_a_draft_that_the_learner_trains_is_sent_where_it_changed_and_compared_with_the_learners(draft: Path) -> None:
+    engine, learner = Engines(), Learner()
+    engine.draft, learner.draft_version = {"fc": 203}, 3
+    checked = gate(engine, learner=learner, draft=draft, trains_draft=True, config=RefitConfig(check_every_steps=9))
+    checked.refit(4, draft_version=3)
+    assert ("send", 4, None) in engine.asked  # the engines hold version 3
+    learner.draft_version = 4
+    assert checked.refit(5, draft_version=4).num_tensors == 2  # one layer of the policy, and all of the draft
+    assert checked.refit(6, draft_version=4).num_tensors == 1  # it is not the draft's turn
+    sent = [call for call in engine.asked if isinstance(call, tuple) and call[0] == "send"]
+    assert sent == [("send", 4, None), ("send", 5, 4), ("send", 6, None)]
+    assert learner.asked.count("start draft") == 2
+
+
+def test_an_engine_that_starts_anew_gets_the_present_draft(draft: Path) -> None:
+    engine, learner = Engines(), Learner()
+    learner.draft_version = 7
+    checked = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    checked.refit(4, draft_version=7)
+    engine.state = replace(engine.state, draft_version=0)
+    checked.engines_changed()
+    checked.refit(4, draft_version=7)
+    assert engine.asked.count(("send", 4, 7)) == 2
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"draft_version": 3}, "engine 1 must hold draft version 7, got 3"),
+        ({"draft_digest": "x"}, "engine 1 must read draft version 7 as the learner sent it, got other bytes"),
+    ],
+)
+def test_a_trained_draft_that_did_not_arrive_stops_the_run(draft: Path, lie: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefitError, match=message):
+        gate(Engines(**lie), draft=draft, trains_draft=True).refit(4, draft_version=7)
+
+
+def test_an_engine_with_another_draft_than_the_learners_stops_the_run(draft: Path) -> None:
+    learner = Learner()
+    learner.draft_version = 8
+    with pytest.raises(RefitError, match="must hold the draft to the last bit: 1 of 1 tensors differ: fc"):
+        gate(Engines(), learner=learner, draft=draft, trains_draft=True).refit(4, draft_version=7)
 
 
 def test_another_draft_stops_the_run(draft: Path) -> None:

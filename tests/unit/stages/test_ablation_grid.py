@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError, parse_overrides
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
 from slipstream.stages.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, parts, variant_recipe
 from slipstream.types import Workload
 from tests.unit.conftest import Refusal
@@ -32,7 +32,7 @@ def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[A
 
 GRIDS = st.builds(
     Grid,
-    draft_inits=some(st.sampled_from(DraftInit), 2),
+    draft_inits=some(st.sampled_from(FRESH_INITS), 2),
     methods=some(st.sampled_from(DraftMethod), 1),
     losses=some(st.sampled_from(("kl_div", "tv", "lk")), 2),
     draft_lengths=some(st.integers(0, 9), 2),

@@ -69,7 +69,7 @@ def test_a_draft_model_that_is_given_is_linked(tmp_path: Path, untracked: list[A
     made = pretrain_draft(context_of(tmp_path), recipe, policy=policy, data=tmp_path)
     assert read_record(DraftRecord, made / "draft.json").num_parameters == 17
     weights = draft_weights(recipe.draft, made)
-    assert weights == made / "draft"
+    assert weights is not None and weights == made / "draft"
     assert (weights / "model.safetensors").resolve() == small / "model.safetensors"
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slipstream.records import AcceptanceStats
-from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard, sampling_deviation
+from slipstream.rollout.acceptance import sampling_deviation
+from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 
 
 def stats(*by_position: int, num_drafts: int = 1000) -> AcceptanceStats:

@@ -24,6 +24,7 @@ from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
@@ -130,6 +131,9 @@ class NotingLearner:
         self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
         return lambda: dict.fromkeys(dtypes, 100 + self.published)
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        raise AssertionError("the engines' drafts have no tensors")
+
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
 
@@ -188,6 +192,7 @@ def run(
     scored: list[Sequence[RolloutGroup]] | None = None,
     on_score: Callable[[], None] = lambda: None,
     start_clock: Callable[[], StageClock] = StageClock,
+    draft: FixedDraft | TrainedDraft | None = None,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
 
@@ -207,7 +212,7 @@ def run(
         sampling=SAMPLING,
         gate=RefitGate(engine, learner, channel=NotingChannel(learner, engine), draft=None, config=RefitConfig()),
         on_step=records.append,
-        draft_version=engine.draft_version,
+        draft=FixedDraft(version=engine.draft_version) if draft is None else draft,
         guard=AcceptanceGuard() if guard is None else guard,
         start_clock=start_clock,
     ).run(start_step=start_step)

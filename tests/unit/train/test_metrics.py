@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.grpo.update import Trained
+from slipstream.records import AcceptanceStats, DraftDecision, DraftUpdate, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.tracking.config import check_metrics
@@ -41,6 +42,10 @@ ACCEPTANCE = AcceptanceStats(
     acceptance_rate=0.6,
     rate_by_position=(0.8, 0.4),
 )
+DECISION = DraftDecision(
+    trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None
+)
+UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,
     "time/prepare_s": 2.0,
@@ -89,6 +94,22 @@ def test_a_draft_and_a_probe_add_theirs() -> None:
     check_metrics(metrics_of(step), step=0)
 
 
+def test_a_draft_that_may_be_trained_adds_the_decision_and_what_the_step_did() -> None:
+    step = replace(STEP, draft_version=3, draft_decision=DECISION)
+    decided = {
+        "draft/trained": 1.0,
+        "draft/length": 2.5,
+        "draft/reference_length": 3.5,
+        "draft/expected_saved_s": 6.0,
+        "draft/train_s": 0.0,
+        "draft/version": 3,
+    }
+    assert metrics_of(step) == METRICS | decided
+    step = replace(step, draft_decision=replace(DECISION, cost_s=0.75), draft_update=UPDATE)
+    trained = {"draft/train_s": 0.5, "draft/expected_cost_s": 0.75, "draft/loss": 1.25}
+    assert metrics_of(step) == METRICS | decided | trained
+
+
 def test_a_learner_that_knows_its_entropy_adds_it() -> None:
     assert metrics_of(replace(STEP, train=replace(STEP.train, entropy=0.75))) == METRICS | {"train/entropy": 0.75}
 
@@ -97,6 +118,7 @@ def test_a_step_in_words() -> None:
     line = "step 7/24, reward 0.125, 32.00 s (generation 4.00 s, 25 tokens/s)"
     assert step_line(STEP, 24) == line
     assert step_line(replace(STEP, acceptance=ACCEPTANCE), 24) == f"{line}, AL 2.20"
+    assert step_line(replace(STEP, draft_update=UPDATE), 24) == f"{line}, draft trained in 0.50 s"
 
 
 def test_a_stage_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> None:
@@ -133,9 +155,10 @@ def test_one_rollout_is_enough_for_a_record() -> None:
             groups=(group,), acceptance=ACCEPTANCE, generation_s=4.0, num_engine_restarts=12, engine_idle_fraction=0.25
         ),
         rewards=RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6),
-        train=STEP.train,
+        trained=Trained(stats=STEP.train, own_logprobs=None, draft=UPDATE),
         mismatch=STEP.mismatch,
         has_logprob_pass=False,
+        draft_decision=DECISION,
     )
     assert record == replace(
         STEP,
@@ -147,4 +170,6 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         acceptance=ACCEPTANCE,
         draft_version=4,
         has_logprob_pass=False,
+        draft_decision=DECISION,
+        draft_update=UPDATE,
     )

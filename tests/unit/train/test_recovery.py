@@ -36,8 +36,8 @@ class Run:
         self._asked(("generate", seed))
         return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
 
-    def refit(self, version: int) -> RefitCheck:
-        self._asked(("refit", version))
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self._asked(("refit", version, draft_version))
         return RefitCheck(num_tensors=1, elapsed_s=0.0)
 
     def replace(self, lost: Sequence[Worker]) -> None:
@@ -58,7 +58,7 @@ def steps(run: Run, *, num: int = 1, max_restarts: int = 3) -> list[int]:
     lasting = LastingEngines(run, run, max_restarts=max_restarts)
     found = []
     for step in range(num):
-        lasting.refit(step)
+        lasting.refit(step, draft_version=10 * step)
         result = lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70 + step)
         found.append(result.num_engine_restarts)
     return found
@@ -71,13 +71,13 @@ def test_an_engine_lost_while_it_generates_is_refitted_and_the_generation_repeat
 
     assert steps(run, num=2) == [1, 0]
     assert run.calls == [
-        ("refit", 0),
+        ("refit", 0, 0),
         ("generate", 70),
         ("replace", ["engine 1"]),
         "changed",
-        ("refit", 0),
+        ("refit", 0, 0),
         ("generate", 70),
-        ("refit", 1),
+        ("refit", 1, 10),
         ("generate", 71),
     ]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
@@ -88,14 +88,14 @@ def test_an_engine_lost_in_a_refit_is_replaced_and_the_refit_repeated() -> None:
     run = Run({1: [ENGINES[0]]})
 
     assert steps(run) == [1]
-    assert run.calls == [("refit", 0), ("replace", ["engine 0"]), "changed", ("refit", 0), ("generate", 70)]
+    assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]
 
 
 def test_an_engine_lost_right_after_another_was_replaced_is_replaced_too() -> None:
     run = Run({2: [ENGINES[1]], 4: [ENGINES[0]]})
 
     assert steps(run) == [2]
-    assert run.calls[-2:] == [("refit", 0), ("generate", 70)]
+    assert run.calls[-2:] == [("refit", 0, 0), ("generate", 70)]
 
 
 def test_an_engine_lost_while_the_others_join_its_substitute_is_replaced_too() -> None:
@@ -103,12 +103,12 @@ def test_an_engine_lost_while_the_others_join_its_substitute_is_replaced_too() -
 
     assert steps(run) == [2]
     assert run.calls == [
-        ("refit", 0),
+        ("refit", 0, 0),
         ("replace", ["engine 0"]),
         "changed",
         ("replace", ["engine 1"]),
         "changed",
-        ("refit", 0),
+        ("refit", 0, 0),
         ("generate", 70),
     ]
 
@@ -135,4 +135,4 @@ def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker]) -
 
     with pytest.raises(LostWorkerError):
         steps(run)
-    assert run.calls == [("refit", 0)]
+    assert run.calls == [("refit", 0, 0)]

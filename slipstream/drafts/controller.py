@@ -1,0 +1,98 @@
+"""Is it worth training the draft in this step? Seconds that it would save against seconds that it costs.
+
+A policy that learns moves away from its draft, which is then accepted less. `Staleness` keeps what the steps so far
+showed: the acceptance length of the last ones, the length that this draft is known to reach, and what its training
+took. `decide` compares
+
+    saved_s = horizon x generation_s x (1 - length / reachable length)   with   cost_s = median seconds of a training:
+
+with the same tokens to generate, the number of verify iterations is inverse to the acceptance length, and each takes
+what the last step's took. What counting noise explains is not a loss. All of it is a pure function of the steps'
+records, so a resumed run decides as an uninterrupted one.
+
+A draft that does not gain by its training is not trained for ever: after `PATIENCE` trainings without a measurable
+gain the length that it has counts as the one that it can reach, until it falls below that.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+
+from slipstream.records import AcceptanceStats, DraftDecision
+from slipstream.rollout.acceptance import combine, sampling_deviation
+
+WINDOW = 3
+"""Steps whose acceptance counts as the present one: a lasting fall is seen whole after so many."""
+PATIENCE = 6
+"""Trainings without a gain after which a draft has reached what it can."""
+_NUM_DEVIATIONS = 2.0
+_NUM_COSTS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staleness:
+    """What is known of a draft after some steps.
+
+    Attributes:
+        reference: mean acceptance length that the draft is known to reach; None: nothing is known yet.
+        lowest: the smallest length since the last measurable gain.
+        num_idle: trainings since the last measurable gain.
+    """
+
+    reference: float | None = None
+    recent: tuple[AcceptanceStats, ...] = ()
+    lowest: float = float("inf")
+    num_idle: int = 0
+    costs_s: tuple[float, ...] = ()
+
+    @property
+    def length(self) -> float:
+        """Mean acceptance length of the last steps together; 1 where nothing was drafted."""
+        return combine(self.recent).mean_acceptance_length if self.recent else 1.0
+
+    @property
+    def noise(self) -> float:
+        """By how much chance alone lets `length` fall."""
+        return _NUM_DEVIATIONS * sampling_deviation(combine(self.recent)) if self.recent else 0.0
+
+    def observed(self, acceptance: AcceptanceStats | None) -> Staleness:
+        """After the rollouts of another step; None, or no drafts, tell nothing."""
+        if acceptance is None or acceptance.num_drafts == 0:
+            return self
+        seen = replace(self, recent=(*self.recent, acceptance)[-WINDOW:])
+        length, noise = seen.length, seen.noise
+        reference = length if seen.reference is None else max(seen.reference, length)
+        if length > seen.lowest + noise or length >= reference:
+            return replace(seen, reference=reference, lowest=length, num_idle=0)
+        return replace(seen, reference=reference, lowest=min(seen.lowest, length))
+
+    def trained(self, training_s: float) -> Staleness:
+        """After the same step trained the draft, which took so many seconds."""
+        costs_s = (*self.costs_s, training_s)[-_NUM_COSTS:]
+        if self.num_idle + 1 < PATIENCE:
+            return replace(self, costs_s=costs_s, num_idle=self.num_idle + 1)
+        return replace(self, costs_s=costs_s, num_idle=0, reference=self.length, lowest=self.length)
+
+    def decide(self, *, generation_s: float, horizon_steps: int) -> DraftDecision:
+        """Whether to train the draft now.
+
+        Args:
+            generation_s: of the last step.
+            horizon_steps: for which a training is expected to last; 0: no step is left.
+        """
+        length = self.length
+        reference = length if self.reference is None else self.reference
+        lost = max(0.0, 1.0 - length / max(reference - self.noise, 1.0))
+        saved_s = horizon_steps * generation_s * lost
+        cost_s = statistics.median(self.costs_s) if self.costs_s else None
+        trains = saved_s > (cost_s or 0.0)
+        reason = "it pays" if trains else "nothing is lost" if saved_s == 0.0 else "it costs more than it saves"
+        return DraftDecision(
+            trains=trains,
+            reason="its cost is not known yet" if trains and cost_s is None else reason,
+            length=length,
+            reference_length=reference,
+            saved_s=saved_s,
+            cost_s=cost_s,
+        )

@@ -1,0 +1,159 @@
+"""Whether to train the draft: the inequality by hand, and what holds for every series of acceptance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.drafts.controller import PATIENCE, WINDOW, Staleness
+from slipstream.records import AcceptanceStats, DraftDecision
+
+NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
+LENGTHS = st.floats(1.0, 4.0)
+SERIES = st.lists(st.tuples(LENGTHS, st.none() | st.floats(0.01, 10.0)), max_size=30)
+
+
+def accepted(length: float, num_drafts: int = NUM_DRAFTS) -> AcceptanceStats:
+    """Drafts of three tokens that are accepted whole or not at all, of this mean length."""
+    whole = round((length - 1.0) / 3.0 * num_drafts)
+    return AcceptanceStats(
+        num_drafts=num_drafts,
+        num_draft_tokens=3 * num_drafts,
+        num_accepted_tokens=3 * whole,
+        accepted_by_position=(whole,) * 3,
+        mean_acceptance_length=1.0 + 3 * whole / num_drafts,
+        acceptance_rate=whole / num_drafts,
+        rate_by_position=(whole / num_drafts,) * 3,
+    )
+
+
+def after(*lengths: float, reference: float | None = None) -> Staleness:
+    state = Staleness(reference=reference)
+    for length in lengths:
+        state = state.observed(accepted(length))
+    return state
+
+
+def decided(state: Staleness, *, generation_s: float = 10.0, horizon_steps: int = 8) -> DraftDecision:
+    return state.decide(generation_s=generation_s, horizon_steps=horizon_steps)
+
+
+def step(state: Staleness, length: float, cost_s: float = 1.0) -> tuple[Staleness, DraftDecision]:
+    """One step of a run that does what is decided."""
+    state = state.observed(accepted(length))
+    decision = decided(state)
+    return (state.trained(cost_s) if decision.trains else state), decision
+
+
+def test_both_sides_of_the_inequality_by_hand() -> None:
+    # At 4 instead of 3 a quarter of the verify iterations would go, of 10 s in each of 8 steps.
+    state = after(4.0, 4.0, 4.0, 3.0, 3.0, 3.0).trained(1.0).trained(4.0).trained(2.0)
+    decision = decided(state)
+    assert (decision.trains, decision.reason, decision.cost_s) == (True, "it pays", 2.0)
+    assert (decision.length, decision.reference_length) == pytest.approx((3.0, 4.0), abs=1e-5)
+    assert decision.saved_s == pytest.approx(20.0, rel=0.01)
+    assert decided(state, horizon_steps=4).saved_s == pytest.approx(10.0, rel=0.01)
+    dear = replace(state, costs_s=(30.0,))
+    assert (decided(dear).trains, decided(dear).reason) == (False, "it costs more than it saves")
+
+
+def test_the_first_training_tells_what_one_costs() -> None:
+    decision = decided(after(4.0, 4.0, 4.0, 3.0))
+    assert (decision.trains, decision.cost_s, decision.reason) == (True, None, "its cost is not known yet")
+
+
+def test_a_draft_that_is_as_good_as_ever_is_left_alone() -> None:
+    decision = decided(after(3.0, 3.0, 3.0))
+    assert (decision.trains, decision.saved_s, decision.reason) == (False, 0.0, "nothing is lost")
+
+
+def test_what_the_draft_reached_before_rl_is_a_reference() -> None:
+    assert decided(after(1.05, reference=3.5)).trains
+    assert not decided(after(1.05)).trains
+
+
+def test_a_fall_that_chance_explains_is_none() -> None:
+    """100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, twice of which is 0.3."""
+    state = Staleness(reference=2.79).observed(accepted(2.5, num_drafts=100))
+    assert state.noise == pytest.approx(0.3)
+    assert not decided(state).trains
+    assert decided(replace(state, reference=2.81)).trains
+
+
+def test_steps_in_which_nothing_was_drafted_tell_nothing() -> None:
+    state = after(4.0, 3.0)
+    assert state.observed(None) == state == state.observed(replace(accepted(1.0), num_drafts=0))
+    assert not decided(Staleness()).trains
+
+
+def test_without_steps_left_nothing_pays() -> None:
+    assert not decided(after(4.0, 1.0), horizon_steps=0).trains
+
+
+@given(length=LENGTHS, reference=LENGTHS, num_steps=st.integers(PATIENCE + 1, 60))
+def test_a_draft_that_cannot_gain_is_trained_no_more_than_it_takes_to_see_that(
+    length: float, reference: float, num_steps: int
+) -> None:
+    """Whatever is believed of it: its acceptance stays the same."""
+    state, num_trainings = Staleness(reference=reference), 0
+    for _ in range(num_steps):
+        state, decision = step(state, length)
+        num_trainings += decision.trains
+    assert num_trainings <= PATIENCE
+    if reference <= length:
+        assert num_trainings == 0
+
+
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=30))
+def test_a_draft_that_only_rises_is_never_trained(lengths: list[float]) -> None:
+    state = Staleness()
+    for length in sorted(lengths):
+        state, decision = step(state, length)
+        assert not decision.trains
+
+
+@given(before=SERIES, level=st.floats(1.5, 4.0), share=st.floats(0.0, 0.7), cost_s=st.floats(0.01, 10.0))
+def test_a_collapse_is_answered_within_the_window(
+    before: list[tuple[float, float | None]], level: float, share: float, cost_s: float
+) -> None:
+    """Whatever came before: once the draft held a level, a lasting fall by 30 % or more trains it."""
+    state = Staleness()
+    for length, training_s in before:
+        state = state.observed(accepted(length))
+        state = state if training_s is None else state.trained(training_s)
+    for _ in range(WINDOW):
+        state = state.observed(accepted(level))
+    for _ in range(5):
+        state = state.trained(cost_s)  # what a training costs now
+    state = replace(state, num_idle=0, reference=max(state.reference or 0.0, level))
+    low = 1.0 + (level - 1.0) * share
+    decisions = []
+    for _ in range(WINDOW):
+        state, decision = step(state, low, cost_s)
+        decisions.append(decision)
+    saves = 8 * 10.0 * (1.0 - low / level)
+    if saves > 1.05 * cost_s:
+        assert any(decision.trains for decision in decisions)
+
+
+@given(series=SERIES, generation_s=st.floats(0.0, 100.0), horizon_steps=st.integers(0, 20))
+def test_a_draft_is_trained_exactly_where_it_saves_more_than_it_costs(
+    series: list[tuple[float, float | None]], generation_s: float, horizon_steps: int
+) -> None:
+    def run() -> list[DraftDecision]:
+        state, decisions = Staleness(), []
+        for length, training_s in series:
+            state = state.observed(accepted(length))
+            decisions.append(decided(state, generation_s=generation_s, horizon_steps=horizon_steps))
+            state = state if training_s is None else state.trained(training_s)
+        return decisions
+
+    decisions = run()
+    assert run() == decisions
+    for decision in decisions:
+        assert decision.trains == (decision.saved_s > (decision.cost_s or 0.0))
+        assert 0.0 <= decision.saved_s <= horizon_steps * generation_s
+        assert 1.0 <= decision.length <= decision.reference_length

@@ -1,0 +1,213 @@
+"""A draft that somebody else has trained, in either format, is read, checked, and handed on or trained further."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.drafts.checks import check_draft
+from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.given import bring_draft
+from slipstream.drafts.trainer import DraftTrainer, States
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+
+HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
+SHAPES = {
+    "fc.weight": (HIDDEN, 3 * HIDDEN),
+    "lm_head.weight": (len(KNOWN), HIDDEN),
+    "norm.weight": (HIDDEN,),
+    "midlayer.hidden_norm.weight": (HIDDEN,),
+    "midlayer.input_layernorm.weight": (HIDDEN,),
+    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+    "midlayer.self_attn.q_proj.weight": (HIDDEN, 2 * HIDDEN),
+    "midlayer.self_attn.k_proj.weight": (HIDDEN // 2, 2 * HIDDEN),
+    "midlayer.self_attn.v_proj.weight": (HIDDEN // 2, 2 * HIDDEN),
+    "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+    "midlayer.mlp.gate_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.up_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.down_proj.weight": (HIDDEN, 48),
+}
+
+
+def _given(path: Path, **values: Any) -> DraftConfig:
+    return replace(CONFIG, init=DraftInit.FROM_HUB, model=str(path), **values)
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """A draft as github.com/SafeAILab/EAGLE publishes one: config of a Llama, its layer called midlayer, bfloat16."""
+    path = tmp_path / "original"
+    path.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8,  # short, as theirs are
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 20000.0,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": len(KNOWN),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.28.1",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() * 0.2 for name, shape in SHAPES.items()}
+    tensors["d2t"] = torch.tensor([token - index for index, token in enumerate(KNOWN)])
+    tensors["t2d"] = torch.tensor([token in KNOWN for token in range(VOCAB)])
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def _edit(path: Path, **values: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_here(
+    policy: Path, original: Path, tmp_path: Path
+) -> None:
+    bring_draft(_given(original), policy, tmp_path / "ours", max_model_len=64)
+    before, after = (load_file(path / "model.safetensors") for path in (original, tmp_path / "ours"))
+    assert {name.replace("midlayer.", "layers.0."): name for name in before}.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name.replace("midlayer.", "layers.0.")], tensor)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert (layer["model_type"], layer["rms_norm_eps"], layer["vocab_size"]) == ("llama", 1e-5, VOCAB)
+    assert layer["rope_parameters"]["rope_theta"] == 20000.0
+    assert layer["max_position_embeddings"] == 64  # the policy's: theirs would clamp it
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(policy)
+
+
+def test_an_original_draft_is_trained_further(policy: Path, states: States, original: Path, tmp_path: Path) -> None:
+    config = _given(original)
+    bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
+    trainer = DraftTrainer.from_draft(tmp_path / "ours", policy, config)
+    _, before = trainer.evaluate(CHATS, PROMPTS, states)
+    losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(20)]
+    _, after = trainer.evaluate(CHATS, PROMPTS, states)
+    assert losses[-1] < losses[0]
+    assert after > before
+    trainer.save(tmp_path / "trained")
+    check_draft(policy, tmp_path / "trained", max_model_len=64)
+
+
+def test_a_draft_of_speculators_is_handed_on_bit_for_bit(policy: Path, draft: Path, tmp_path: Path) -> None:
+    bring_draft(_given(draft), policy, tmp_path / "ours", max_model_len=64)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "ours" / name).read_bytes() == (draft / name).read_bytes()
+
+
+def test_a_draft_in_several_files_is_read_whole(policy: Path, draft: Path, tmp_path: Path) -> None:
+    tensors = load_file(draft / "model.safetensors")
+    split = tmp_path / "split"
+    split.mkdir()
+    shutil.copy(draft / "config.json", split)
+    for index, name in enumerate(tensors):
+        save_file({name: tensors[name]}, split / f"model-{index}.safetensors")
+    bring_draft(_given(split), policy, tmp_path / "ours", max_model_len=64)
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == tensors.keys()
+
+
+def test_a_draft_that_does_not_say_reads_the_layers_that_vllm_would_give_it(
+    policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    _edit(original, eagle_config={})
+    bring = partial(bring_draft, _given(original), policy, tmp_path / "ours", max_model_len=64)
+    rule = "draft.aux_hidden_state_layer_ids must be the layers that draft.model reads"
+    assert refusal(bring) == f"{rule}, got [0, 1, 2]; set it to [2, 1, -1]"
+
+
+def test_a_copy_of_the_policys_embeddings_is_left_out_and_others_are_refused(
+    policy: Path, original: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    tensors = load_file(original / "model.safetensors")
+    tensors["embed_tokens.weight"] = load_file(policy / "model.safetensors")["model.embed_tokens.weight"]
+    save_file(tensors, original / "model.safetensors")
+    bring = partial(bring_draft, _given(original), policy, tmp_path / "ours", max_model_len=64)
+    bring()
+    assert "embed_tokens.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] + 1
+    save_file(tensors, original / "model.safetensors")
+    assert refusal(bring) == "draft.model embed_tokens.weight must be the policy's, or left out, got 'others'"
+
+
+def test_the_policys_mark_of_known_tokens_follows_from_the_drafts_map(
+    policy: Path, original: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(original / "model.safetensors")
+    marked = tensors.pop("t2d")
+    save_file(tensors, original / "model.safetensors")
+    bring_draft(_given(original), policy, tmp_path / "ours", max_model_len=64)
+    assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")["t2d"], marked)
+
+
+def _pickled(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def _other_map(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] + 9
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (lambda path: (path / "config.json").unlink(), "draft.model must have a config.json, got "),
+        (_pickled, "draft.model must have weights in *.safetensors files, got "),
+        (
+            partial(_edit, architectures=["LlamaForCausalLM"]),
+            "draft.model must be an EAGLE-3 draft of speculators, or an original one (LlamaForCausalLMEagle3), got ",
+        ),
+        (partial(_edit, speculators_model_type="dflash"), "draft.model must be an EAGLE-3 draft, got "),
+        (partial(_edit, hidden_size=64), "draft hidden_size must equal the policy's 32, got 64"),
+        (partial(_edit, target_vocab_size=99), "draft vocab_size must equal the policy's 16, got 99"),
+        (partial(_edit, draft_vocab_size=9), "draft lm_head.weight must be [draft_vocab_size 9, 32], got (8, 32)"),
+        (
+            partial(_edit, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+            "draft max_position_embeddings must be >= engine.max_model_len 64, got 8; ",
+        ),
+        (_other_map, "draft d2t must lead to policy ids in [0, 16), got "),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    policy: Path,
+    original: Path,
+    tmp_path: Path,
+    refusal: Callable[..., str],
+    damage: Callable[[Path], object],
+    rule: str,
+) -> None:
+    damage(original)
+    bring = partial(bring_draft, _given(original), policy, tmp_path / "ours", max_model_len=64)
+    assert refusal(bring).startswith(rule)
+
+
+def test_a_hub_id_that_cannot_be_reached_is_refused_by_name(
+    policy: Path, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    bring = partial(bring_draft, _given(Path("nobody/none@main")), policy, tmp_path / "ours", max_model_len=64)
+    assert refusal(bring).startswith(
+        "draft.model must be a local directory or a reachable hub id, got 'nobody/none@main'"
+    )

@@ -1,0 +1,291 @@
+"""A draft that learns beside the policy, in the real loop between drawn rollouts and a real Megatron learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.data.prompts import PromptStream
+from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.online import OnlineDraft, drawn
+from slipstream.drafts.trainer import States
+from slipstream.grpo.config import GrpoConfig, OptimizerConfig
+from slipstream.policy.config import LearnerConfig, Recompute
+from slipstream.policy.errors import CheckpointError
+from slipstream.records import AcceptanceStats, RefitCheck, StepRecord
+from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.draft import FixedDraft, TrainedDraft
+from slipstream.train.loop import SyncLoop
+from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.workers.learner_process import LearnerProcess
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+
+ALWAYS = replace(CONFIG, online=DraftOnline.ALWAYS, online_learning_rate=1e-2, tokens_per_step=40)
+STREAM = tuple(Prompt(id=str(i), text=str(i), token_ids=(2, 5 + i), answer="") for i in range(4))
+GRPO = GrpoConfig(
+    num_steps=4,
+    prompts_per_step=2,
+    group_size=2,
+    optimizer=OptimizerConfig(learning_rate=1e-2, clip_grad=0.01),  # clips: a shared norm would show
+)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=32)
+ACCEPTED = AcceptanceStats(
+    num_drafts=100,
+    num_draft_tokens=300,
+    num_accepted_tokens=150,
+    accepted_by_position=(80, 50, 20),
+    mean_acceptance_length=2.5,
+    acceptance_rate=0.5,
+    rate_by_position=(0.8, 0.5, 0.2),
+)
+
+
+class DrawnRollouts:
+    """Engine and gate at once: rollouts that depend on the seed alone, with the versions that it was refitted to."""
+
+    def __init__(self) -> None:
+        self.versions: list[tuple[int, int | None]] = []
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self.versions.append((version, draft_version))
+        return RefitCheck(num_tensors=0, elapsed_s=0.0)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        random = np.random.default_rng(seed)
+        version, draft_version = self.versions[-1]
+
+        def rollout(prompt: Prompt) -> Rollout:
+            tokens = (*random.integers(5, 16, size=random.integers(3, 9)).tolist(), 3)
+            return Rollout(
+                prompt_id=prompt.id,
+                token_ids=tokens,
+                rollout_logprobs=(-2.0,) * len(tokens),
+                finish_reason=FinishReason.STOP,
+                policy_version=version,
+                draft_version=draft_version,
+            )
+
+        groups = tuple(
+            RolloutGroup(prompt=prompt, rollouts=tuple(rollout(prompt) for _ in range(group_size)))
+            for prompt in prompts
+        )
+        return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
+
+
+def score(groups: Sequence[RolloutGroup]) -> RewardResult:
+    lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    return RewardResult(rewards=tuple(float(length % 3) for length in lengths), num_timeouts=0, num_crashes=0)
+
+
+def started(
+    policy: Path, draft: Path, config: DraftConfig = ALWAYS, learner: LearnerConfig = LEARNER
+) -> LearnerProcess:
+    process = LearnerProcess(learner)
+    process.load(policy, GRPO.optimizer)
+    if config.online is not DraftOnline.OFF:
+        process.continue_draft(draft, policy, config)
+    return process
+
+
+def run(
+    process: LearnerProcess,
+    *,
+    config: DraftConfig = ALWAYS,
+    grpo: GrpoConfig = GRPO,
+    history: Sequence[StepRecord] = (),
+    reference: float | None = None,
+    killed_after: int | None = None,
+) -> tuple[list[StepRecord], DrawnRollouts]:
+    records, rollouts = list(history), DrawnRollouts()
+    is_off = config.online is DraftOnline.OFF
+
+    def on_step(record: StepRecord) -> None:
+        records.append(record)
+        if len(records) == killed_after:
+            raise InterruptedError
+
+    loop = SyncLoop(
+        arm=Arm.SPECULATIVE,
+        engine=rollouts,
+        learner=process,
+        gate=rollouts,
+        prompts=PromptStream(prompts=STREAM, batch_size=2, seed=0),
+        score=score,
+        config=grpo,
+        sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
+        on_step=on_step,
+        draft=FixedDraft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
+    )
+    with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
+        loop.run(start_step=len(history))
+    return records, rollouts
+
+
+def policy_bits(process: LearnerProcess) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in process._loaded.weights()}
+
+
+def draft_bits(process: LearnerProcess) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in process._online[0].state().items()}
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_a_run_that_trains_its_draft_ends_with_the_policy_of_one_that_does_not_bit_for_bit(
+    policy: Path, draft: Path, recompute: Recompute, updates_per_step: int
+) -> None:
+    learner, grpo = replace(LEARNER, recompute=recompute), replace(GRPO, updates_per_step=updates_per_step)
+    alone, beside = started(policy, draft, CONFIG, learner), started(policy, draft, ALWAYS, learner)
+    before = draft_bits(beside)
+    expected, fixed = run(alone, config=CONFIG, grpo=grpo)
+    found, changing = run(beside, grpo=grpo)
+    assert policy_bits(beside) == policy_bits(alone) != policy_bits(started(policy, draft))
+    assert [record.train for record in found] == [record.train for record in expected]
+    assert max(record.train.grad_norm for record in found) > GRPO.optimizer.clip_grad
+    assert fixed.versions == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert changing.versions == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert [record.draft_version for record in found] == [0, 1, 2, 3]
+    assert all(record.draft_update is None and record.draft_decision is None for record in expected)
+    for record in found:
+        update = record.draft_update
+        assert update is not None
+        assert update.num_updates == updates_per_step
+        assert update.loss > 0.0
+        assert 0.0 < update.elapsed_s <= record.times.train_s
+    after = draft_bits(beside)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == before.keys()  # every trained tensor, and the count of steps
+
+
+def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: Path) -> None:
+    once, twice = started(policy, draft), started(policy, draft, replace(ALWAYS, online_updates=2))
+    one_step = replace(GRPO, num_steps=1)
+    (record,), _ = run(once, grpo=one_step)
+    (other,), _ = run(twice, config=replace(ALWAYS, online_updates=2), grpo=one_step)
+    assert record.draft_update is not None
+    assert other.draft_update is not None
+    assert (record.draft_update.num_updates, other.draft_update.num_updates) == (1, 2)
+    steps = [int(process._online[0].state()["num_steps"]) for process in (once, twice)]
+    assert steps == [1, 2]
+
+
+def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_for_bit(
+    policy: Path, draft: Path, tmp_path: Path
+) -> None:
+    config = replace(ALWAYS, online=DraftOnline.WHEN_STALE)
+    # A draft that is said to have reached 3.5, and never does, is trained until nobody believes it any more.
+    whole, killed, resumed = (started(policy, draft, config) for _ in range(3))
+    nine = replace(GRPO, num_steps=9)
+    expected, _ = run(whole, config=config, grpo=nine, reference=3.5)
+    checkpoints = Checkpoints(directory=tmp_path / "checkpoints", recipe="a recipe")
+    learner = InProcess(killed)
+    with checkpoints.finished(learner):
+        steps, _ = run(killed, config=config, grpo=nine, reference=3.5, killed_after=3)
+        checkpoints.save(learner, steps)
+    history = checkpoints.restore(InProcess(resumed))
+    assert history == steps
+    assert draft_bits(resumed) == draft_bits(killed)
+    found, rollouts = run(resumed, config=config, grpo=nine, history=history, reference=3.5)
+    assert policy_bits(resumed) == policy_bits(whole)
+    assert draft_bits(resumed) == draft_bits(whole)
+    assert [record.draft_version for record in found] == [record.draft_version for record in expected]
+    assert found[-1].draft_version == 6
+    assert rollouts.versions[0] == (3, expected[3].draft_version)
+
+
+def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(
+    policy: Path, draft: Path
+) -> None:
+    process = started(policy, draft)
+    model = process._online[0]._model
+    start = model.verifier_lm_head.weight.clone()
+    run(process, grpo=replace(GRPO, num_steps=1))
+    assert torch.equal(model.verifier_lm_head.weight, start)  # the step's hidden states are of this policy
+    embeddings, head = (tensor.clone() for tensor in process._loaded.vocabulary_weights())
+    assert not torch.equal(head, start)
+    process._online[0].follow(embeddings, head)
+    assert torch.equal(model.verifier_lm_head.weight, head)
+    assert torch.equal(model.embed_tokens.weight, embeddings)
+
+
+def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path, draft: Path, tmp_path: Path) -> None:
+    process = started(policy, draft)
+    dtypes = dict.fromkeys((name for name, _ in process._online[0].weights()), "bfloat16")
+    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(draft, dtypes)
+    run(process, grpo=replace(GRPO, num_steps=1))
+    process.save_draft(tmp_path / "trained")
+    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(tmp_path / "trained", dtypes)
+    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) != file_fingerprints(draft, dtypes)
+    assert process.draft_fingerprints(dtypes, Turn(index=1, count=2)) == {}  # it has layer 0 alone
+
+
+def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
+    policy: Path, draft: Path, tmp_path: Path
+) -> None:
+    alone = started(policy, draft, CONFIG)
+    alone.save_checkpoint(tmp_path / "step-000001", {})
+    alone.finish_checkpoint()
+    with pytest.raises(CheckpointError, match=r"must hold the draft's \d+ trained tensors, got 0 others"):
+        started(policy, draft).load_checkpoint(tmp_path / "step-000001")
+
+
+def test_online_training_lowers_the_loss_at_a_rate_that_stays(policy: Path, draft: Path, states: States) -> None:
+    trainer = OnlineDraft.of(draft, policy, replace(ALWAYS, tokens_per_step=100))
+    losses = [trainer.learn(CHATS, PROMPTS, states, temperature=1.0) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert trainer._optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
+    trainer = OnlineDraft.of(draft, policy, ALWAYS)
+    short = [(aux[:4], last[:4]) for aux, last in states]
+    assert trainer.learn([chat[:4] for chat in CHATS], [3, 3], short, temperature=1.0) == 0.0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=12),
+    num_parts=st.integers(1, 5),
+    num_tokens=st.integers(1, 100),
+    seed=st.text(max_size=3),
+)
+def test_parts_are_disjoint_and_within_their_tokens(
+    lengths: list[int], num_parts: int, num_tokens: int, seed: str
+) -> None:
+    parts = drawn(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+    taken = [index for part in parts for index in part]
+    assert len(parts) == num_parts
+    assert len(set(taken)) == len(taken)
+    assert all(len(part) <= 1 or sum(lengths[i] for i in part) <= num_tokens for part in parts)
+    assert all(parts) or len(lengths) < num_parts
+    assert parts == drawn(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+
+
+def test_parts_differ_from_step_to_step() -> None:
+    assert drawn([1] * 20, num_parts=1, num_tokens=5, seed="0") != drawn([1] * 20, num_parts=1, num_tokens=5, seed="1")
+
+
+class InProcess:
+    """A learner in this process, as checkpoints need it."""
+
+    def __init__(self, process: LearnerProcess) -> None:
+        self._process = process
+        self.save_checkpoint = process.save_checkpoint
+        self.load_checkpoint = process.load_checkpoint
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        del timeout_s
+        self._process.finish_checkpoint()

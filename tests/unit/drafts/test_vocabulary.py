@@ -1,0 +1,92 @@
+"""A draft of part of the vocabulary: which part, and that it is trained, measured and saved as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+from slipstream.drafts.chats import States, rows_of
+from slipstream.drafts.checks import check_draft
+from slipstream.drafts.eagle3 import vocabulary_maps
+from slipstream.drafts.passes import head_inputs
+from slipstream.drafts.trainer import DraftTrainer
+from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
+from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+
+RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
+KNOWN = (2, 5, 6, 7, 8, 9)
+
+
+def test_the_tokens_that_occur_most_are_known_and_of_equals_the_smaller() -> None:
+    # 7 8 9 5 6 7 8 9 3 and 5 6 7 8 9 3: of 7, 8 and 9 there are three each, of 3, 5 and 6 two.
+    assert frequent_tokens(RESPONSES, num=4, vocab_size=16) == (3, 7, 8, 9)
+    assert frequent_tokens(RESPONSES, num=5, vocab_size=16) == (3, 5, 7, 8, 9)
+    assert frequent_tokens(RESPONSES, num=8, vocab_size=16) == (0, 1, 3, 5, 6, 7, 8, 9)
+
+
+def test_known_tokens_and_their_maps_are_those_of_speculators() -> None:
+    counts = {3: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3}
+    for num in (4, 5, 8):
+        d2t, t2d = build_vocab_mappings_from_distribution(counts, num, 16)
+        ours = vocabulary_maps(frequent_tokens(RESPONSES, num=num, vocab_size=16), 16)
+        assert torch.equal(ours[0], t2d)
+        assert torch.equal(ours[1], d2t)
+
+
+def test_coverage_is_the_share_of_the_responses_tokens() -> None:
+    assert coverage(RESPONSES, (6, 7, 8, 9)) == 11 / 15
+    assert coverage([], (6,)) == 0.0
+
+
+@pytest.mark.parametrize("num", [0, 16])
+def test_a_cut_that_is_none_is_refused(num: int, refusal: Callable[..., str]) -> None:
+    expected = f"draft.vocab_size must be < the policy's 16 tokens, got {num}; null keeps the whole vocabulary"
+    assert refusal(lambda: require_cut(num, 16)) == expected
+
+
+def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, states: States, tmp_path: Path) -> None:
+    trainer = DraftTrainer(policy, CONFIG, token_ids=KNOWN)
+    _, before = trainer.evaluate(CHATS, PROMPTS, states)
+    losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(20)]
+    _, after = trainer.evaluate(CHATS, PROMPTS, states)
+    assert losses[-1] < losses[0]
+    assert after > before
+    trainer.save(tmp_path / "draft")
+    check_draft(policy, tmp_path / "draft", max_model_len=64)
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    assert (torch.arange(6) + tensors["d2t"]).tolist() == list(KNOWN)
+    assert tensors["lm_head.weight"].shape == (6, 32)
+    again = DraftTrainer.from_draft(tmp_path / "draft", policy, CONFIG)
+    again.save(tmp_path / "again")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "draft" / name).read_bytes()
+    assert again.evaluate(CHATS, PROMPTS, states) == trainer.evaluate(CHATS, PROMPTS, states)
+
+
+def test_what_a_draft_does_not_know_counts_as_not_accepted(policy: Path, states: States) -> None:
+    """By the policy's probabilities over its whole vocabulary, while the draft's are over what it knows."""
+    config = replace(CONFIG, ttt_steps=1)
+    trainer = DraftTrainer(policy, config, token_ids=KNOWN)
+    (row,) = rows_of(CHATS, PROMPTS, states, max_tokens=64)
+    head = load_file(policy / "model.safetensors")["lm_head.weight"]
+    with torch.no_grad():
+        p = (row.last[0] @ head.t()).softmax(-1)[:, list(KNOWN)].numpy()
+        q = trainer._model.lm_head(head_inputs(trainer._model, row, 1)[0])[0].softmax(-1).numpy()
+    expected = np.minimum(p, q).sum(-1)[row.loss_mask[0].numpy()].mean()
+    (rate,), _ = trainer.evaluate(CHATS, PROMPTS, states)
+    assert rate == pytest.approx(expected, rel=1e-5)
+    assert p.sum(-1).min() < 0.9
+
+
+def test_a_cut_draft_follows_the_policys_present_head(policy: Path) -> None:
+    trainer = DraftTrainer(policy, CONFIG, token_ids=KNOWN)
+    head = torch.arange(16.0)[:, None].expand(16, 32)
+    trainer.follow(torch.zeros(16, 32), head)
+    assert trainer._model.verifier_lm_head.weight[:, 0].tolist() == list(KNOWN)
