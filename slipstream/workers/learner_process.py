@@ -287,8 +287,10 @@ class LearnerProcess:
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
     def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """The same of the draft, which all ranks hold whole."""
+        """The same of the draft, from rank 0 alone; gathering an MTP layer is collective."""
         named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        if self._rank:
+            return {}
         return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
