@@ -19,7 +19,7 @@ from slipstream.config import ConfigError, from_mapping, merge, require, to_mapp
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
-from slipstream.drafts.methods import Training
+from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness.config import LosslessnessConfig
@@ -122,6 +122,10 @@ class Recipe:
                 ids,
             )
 
+            rule = f"must be 1 with draft.method {self.draft.method}"
+            layers = self.policy.scratch.num_mtp_layers
+            needs_mtp = self.draft.method is DraftMethod.MTP
+            require(layers or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method")
         assess(self)
 
     @property

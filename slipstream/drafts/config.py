@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -156,6 +157,13 @@ class DraftConfig:
         """From what the draft is pretrained: a whole model that is given is not, nor is what gets no steps."""
         is_model = self.method is DraftMethod.DRAFT_MODEL and self.model is not None
         return Training.NONE if is_model or self.num_steps == 0 else TRAITS[self.method].training
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warmup, then a cosine down to a tenth."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = min((step - self.warmup_steps) / max(self.num_steps - self.warmup_steps, 1), 1.0)
+        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
 
     def reads(self, name: str) -> bool:
         """Whether the method reads this field."""

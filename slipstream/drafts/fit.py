@@ -8,6 +8,7 @@ from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.draft_model import check_draft_model
 from slipstream.drafts.methods import DraftMethod, require_package
+from slipstream.drafts.mtp import check_mtp
 
 
 def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_model_len: int) -> None:
@@ -16,13 +17,16 @@ def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_mo
     Args:
         draft: directory of the draft; None where the method has no weights of its own.
     Raises:
-        ConfigError: see `check_draft` and `check_draft_model`; or the method's package is not installed.
+        ConfigError: see `check_draft`, `check_mtp` and `check_draft_model`; or the method's package is not installed.
     """
     require_package(config.method)
     match config.method:
         case DraftMethod.EAGLE3:
             assert draft is not None
             check_draft(policy, draft, max_model_len=max_model_len)
+        case DraftMethod.MTP:
+            assert draft is not None
+            check_mtp(policy, draft)
         case DraftMethod.DRAFT_MODEL:
             assert draft is not None
             check_draft_model(policy, draft, max_model_len=max_model_len)

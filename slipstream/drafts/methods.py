@@ -27,6 +27,7 @@ class DraftMethod(StrEnum):
     """Speculation methods, named as in vLLM."""
 
     EAGLE3 = "eagle3"  # one layer on the policy's hidden states
+    MTP = "mtp"  # the layer of the policy itself that predicts the token after the next
     DRAFT_MODEL = "draft_model"  # a small language model of the policy's vocabulary
     NGRAM = "ngram"  # what followed the last tokens where they stood before in this sequence
     SUFFIX = "suffix"  # the same over all that the engine has answered
@@ -105,6 +106,14 @@ TRAITS = {
                 "clip_grad",
             }
         ),
+    ),
+    DraftMethod.MTP: Traits(
+        # Of the policy's checkpoint, yet trained apart from it: so it has a directory of its own, and is refitted as a draft.
+        weights=Weights.OWN,
+        training=Training.HIDDEN_STATES,
+        samples=True,
+        trains_online=True,
+        fields=frozenset({*_TRAINED, *ONLINE_FIELDS, "states_cache_gib", "ttt_step_loss_decay", "clip_grad"}),
     ),
     DraftMethod.DRAFT_MODEL: Traits(
         weights=Weights.OWN,

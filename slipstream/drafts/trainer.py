@@ -271,9 +271,4 @@ class DraftTrainer:
         return found[:, :num][:, inside]
 
     def _learning_rate(self) -> float:
-        """Linear warmup, then a cosine down to a tenth."""
-        config, step = self._config, self._num_steps
-        if step < config.warmup_steps:
-            return config.learning_rate * (step + 1) / config.warmup_steps
-        done = min((step - config.warmup_steps) / max(config.num_steps - config.warmup_steps, 1), 1.0)
-        return config.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
+        return self._config.learning_rate_at(self._num_steps)

@@ -34,7 +34,7 @@ def proposer(shape: Shape, config: DraftConfig) -> Proposer:
         ConfigError: a draft model of the hub, whose files are not at hand.
     """
     match config.method:
-        case DraftMethod.EAGLE3:
+        case DraftMethod.EAGLE3 | DraftMethod.MTP:  # a layer, and what joins states to it
             return Proposer(
                 parameters=draft_parameters(shape),
                 num_layers=1,

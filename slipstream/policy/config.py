@@ -31,7 +31,7 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchConfig:
-    """A small Qwen3 and how it is pretrained.
+    """A small Qwen3, or with an MTP layer a small MiMo, and how it is pretrained.
 
     Deep and narrow by default: its decode is bound by per-layer cost, as a GPU's is by memory bandwidth.
     """
@@ -44,6 +44,7 @@ class ScratchConfig:
     ffn_hidden_size: int = 384
     max_position_embeddings: int = 512
     tie_word_embeddings: bool = False
+    num_mtp_layers: int = 0  # 1 makes a MiMo, whose MTP layer `draft.method: mtp` drafts with
     rope_theta: float = 10_000.0
     init_std: float = 0.04  # about 0.5 / sqrt(hidden_size); 0.02 learns more slowly: docs/log.md
     num_steps: int = 400
@@ -64,6 +65,11 @@ class ScratchConfig:
             self.num_query_groups,
         )
         require(self.head_dim % 2 == 0, "policy.scratch.head_dim", "must be even, for RoPE", self.head_dim)
+        require(self.num_mtp_layers in (0, 1), "policy.scratch.num_mtp_layers", "must be 0 or 1", self.num_mtp_layers)
+        if self.num_mtp_layers:
+            rule = f"must be hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} with MTP"
+            whole = self.head_dim * self.num_attention_heads == self.hidden_size
+            require(whole, "policy.scratch.head_dim", rule, self.head_dim, "vLLM's MiMo knows no other")
         require(self.init_std > 0, "policy.scratch.init_std", "must be > 0", self.init_std)
         require(self.num_steps >= 0, "policy.scratch.num_steps", "must be >= 0", self.num_steps)
         require(self.learning_rate > 0, "policy.scratch.learning_rate", "must be > 0", self.learning_rate)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from torch import Tensor
+from torch.nn import Module
 
 from slipstream.policy import collectives, weights
 from slipstream.policy.architecture import Architecture
@@ -46,6 +47,14 @@ def gathered_weights(
             shards = collectives.tensor_parallel_shards(own)
             tensors = weights.hf_from_shards(mapping, shards, arch)
         yield from collectives.from_pipeline_stage(stage, tensors)
+
+
+def gathered_mtp_weights(mtp: Module | None, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of the MTP layer, whole, on every rank; collective. None of a policy without one."""
+    parameters = {} if mtp is None else dict(mtp.named_parameters())
+    for mapping in weights.mtp_mappings(arch):
+        shards = collectives.tensor_parallel_shards(parameters[mapping.megatron].detach())
+        yield from weights.hf_from_shards(mapping, shards, arch)
 
 
 def _places(arch: Architecture, shard: Shard) -> Iterator[tuple[int, int, weights.Mapping]]:

@@ -10,23 +10,29 @@ import torch
 from torch import Tensor
 
 from slipstream.policy.architecture import Architecture
-from slipstream.policy.weights import Mapping, Shard, hf_from_shards, mappings
+from slipstream.policy.weights import Mapping, Shard, hf_from_shards, mappings, mtp_mappings
 
 _DRAWN_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 
 def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, Tensor]:
-    """Full float32 tensors under their Hugging Face names: normal with `std`, norms 1.
+    """Full float32 tensors under their Hugging Face names: normal with `std`, norms 1, biases 0.
 
-    As in Megatron, what writes into the residual stream starts smaller by sqrt(2 x layers).
+    As in Megatron, what writes into the residual stream starts smaller by sqrt(2 x layers). An MTP layer is drawn last:
+    the rest is the same with and without.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for mapping in _in_drawing_order(list(mappings(arch, Shard()))):
+    for mapping in [*_in_drawing_order(list(mappings(arch, Shard()))), *mtp_mappings(arch)]:
         shape = _shape(mapping, arch)
         residual = mapping.megatron.endswith(("linear_proj.weight", "linear_fc2.weight"))
         scale = std / (2 * arch.num_layers) ** 0.5 if residual else std
-        tensor = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, scale, generator=generator)
+        if mapping.megatron.endswith(".bias"):
+            tensor = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensor = torch.ones(shape)
+        else:
+            tensor = torch.empty(shape).normal_(0.0, scale, generator=generator)
         weights.update(hf_from_shards(mapping, [tensor], arch))
     return weights
 
@@ -48,7 +54,9 @@ def _in_drawing_order(table: list[Mapping]) -> list[Mapping]:
 def _shape(mapping: Mapping, arch: Architecture) -> tuple[int, ...]:
     """Of the whole parameter."""
     heads, groups, dim, hidden = arch.num_attention_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size
-    match mapping.megatron.rsplit(".", 2)[-2]:
+    if mapping.megatron.endswith("linear_qkv.bias"):
+        return ((heads + 2 * groups) * dim,)
+    match mapping.megatron.split(".")[-2]:
         case "word_embeddings" | "output_layer":
             return arch.vocab_size, hidden
         case "linear_qkv":
@@ -61,7 +69,9 @@ def _shape(mapping: Mapping, arch: Architecture) -> tuple[int, ...]:
             return hidden, arch.ffn_hidden_size
         case "q_layernorm" | "k_layernorm":
             return (dim,)
-        case "input_layernorm" | "pre_mlp_layernorm" | "final_layernorm":
+        case "input_proj":
+            return hidden, 2 * hidden
+        case name if name.endswith("_layernorm"):
             return (hidden,)
         case name:
             raise AssertionError(f"unknown parameter {name}")

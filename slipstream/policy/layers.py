@@ -1,4 +1,4 @@
-"""The Qwen3 model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
+"""The model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
 TransformerEngine's.
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
@@ -8,6 +8,7 @@ of the longest sequence, `D` head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -34,6 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from slipstream.config import require
 from slipstream.policy.architecture import Architecture
 from slipstream.policy.attention import CausalAttention
 from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute
@@ -41,7 +43,8 @@ from slipstream.policy.cpu import host
 from slipstream.policy.cpu.experts import use_cpu_dispatchers
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.experts import Experts
-from slipstream.policy.weights import Layout, Shard, mappings
+from slipstream.policy.mtp import MtpLayer
+from slipstream.policy.weights import Layout, Mapping, Shard, mappings, mtp_mappings
 from slipstream.types import Dtype
 
 TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
@@ -62,10 +65,31 @@ def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPT
         rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
-    _mark_tensor_parallel(model, arch, shard)
+    _mark_tensor_parallel(model, mappings(arch, shard))
     if host.is_cpu_only():
         use_cpu_dispatchers(model)
     return model
+
+
+def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
+    """The layer beside the model that predicts the token after the next, with undefined weights; None without one.
+
+    Raises:
+        ConfigError: `learner.parallel` splits what the layer reads.
+    """
+    if not arch.has_mtp:
+        return None
+    where = learner.parallel
+    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
+    require(where.pipeline == 1, "learner.parallel.pipeline", rule, where.pipeline)
+    rule = "must be false for a policy with an MTP layer, which reads whole states"
+    require(not where.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
+    kernels = _kernels(learner)
+    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
+    layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))
+    mtp = MtpLayer(_transformer_config(arch, learner), norm=kernels.norm, layer=layer)
+    _mark_tensor_parallel(mtp, mtp_mappings(arch))
+    return mtp
 
 
 class _HeadlessGpt(GPTModel):
@@ -93,7 +117,7 @@ class _HeadlessGpt(GPTModel):
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
     """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
-    whole = learner.parallel.tensor == 1 and arch.experts is None
+    whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
     return host.is_cpu_only() and whole and not packs(learner)
 
 
@@ -104,13 +128,13 @@ def packs(learner: LearnerConfig) -> bool:
     return learner.packing is Packing.ALWAYS
 
 
-def _mark_tensor_parallel(model: GPTModel, arch: Architecture, shard: Shard) -> None:
+def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[Mapping]) -> None:
     """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
 
     Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
     """
     parameters = dict(model.named_parameters())
-    for mapping in mappings(arch, shard):
+    for mapping in table:
         parameter = parameters[mapping.megatron]
         if mapping.layout is not Layout.REPLICATED and not hasattr(parameter, "tensor_model_parallel"):
             dim = 1 if mapping.layout is Layout.ROW else 0
@@ -169,6 +193,20 @@ def _block_spec(
     config: TransformerConfig, arch: Architecture, shard: Shard, learner: LearnerConfig
 ) -> TransformerBlockSubmodules:
     kernels = _kernels(learner)
+    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
+    mixture = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=network), router=_Router)
+    module = CpuTransformerLayer if skips_padding(arch, learner) else TransformerLayer
+    dense = _layer_spec(module, kernels, arch, ModuleSpec(module=MLP, submodules=network))
+    sparse = _layer_spec(module, kernels, arch, ModuleSpec(module=MoELayer, submodules=mixture))
+    num_layers = get_num_layers_to_build(config)
+    first = shard.pipeline_rank * num_layers
+    layers = [sparse if arch.has_experts(first + index) else dense for index in range(num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=kernels.norm)
+
+
+def _layer_spec(
+    module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec
+) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -176,32 +214,21 @@ def _block_spec(
             linear_qkv=kernels.column,
             core_attention=kernels.attention,
             linear_proj=kernels.row,
-            q_layernorm=kernels.norm,
-            k_layernorm=kernels.norm,
+            q_layernorm=None if arch.has_mtp else kernels.norm,
+            k_layernorm=None if arch.has_mtp else kernels.norm,
         ),
     )
-    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
-    mixture = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=network), router=_Router)
-
-    def layer(mlp: ModuleSpec) -> ModuleSpec:
-        return ModuleSpec(
-            module=CpuTransformerLayer if skips_padding(arch, learner) else TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=kernels.norm,
-                self_attention=attention,
-                self_attn_bda=cast(Any, get_bias_dropout_add),
-                pre_mlp_layernorm=kernels.norm,
-                mlp=mlp,
-                mlp_bda=cast(Any, get_bias_dropout_add),
-            ),
-        )
-
-    dense = layer(ModuleSpec(module=MLP, submodules=network))
-    sparse = layer(ModuleSpec(module=MoELayer, submodules=mixture))
-    num_layers = get_num_layers_to_build(config)
-    first = shard.pipeline_rank * num_layers
-    layers = [sparse if arch.has_experts(first + index) else dense for index in range(num_layers)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=kernels.norm)
+    return ModuleSpec(
+        module=module,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=kernels.norm,
+            self_attention=attention,
+            self_attn_bda=cast(Any, get_bias_dropout_add),
+            pre_mlp_layernorm=kernels.norm,
+            mlp=mlp,
+            mlp_bda=cast(Any, get_bias_dropout_add),
+        ),
+    )
 
 
 def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
@@ -216,7 +243,8 @@ def _transformer_config(arch: Architecture, learner: LearnerConfig) -> Transform
         ffn_hidden_size=arch.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=not arch.has_mtp,
+        add_qkv_bias=arch.has_mtp,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -1,4 +1,4 @@
-"""The learner: a Qwen3 in Megatron-Core, dense or a mixture of experts: log-probabilities, losses and updates.
+"""The learner: a Qwen3, dense or a mixture of experts, or a MiMo in Megatron-Core: log-probabilities and updates.
 
 Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
 vocabulary, `H` hidden size. The ranks of one model (tensor- and pipeline-parallel) are called with the same arguments;
@@ -9,6 +9,7 @@ returns is of the whole step, and the same everywhere.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +27,21 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.policy import collectives, held, hf, parallel, schedule
-from slipstream.policy.architecture import Architecture
+from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
+from slipstream.policy.building import Parts, built
 from slipstream.policy.capture import Capture, device_with_room
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
-from slipstream.policy.experts import require_even_experts
 from slipstream.policy.initial import initial_weights
-from slipstream.policy.layers import TORCH_DTYPES, build_model, packs, skips_padding
+from slipstream.policy.layers import TORCH_DTYPES, packs, skips_padding
 from slipstream.policy.logprobs import OutputHead
+from slipstream.policy.mtp_training import MtpTrainer
 from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
-from slipstream.policy.shape import require_divisible
-from slipstream.policy.weights import load_exactly, shard_from_hf
+from slipstream.policy.weights import load_exactly, mtp_from_hf
 from slipstream.records import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
@@ -54,10 +55,11 @@ class MegatronPolicy:
     Attributes:
         version: how many `train_step`s the weights have seen.
         device: where this rank computes.
+        mtp_loss: of the MTP layer in the last `lm_step` that trained it.
     """
 
     def __init__(
-        self, model: GPTModel, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
+        self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
     ) -> None:
         self.architecture = architecture
         self.version = 0
@@ -65,7 +67,10 @@ class MegatronPolicy:
         self._optimizer_config = optimizer
         self._shard = parallel.current_shard()
         self.device = parallel.device()
-        self._gpt = model.to(self.device)
+        self._gpt = parts.gpt.to(self.device)
+        self._mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        self._mtp_trainer: MtpTrainer | None = None
+        self.mtp_loss: float | None = None
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
@@ -106,7 +111,7 @@ class MegatronPolicy:
             learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
         )
         with hf.open_weights(hf_path) as read:
-            return cls(_built(architecture, learner, read), architecture, learner, optimizer)
+            return cls(built(architecture, learner, read), architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -119,11 +124,44 @@ class MegatronPolicy:
         optimizer: OptimizerConfig | None,
         **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
-        """A policy with random weights, which depend on `scratch` alone, not on the layout."""
+        """A policy with random weights, which depend on `scratch` alone, not on the layout.
+
+        Its MTP layer, if it has one, learns with every `lm_step`, by an optimizer of the same config.
+        """
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
         parallel.initialize(learner.parallel, **rank)
         weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
-        return cls(_built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        policy = cls(built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        if architecture.has_mtp and optimizer is not None:
+            policy.start_mtp(optimizer)
+        return policy
+
+    def load_mtp(self, path: Path) -> None:
+        """Replace the MTP layer by that of another directory, before its training starts."""
+        assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
+        with hf.open_weights(path) as read:
+            load_exactly(self._mtp, dict(mtp_from_hf(read, self.architecture, self._shard)))
+
+    def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
+        """What trains the policy's MTP layer, with an optimizer and a clip of its own.
+
+        Raises:
+            ConfigError: the policy has no MTP layer.
+        """
+        name, rule = self.architecture.name, "mtp needs a policy with an MTP layer"
+        require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO}")
+        assert self._mtp is not None
+        assert self._mtp_trainer is None, "its parameters have gradient buffers already"
+        self._mtp_trainer = MtpTrainer(
+            self._gpt,
+            self._mtp,
+            architecture=self.architecture,
+            learner=self._learner,
+            optimizer=optimizer,
+            batching=self._batching,
+            device=self.device,
+        )
+        return self._mtp_trainer
 
     def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
         """Log-probability of each response token under softmax(logits / temperature), without gradient.
@@ -239,7 +277,11 @@ class MegatronPolicy:
             return part, {"loss": part.detach()}
 
         learning_rate = self.learning_rate if learning_rate is None else learning_rate
-        sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate)
+        capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
+        sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
+        if self._mtp_trainer is not None and capture is not None:
+            states = [capture.by_sequence[index] for index in range(len(sequences))]
+            self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -277,6 +319,10 @@ class MegatronPolicy:
         """
         return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
+    def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the MTP layer, which are no part of `weights`; none without one."""
+        return held.gathered_mtp_weights(self._mtp, self.architecture)
+
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
         """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
         named = dict(self._gpt.named_parameters())
@@ -289,10 +335,17 @@ class MegatronPolicy:
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
+        self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
+
+    def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write the MTP layer as a draft beside the policy: config, its tensors alone, and the tokenizer's files."""
+        self._write(path, self.mtp_weights(), tokenizer_dir)
+
+    def _write(self, path: Path, weights: Iterator[tuple[str, Tensor]], tokenizer_dir: Path) -> None:
         if parallel.is_main_rank():
-            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), self.weights(), tokenizer_dir)
+            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
         else:  # gathering is collective: every rank runs through it, and keeps nothing
-            collections.deque(self.weights(), maxlen=0)
+            collections.deque(weights, maxlen=0)
         parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
@@ -364,14 +417,3 @@ class MegatronPolicy:
         assert self._optimizer_config is not None
         warmup = self._optimizer_config.warmup_steps
         return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))
-
-
-def _built(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> GPTModel:
-    """This rank's part of the model, of full tensors that `read` gives by their Hugging Face names."""
-    shard = parallel.current_shard()
-    require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
-    require_even_experts(architecture.experts, learner.parallel)
-    with host.cuda_as_cpu():
-        model = build_model(architecture, learner, shard)
-    load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
-    return model

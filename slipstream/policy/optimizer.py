@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.module import MegatronModule
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.policy.config import LearnerConfig
@@ -28,18 +28,18 @@ _NUM_MUON_ITERATIONS = 3
 
 
 def with_optimizer(
-    gpt: GPTModel, learner: LearnerConfig, config: OptimizerConfig
+    model: MegatronModule, learner: LearnerConfig, config: OptimizerConfig
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Wrap a model so that its gradients accumulate in float32 buffers, and give it an optimizer of float32 masters."""
     with host.cuda_as_cpu():
         module = DistributedDataParallel(
-            config=gpt.config,
+            config=model.config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=False,
                 use_distributed_optimizer=learner.distributed_optimizer,
             ),
-            module=gpt,
+            module=model,
         )
         settings = MegatronOptimizerConfig(
             optimizer="adam",
@@ -53,7 +53,7 @@ def with_optimizer(
             params_dtype=TORCH_DTYPES[learner.dtype],
             use_distributed_optimizer=learner.distributed_optimizer,
         )
-        matrices = _hidden_matrices(gpt) if config.method is OptimizerMethod.MUON else []
+        matrices = _hidden_matrices(model) if config.method is OptimizerMethod.MUON else []
         with _left_out(matrices):
             optimizer = get_megatron_optimizer(settings, [module])
         for group in optimizer.param_groups:
@@ -65,11 +65,11 @@ def with_optimizer(
     return module, optimizer
 
 
-def _hidden_matrices(gpt: GPTModel) -> list[torch.nn.Parameter]:
+def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
     """What Muon is for: every matrix but the embedding and the output layer."""
     return [
         parameter
-        for parameter in gpt.parameters()
+        for parameter in model.parameters()
         if parameter.dim() == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False)
     ]
 

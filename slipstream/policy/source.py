@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.policy.architecture import Architecture
+from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.config import PolicyConfig
 from slipstream.records import PolicyRecord
 
@@ -27,6 +27,7 @@ class Needs:
 
     max_model_len: int  # tokens of the longest sequence
     draft_layer_ids: Sequence[int]  # layers whose states the draft reads
+    mtp: bool = False  # a layer of its own that drafts
 
 
 def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) -> None:
@@ -53,8 +54,9 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
 
     Raises:
-        ConfigError: no such model, not a Qwen3 or Qwen3-MoE, no chat template, no end-of-sequence token, no weights, a
-            context shorter than `engine.max_model_len`, or fewer layers than the draft reads.
+        ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no
+            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer layers than
+            the draft reads.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
@@ -90,6 +92,9 @@ def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture
     require(tokenizer.eos_token_id is not None, "policy.model", "must have an end-of-sequence token", None)
     context, length = architecture.max_position_embeddings, needs.max_model_len
     require(length <= context, "engine.max_model_len", f"must be <= the policy's {context} positions", length)
+    name = architecture.name
+    fix = f"take a {MIMO}, or another draft.method"
+    require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
     layers = needs.draft_layer_ids
     rule = f"must be < {architecture.num_layers}, the policy's number of layers"
     fits = all(layer < architecture.num_layers for layer in layers)

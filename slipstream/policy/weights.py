@@ -1,4 +1,4 @@
-"""Qwen3 parameter names and layouts: Hugging Face <-> Megatron-Core, for the shards of every kind of parallelism.
+"""Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
 
 One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
 round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,
@@ -7,7 +7,7 @@ round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -37,15 +37,26 @@ class Mapping:
     is_expert: bool = False  # an expert is on one rank of those that experts are dealt to; all else is on each
 
 
-_ATTENTION = (
+_INPUT = (
     ("input_layernorm.weight", ("input_layernorm.weight",), Layout.REPLICATED),
     (
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         Layout.QKV,
     ),
+)
+_QK_NORMS = (
     ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Layout.REPLICATED),
     ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Layout.REPLICATED),
+)
+_QKV_BIASES = (
+    (
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        Layout.QKV,
+    ),
+)
+_OUTPUT = (
     ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Layout.ROW),
     ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Layout.REPLICATED),
 )
@@ -54,6 +65,12 @@ _MLP = (
     ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Layout.ROW),
 )
 _ROUTER = (("mlp.router.weight", ("mlp.gate.weight",), Layout.REPLICATED),)
+_MTP_INPUT = (
+    ("token_layernorm.weight", ("token_layernorm.weight",), Layout.REPLICATED),
+    ("hidden_layernorm.weight", ("hidden_layernorm.weight",), Layout.REPLICATED),
+    ("input_proj.weight", ("input_proj.weight",), Layout.REPLICATED),
+)
+_MTP_OUTPUT = (("final_layernorm.weight", ("final_layernorm.weight",), Layout.REPLICATED),)
 _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 
@@ -103,14 +120,20 @@ def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
             yield Mapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
 
 
+def mtp_mappings(arch: Architecture) -> Iterator[Mapping]:
+    """The parameters of the MTP layer, which a rank holds beside the model; none of an architecture without one."""
+    for layer in range(arch.num_mtp_layers):
+        hf = f"model.mtp_layers.{layer}"
+        yield from _named(_MTP_INPUT, "", hf)
+        yield from _named((*_attention(arch), *_MLP), "layer.", hf)
+        yield from _named(_MTP_OUTPUT, "", hf)
+
+
 def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[Mapping]:
-    megatron_layer, model_layer = f"decoder.layers.{layer}", f"model.layers.{hf_layer}"
-
     def of(table: _Table) -> Iterator[Mapping]:
-        for megatron, hf, layout in table:
-            yield Mapping(f"{megatron_layer}.{megatron}", tuple(f"{model_layer}.{name}" for name in hf), layout)
+        return _named(table, f"decoder.layers.{layer}.", f"model.layers.{hf_layer}")
 
-    yield from of(_ATTENTION)
+    yield from of(_attention(arch))
     if arch.experts is None or not arch.has_experts(hf_layer):
         yield from of(_MLP)
         return
@@ -123,9 +146,31 @@ def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int)
             yield Mapping(megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True)
 
 
+def _attention(arch: Architecture) -> _Table:
+    """Qwen3 has norms on queries and keys, MiMo biases on queries, keys and values."""
+    return (*_INPUT, *(_QKV_BIASES if arch.has_mtp else _QK_NORMS), *_OUTPUT)
+
+
+def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Mapping]:
+    for megatron, hf, layout in table:
+        yield Mapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
+
+
 def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
     """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
-    for mapping in mappings(arch, shard):
+    return shards_of(mappings(arch, shard), read, arch, shard)
+
+
+def mtp_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """The same of the MTP layer's."""
+    return shards_of(mtp_mappings(arch), read, arch, shard)
+
+
+def shards_of(
+    table: Iterable[Mapping], read: Callable[[str], Tensor], arch: Architecture, shard: Shard
+) -> Iterator[tuple[str, Tensor]]:
+    """The same of the parameters in `table`."""
+    for mapping in table:
         parts = [read(name) for name in mapping.hf]
         yield mapping.megatron, _split(mapping.layout, parts, arch, shard)
 

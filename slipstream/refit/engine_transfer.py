@@ -30,6 +30,7 @@ from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooUpdate, recei
 from slipstream.refit.channel.source import WeightMeta
 from slipstream.refit.config import Channel
 from slipstream.refit.engine_experts import are_on_cpu
+from slipstream.refit.engine_mtp import takes
 from slipstream.refit.snapshot import bytes_digest
 
 BACKEND = "slipstream"
@@ -118,7 +119,8 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         maps = [torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8) for file in files]
         self.received_digest = bytes_digest(maps)
         opened = [safe_open(file, framework="pt") for file in files]
-        tensors = [(name, file.get_tensor(name)) for file in opened for name in file.keys()]  # noqa: SIM118 no mapping
+        names = [(name, file) for file in opened for name in file.keys() if takes(self.model, name)]  # noqa: SIM118
+        tensors = [(name, file.get_tensor(name)) for name, file in names]
         loader = loader_of(self.model, self.model_config, [WeightMeta.of(name, tensor) for name, tensor in tensors])
         loader.take(tensors)
         loader.finish()

@@ -8,7 +8,7 @@ every sum has one term. Experts are read and written by `engine_experts`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -89,25 +89,30 @@ class Slot:
 
 @cache
 def slots(
-    model: nn.Module, *, rename: tuple[str, str] = ("", ""), without: nn.Module | None = None
+    model: nn.Module, *, rename: tuple[tuple[str, str], ...] = (), without: nn.Module | None = None
 ) -> tuple[Slot, ...]:
     """Every parameter of the model, in the parts that this rank holds; they stay, whatever is loaded into them.
 
     Args:
-        rename: prefix of the model's names, and the one that the checkpoint has instead.
+        rename: prefixes of the model's names, and what the checkpoint has instead of each; the first that fits counts.
         without: a model whose modules do not count: a draft borrows the policy's embeddings.
     Raises:
         LookupError: a module has parameters that this function does not know.
     """
     borrowed = set() if without is None else {id(module) for module in without.modules()}
-    old, new = rename
     found: list[Slot] = []
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own and id(module) not in borrowed:
-            name = new + path.removeprefix(old) if path.startswith(old) else path
-            found += _module_slots(name, module, own)
+            found += _module_slots(_renamed(path, rename), module, own)
     return tuple(found)
+
+
+def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
+    for old, new in rename:
+        if path.startswith(old):
+            return new + path.removeprefix(old)
+    return path
 
 
 def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
@@ -137,11 +142,14 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         parts_of = expert_parts(path, module, own)
         return [Slot(module=module, parameter=name, parts=parts) for name, parts in parts_of.items()]
     if isinstance(module, LinearBase):
-        if set(own) != {"weight"}:
-            raise LookupError(f"{path} holds {sorted(own)}, not one weight")
+        if "weight" not in own or own.keys() - {"weight", "bias"}:
+            raise LookupError(f"{path} holds {sorted(own)}, not one weight and perhaps its bias")
         shape = _linear_shape(module)
         parts = _linear_parts(path, module, shape, _dtype(own["weight"]))
-        return [Slot(module=module, parameter="weight", parts=parts, shape=shape)]
+        weight = Slot(module=module, parameter="weight", parts=parts, shape=shape)
+        if "bias" not in own:
+            return [weight]
+        return [weight, Slot(module=module, parameter="bias", parts=_of_bias(parts, own["bias"]))]
     if isinstance(module, VocabParallelEmbedding):
         held = module.shard_indices
         start, stop = held.org_vocab_start_index, held.org_vocab_end_index
@@ -156,6 +164,19 @@ def _module_slots(path: str, module: nn.Module, own: dict[str, nn.Parameter]) ->
         )
         for name, tensor in own.items()
     ]
+
+
+def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, ...]:
+    """A number an output, in the same parts as the weight's rows.
+
+    Raises:
+        LookupError: the rows are cut by input, so that each rank holds all of them.
+    """
+    if any(part.dim for part in parts):
+        raise LookupError(f"{parts[0].name} is split by its inputs, and has a bias")
+    return tuple(
+        replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts
+    )
 
 
 def _whole_name(path: str, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from slipstream.refit import engine_transfer, engine_weights
+from slipstream.refit import engine_mtp, engine_transfer, engine_weights
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 from slipstream.rollout import vllm_sampler
@@ -67,5 +67,5 @@ class EngineProbe:
             raise LookupError("the engine drafts without a model")
         method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
         # The layer of an EAGLE-3 draft has no prefix in its checkpoint; a model that drafts is a checkpoint as it is.
-        rename = ("model.", "") if method == _EAGLE3 else ("", "")
+        rename = (("model.", ""),) if method == _EAGLE3 else engine_mtp.draft_names(draft)
         return engine_weights.slots(draft, rename=rename, without=policy)

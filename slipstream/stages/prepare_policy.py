@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.data.prompts import render
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.architecture import MIMO, QWEN3
 from slipstream.policy.config import SCRATCH
 from slipstream.policy.pretrain import pretrain
 from slipstream.policy.source import resolve
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
 _NODE = "prepare_policy"
+_MTP_LOSS = "pretrain/mtp_loss"
 
 
 def prepare_policy(context: RunContext, recipe: Recipe, *, data: Path) -> Path:
@@ -93,7 +95,8 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
     ):
 
         def on_step(step: int, loss: float) -> None:
-            log({"pretrain/loss": loss}, step)
+            mtp_loss = learner.mtp_loss() if scratch.num_mtp_layers else None
+            log({"pretrain/loss": loss} if mtp_loss is None else {"pretrain/loss": loss, _MTP_LOSS: mtp_loss}, step)
             bar.advance(text=f"loss {loss:.3f}")
 
         num_parameters = learner.create(
@@ -106,7 +109,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
         learner.save_hf(directory, tokenizer_dir)
     return PolicyRecord(
         model=SCRATCH,
-        architecture="Qwen3ForCausalLM",
+        architecture=MIMO if scratch.num_mtp_layers else QWEN3,
         num_parameters=num_parameters,
         vocab_size=len(words),
         max_position_embeddings=scratch.max_position_embeddings,

@@ -209,6 +209,7 @@ def policy_needs(recipe: Recipe) -> Needs:
     return Needs(
         max_model_len=recipe.engine.max_model_len,
         draft_layer_ids=recipe.draft.aux_hidden_state_layer_ids if reads_states else (),
+        mtp=recipe.draft.method is DraftMethod.MTP,
     )
 
 

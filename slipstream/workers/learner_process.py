@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
+from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
@@ -30,6 +31,7 @@ from slipstream.workers.files import here
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.drafts.mtp import MtpDraft
     from slipstream.drafts.online import OnlineDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
@@ -76,7 +78,7 @@ class LearnerProcess:
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
-        self._draft: DraftTrainer | None = None
+        self._draft: DraftTrainer | MtpDraft | None = None
         self._online_config: DraftConfig | None = None  # of a draft that is trained beside the policy
         self._draft_chats: _DraftChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
@@ -140,6 +142,10 @@ class LearnerProcess:
         """Whether `path` is there, on this host."""
         return path.exists()
 
+    def mtp_loss(self) -> float | None:
+        """Of the policy's MTP layer in the last `lm_step`; None where none was trained."""
+        return self._loaded.mtp_loss
+
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
         """One next-token update; returns its loss."""
         sequences, loss_starts = part
@@ -202,16 +208,19 @@ class LearnerProcess:
         The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
         a `train_step` without it to the last bit.
         """
+        from slipstream.drafts.mtp import MtpDraft
         from slipstream.policy.capture import Capture
 
         draft, config = self._online
-        capture, batch, num_ranks = Capture(config.aux_hidden_state_layer_ids), update.batch, self._config.parallel.data
+        capture, batch, num_ranks = Capture(self._layer_ids(config)), update.batch, self._config.parallel.data
         start = time.perf_counter()
-        draft.follow(*self._loaded.vocabulary_weights())  # of the policy that the forward pass asks
+        if not isinstance(draft, MtpDraft):
+            draft.follow(*self._loaded.vocabulary_weights())  # of the policy that the forward pass asks
         follow_s = time.perf_counter() - start
         trained = self._loaded.train_step(update, capture=capture)
         start = time.perf_counter()
-        kept = [tokens[:-1] for tokens in batch.token_ids]  # nothing was computed after the last token
+        # Nothing was computed after the last token, yet it is known: what an MTP layer drafts there counts.
+        kept = batch.token_ids if isinstance(draft, MtpDraft) else [tokens[:-1] for tokens in batch.token_ids]
         states = []
         for index, tokens in enumerate(kept):
             aux_TA, last_TH = capture.by_sequence[index]
@@ -278,8 +287,10 @@ class LearnerProcess:
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
 
     def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """The same of the draft, which all ranks hold whole."""
+        """The same of the draft, from rank 0 alone; gathering an MTP layer is collective."""
         named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        if self._rank:
+            return {}
         return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
@@ -301,12 +312,15 @@ class LearnerProcess:
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
         """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
-        from slipstream.drafts.online import OnlineDraft
-
         own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
-        self._draft = OnlineDraft.of(
-            own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
-        )
+        if config.method is DraftMethod.MTP:
+            self._draft = self._mtp_draft(config, own_policy, given=own_draft, is_online=True)
+        else:
+            from slipstream.drafts.online import OnlineDraft
+
+            self._draft = OnlineDraft.of(
+                own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
+            )
         self._online_config = config
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
@@ -318,22 +332,41 @@ class LearnerProcess:
         given: Path | None = None,
         token_ids: Sequence[int] | None = None,
     ) -> int:
-        """A fresh draft for the loaded policy, or the `given` one; returns its number of trained parameters.
+        """A fresh draft for the loaded policy (its own MTP layer is one), or the `given` one.
+
+        Returns its number of trained parameters.
 
         Args:
             token_ids: that a fresh draft knows; None: all.
         """
+        if config.method is DraftMethod.MTP:
+            own = None if given is None else here(given, self._origin)
+            self._draft = self._mtp_draft(config, here(policy, self._origin), given=own)
+        else:
+            self._draft = self._beside_policy(policy, config, given, token_ids)
+        self._online_config = None
+        self._sources.pop(_DRAFT, None)
+        return self._draft.num_parameters
+
+    def _mtp_draft(
+        self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False
+    ) -> MtpDraft:
+        from slipstream.drafts.mtp import MtpDraft
+
+        if given is not None:
+            self._loaded.load_mtp(given)
+        return MtpDraft(self._loaded, config, tokenizer_dir=policy, writes=self._rank == 0, is_online=is_online)
+
+    def _beside_policy(
+        self, policy: Path, config: DraftConfig, given: Path | None, token_ids: Sequence[int] | None
+    ) -> DraftTrainer:
         from slipstream.drafts.trainer import DraftTrainer
 
         policy, num_threads, device = here(policy, self._origin), self._config.num_threads, self._loaded.device
         if given is None:
-            self._draft = DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
-        else:
-            draft = here(given, self._origin)
-            self._draft = DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
-        self._online_config = None
-        self._sources.pop(_DRAFT, None)
-        return self._draft.num_parameters
+            return DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
+        draft = here(given, self._origin)
+        return DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
         """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
@@ -341,7 +374,7 @@ class LearnerProcess:
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
         indices, sequences, prompt_lengths = part
-        layer_ids = config.aux_hidden_state_layer_ids
+        layer_ids = self._layer_ids(config)
         fits = self._loaded.hidden_states_bytes(sequences, layer_ids) <= config.states_cache_gib * 2**30
         states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
         places = {index: place for place, index in enumerate(indices)}
@@ -358,7 +391,7 @@ class LearnerProcess:
         mine = [chats.places[index] for index in indices if index in chats.places]
         sequences = [chats.sequences[place] for place in mine]
         if chats.states is None:
-            states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+            states = self._loaded.hidden_states(sequences, self._layer_ids(config))
         else:
             states = [chats.states[place] for place in mine]
         lengths = [chats.prompt_lengths[place] for place in mine]
@@ -369,20 +402,20 @@ class LearnerProcess:
     def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
         """Held-out acceptance of the draft, over the shares of all ranks."""
         sequences, prompt_lengths = part
-        states = self._loaded.hidden_states(sequences, config.aux_hidden_state_layer_ids)
+        states = self._loaded.hidden_states(sequences, self._layer_ids(config))
         rates, length = self._drafting.evaluate(
             sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
         )
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
-        """Write the draft as vLLM loads it; all ranks hold the same, and rank 0 alone writes."""
-        if self._rank == 0:
+        """Write the draft as vLLM loads it; rank 0 alone writes, and gathering an MTP layer is collective."""
+        if self._rank == 0 or self._drafts_with_mtp:
             self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs; all ranks hold the same, and rank 0 alone writes."""
-        if self._rank == 0:
+        """Write what resumed draft training needs; rank 0 alone writes, and gathering an MTP layer is collective."""
+        if self._rank == 0 or self._drafts_with_mtp:
             self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
@@ -417,6 +450,18 @@ class LearnerProcess:
         assert self._policy is not None, "load or create comes first"
         return self._policy
 
+    def _layer_ids(self, config: DraftConfig) -> tuple[int, ...]:
+        """Of the states that the draft reads."""
+        if config.method is DraftMethod.MTP:
+            return self._loaded.architecture.mtp_layer_ids
+        return config.aux_hidden_state_layer_ids
+
+    @property
+    def _drafts_with_mtp(self) -> bool:
+        from slipstream.drafts.mtp import MtpDraft
+
+        return isinstance(self._draft, MtpDraft)
+
     @property
     def _sum_over_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """What adds up the parts of the data-parallel ranks; None for one that has everything."""
@@ -425,16 +470,18 @@ class LearnerProcess:
         return summed_over_data_ranks if self._config.parallel.data > 1 else None
 
     @property
-    def _drafting(self) -> DraftTrainer:
+    def _drafting(self) -> DraftTrainer | MtpDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 
     @property
-    def _online(self) -> tuple[OnlineDraft, DraftConfig]:
+    def _online(self) -> tuple[OnlineDraft | MtpDraft, DraftConfig]:
+        from slipstream.drafts.mtp import MtpDraft
         from slipstream.drafts.online import OnlineDraft
 
-        assert isinstance(self._draft, OnlineDraft) and self._online_config is not None, "continue_draft comes first"
-        return self._draft, self._online_config
+        draft, config = self._draft, self._online_config
+        assert isinstance(draft, OnlineDraft | MtpDraft) and config is not None, "continue_draft comes first"
+        return draft, config
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         with uncollected():

@@ -78,6 +78,10 @@ class RemoteLearner:
         )
         return answers[0]
 
+    def mtp_loss(self) -> float | None:
+        """Of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
+        return self._on_all("mtp_loss", lambda rank: rank.mtp_loss.remote())
+
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
         """Trainer logprobs of the response tokens."""
         return self._by_sequence(
@@ -183,9 +187,8 @@ class RemoteLearner:
         return lambda: weight_totals(self._crew.gather("weight_fingerprints", calls))
 
     def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """The same of the draft, of which rank 0 sends its own."""
-        first = self.ranks[0]
-        calls = [(first, first.actor.draft_fingerprints.remote(dtypes, turn))]
+        """The same of the draft; rank 0 alone answers, once all have gathered what is split over them."""
+        calls = [(rank, rank.actor.draft_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
         return lambda: weight_totals(self._crew.gather("draft_fingerprints", calls))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:

@@ -55,6 +55,15 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             f"drafts of k 7 = 237 tokens, got 236; {CRASH}",
         ),
         (
+            {"draft": {"method": "mtp"}},
+            "policy.scratch.num_mtp_layers must be 1 with draft.method mtp, got 0; or choose another method",
+        ),
+        (
+            {"policy": {"scratch": {"num_mtp_layers": 1, "head_dim": 16}}},
+            "policy.scratch.head_dim must be hidden_size 128 / num_attention_heads 4 with MTP, got 16; "
+            "vLLM's MiMo knows no other",
+        ),
+        (
             {"engine": {"max_model_len": 1024}},
             "engine.max_model_len must be <= policy.scratch.max_position_embeddings 512, got 1024",
         ),

@@ -7,7 +7,7 @@ holds for the weight's layout holds for them. A logical tensor is named `kind/Hu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ from slipstream.policy.muon import BatchedMuon
 from slipstream.policy.weights import Layout, Mapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
+Table = Callable[[Architecture, Shard], Iterable[Mapping]]
+"""The parameters of a model that a rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,14 @@ class Run:
 
 
 def held_parameters(
-    model: torch.nn.Module, optimizer: MegatronOptimizer | None, arch: Architecture, shard: Shard
+    model: torch.nn.Module,
+    optimizer: MegatronOptimizer | None,
+    arch: Architecture,
+    shard: Shard,
+    *,
+    table: Table = mappings,
 ) -> list[HeldParameter]:
-    """A rank's parameters in model order."""
+    """A rank's parameters in model order, which are those that `table` names."""
     parameters = dict(model.named_parameters())
     steppers = None if optimizer is None else _Steppers(optimizer)
     found = [
@@ -90,7 +97,7 @@ def held_parameters(
             is_expert=mapping.is_expert,
             is_data_copy=shard.is_copy(mapping),
         )
-        for mapping in mappings(arch, shard)
+        for mapping in table(arch, shard)
     ]
     assert parameters.keys() == {held.name for held in found}
     return found

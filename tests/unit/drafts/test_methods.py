@@ -26,6 +26,11 @@ DIRECTORY = Path("draft")
             {"method": "eagle3", "model": "draft", "draft_sample_method": "probabilistic"},
         ),
         (
+            DraftConfig(method=DraftMethod.MTP),
+            DIRECTORY,
+            {"method": "mtp", "model": "draft", "draft_sample_method": "probabilistic"},
+        ),
+        (
             DraftConfig(method=DraftMethod.DRAFT_MODEL),
             DIRECTORY,
             {"method": "draft_model", "model": "draft", "draft_sample_method": "probabilistic"},

@@ -121,7 +121,7 @@ def test_other_architectures_and_rope_are_refused(tmp_path: Path) -> None:
     for change, message in (
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "must be a Qwen3ForCausalLM or a Qwen3MoeForCausalLM, got .'LlamaForCausalLM'.",
+            "must be a Qwen3ForCausalLM, a Qwen3MoeForCausalLM or a MiMoForCausalLM, got .'LlamaForCausalLM'.",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "must use plain RoPE, got 'yarn'"),
     ):

@@ -146,6 +146,7 @@ CHECKS = {
     "policy.scratch.hidden_size": Check(32, model_config),
     "policy.scratch.num_layers": Check(4, model_config),
     "policy.scratch.num_attention_heads": Check(4, model_config),
+    "policy.scratch.num_mtp_layers": Check(1, model_config),
     "policy.scratch.num_query_groups": Check(2, model_config),
     "policy.scratch.head_dim": Check(16, model_config),
     "policy.scratch.ffn_hidden_size": Check(32, model_config),

@@ -1,0 +1,119 @@
+"""A MiMo that drafts with its own MTP layer on the real engine: refitted with the policy, and lossless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import DraftMethod, speculative_config
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject, draw
+from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.policy.config import LearnerConfig
+from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.fingerprint import ALL, file_fingerprints
+from slipstream.refit.gate import RefitGate
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.types import Dtype, Prompt
+from tests.unit.policy import mimo
+
+pytestmark = pytest.mark.slow
+
+ENGINE = EngineConfig(
+    max_model_len=64, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
+)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=32)
+CONFIG = DraftConfig(method=DraftMethod.MTP, ttt_steps=3, num_steps=20, warmup_steps=2, learning_rate=1e-2)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
+CERTIFICATE = LosslessnessConfig(
+    num_tokens=4000,
+    num_repeated_prompts=2,
+    num_repeats=128,
+    num_greedy_prompts=4,
+    num_replications=20,
+    max_detectable_bias=0.5,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """A learner that holds the policy `new` and taught its MTP layer, an engine of `old`, and one of what was saved."""
+
+    learner: Any
+    engine: Any
+    fresh: Any
+    plain: Any
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterator[Ends]:
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+
+    root = tmp_path_factory.mktemp("models")
+    old, new = (mimo.write_model(root / name, seed=seed) for seed, name in enumerate(("old", "new")))
+    sequences, starts = mimo.sequences(16), [2] * 16
+    with start_learner(LearnerConfig(num_threads=1)) as learner:
+        learner.load(new, None)
+        learner.start_draft(new, CONFIG)
+        learner.hold_draft_chats(sequences, starts, CONFIG)
+        for _ in range(10):
+            learner.draft_step(range(16), CONFIG, 1.0)
+        learner.save_draft(root / "draft")
+        with (
+            start_engine(old, config=ENGINE, speculative_config=speculative_config(CONFIG, old, 3)) as engine,
+            start_engine(new, config=ENGINE, speculative_config=speculative_config(CONFIG, root / "draft", 3)) as fresh,
+            start_engine(new, config=ENGINE) as plain,
+        ):
+            yield Ends(learner=learner, engine=engine, fresh=fresh, plain=plain, root=root)
+
+
+@pytest.mark.parametrize("channel", [Channel.SHARED_MEMORY, Channel.GLOO])
+def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Channel) -> None:
+    """An engine that started from one directory with both answers as one that started with what the learner saved."""
+    old = ends.root / "old"
+    ends.engine.refit(old, policy_version=0, draft=old, draft_version=0)
+    dtypes = ends.engine.weight_dtypes(is_draft=True)
+    assert ends.engine.weight_fingerprints(is_draft=True, turn=ALL) == [file_fingerprints(old, dtypes)]
+    before = ends.engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    with open_channel(RefitConfig(channel=channel, bucket_mib=0.02), ends.learner, ends.engine) as opened:
+        opened.send(1, draft_version=1)
+        states = ends.engine.states()
+        assert [(state.policy_version, state.draft_version) for state in states] == [(1, 1)]
+        gate = RefitGate(
+            ends.engine, ends.learner, channel=opened, draft=ends.root / "draft", config=RefitConfig(channel=channel)
+        )
+        check = gate.refit(2)  # of the policy alone; and both are what the learner has
+    assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=False))
+    ends.fresh.refit(ends.root / "new", policy_version=2)
+    samples = [e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)]
+    rollouts = [[(r.token_ids, r.rollout_logprobs) for g in s.groups for r in g.rollouts] for s in samples]
+    assert rollouts[0] == rollouts[1]
+    assert samples[0].acceptance == samples[1].acceptance
+    assert samples[0].acceptance is not None and samples[0].acceptance.num_accepted_tokens > 0
+    assert rollouts[0] != [(r.token_ids, r.rollout_logprobs) for g in before.groups for r in g.rollouts]
+
+
+def test_drafting_with_the_layer_is_lossless(ends: Ends) -> None:
+    prompts = [Prompt(id=str(i), text="", token_ids=(2, 4 + i % 28, 5 + i // 4, 20), answer="") for i in range(64)]
+
+    def drawn(engine: Any, seed: int) -> Sample:
+        return draw(engine, prompts, config=CERTIFICATE, sampling=SAMPLING, batch=32, seed=seed)
+
+    record = certify(
+        drawn(ends.fresh, 5),
+        drawn(ends.plain, 10_000),
+        ends.learner,
+        config=CERTIFICATE,
+        sampling=SAMPLING,
+        subject=Subject(num_speculative_tokens=3, policy_fingerprint="p", draft_fingerprint="d", versions={}),
+        started_s=0.0,
+    )
+    assert record.verdict == LOSSLESS, record.reason
