@@ -18,11 +18,11 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update

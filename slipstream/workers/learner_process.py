@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.pretrain import DraftProgress
 from slipstream.drafts.methods import DraftMethod
+from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
@@ -348,9 +348,7 @@ class LearnerProcess:
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def _mtp_draft(
-        self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False
-    ) -> MtpDraft:
+    def _mtp_draft(self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False) -> MtpDraft:
         from slipstream.drafts.mtp import MtpDraft
 
         if given is not None:

@@ -158,7 +158,9 @@ def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_confi
     write_tokenizer(model, max_length=64)
     (model / "config.json").write_text(json.dumps(plain.to_hf(Dtype.FLOAT32)))
     needs = Needs(max_model_len=64, draft_layer_ids=(), mtp=True)
-    with pytest.raises(ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"
+    ):
         write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
     (model / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(Dtype.FLOAT32)))
     write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")

@@ -106,5 +106,3 @@ def mtp_states(path: Path, states_TH: Tensor, tokens: Sequence[int]) -> Tensor:
 def logits(path: Path, states_TH: Tensor) -> Tensor:
     """[T, V] of what the output layer sees."""
     return states_TH @ load_file(path / "model.safetensors")["lm_head.weight"].t()
-
-
