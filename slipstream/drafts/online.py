@@ -20,11 +20,13 @@ from slipstream.policy.errors import CheckpointError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUM_STEPS = "num_steps"
+# Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
+_WARMUP_UPDATES = 5
 _CPU = torch.device("cpu")
 
 
 class OnlineDraft(DraftTrainer):
-    """A pretrained draft with a fresh optimizer, whose learning rate stays `draft.online_learning_rate`."""
+    """A pretrained draft with a fresh optimizer, whose learning rate stays, after a few updates, as it is."""
 
     @classmethod
     def of(
@@ -107,7 +109,7 @@ class OnlineDraft(DraftTrainer):
                 self._optimizer.state[parameter] = {"step": torch.tensor(float(self._num_steps)), **moments}
 
     def _learning_rate(self) -> float:
-        return self._config.online_learning_rate
+        return self._config.online_learning_rate * min(1.0, (self._num_steps + 1) / _WARMUP_UPDATES)
 
 
 def drawn(lengths: Sequence[int], *, num_parts: int, num_tokens: int, seed: str) -> list[list[int]]:

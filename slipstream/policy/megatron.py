@@ -295,9 +295,7 @@ class MegatronPolicy:
             collections.deque(self.weights(), maxlen=0)
         parallel.barrier()
 
-    def save_checkpoint(
-        self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
 
         Args:

@@ -169,7 +169,9 @@ class RefitGate:
         if state.draft_version != version:
             raise RefitError(f"engine {index} must hold draft version {version}, got {state.draft_version}")
         if delivery.draft_digest is not None and state.draft_digest != delivery.draft_digest:
-            raise RefitError(f"engine {index} must read draft version {version} as the learner sent it, got other bytes")
+            raise RefitError(
+                f"engine {index} must read draft version {version} as the learner sent it, got other bytes"
+            )
 
     def _readable_dtypes(self) -> dict[str, str] | None:
         try:

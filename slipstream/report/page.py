@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
+from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.drift_table import drift_table
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
@@ -58,6 +59,7 @@ def render(
     return environment.get_template("page.html.jinja").render(
         record=record,
         run=run,
+        training=draft_training(record),
         reference=reference,
         workload=workload,
         verdict=verdict(record, run),
@@ -170,6 +172,8 @@ def _figures(record: RunRecord, run: RunSummary, reference: Reference) -> dict[s
         drawn["bound"] = figures.bound(run)
     if record.tuning.points:
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
+    if draft_training(record) is not None:
+        drawn["draft_training"] = decisions(record)
     return drawn
 
 

@@ -75,7 +75,7 @@ def train_grpo(
 
 
 def known_length(draft: Path, k: int) -> float | None:
-    """Mean acceptance length at `k` of a draft on text that it was not trained on; None of one not measured."""
+    """Mean acceptance length at `k`, or more, of a draft on held-out text; None of one not measured."""
     file = draft / "draft.json"
     if not file.is_file():
         return None

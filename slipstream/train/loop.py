@@ -1,7 +1,8 @@
 """Synchronous GRPO: generate with the newest policy, learn from it, repeat.
 
 `SyncLoop.run` is the whole algorithm. What it needs is behind protocols and the refit gate; timing, checkpoints and
-records stand around it, not in it. A draft may learn beside the policy, from the same forward pass: `draft` says when. Scoring counts as stage `data`: it turns rollouts into training data on the CPU.
+records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU. A
+draft may learn beside the policy, from the same forward pass: `draft` says in which steps.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class SyncLoop:
                 trained=trained,
                 mismatch=gap,
                 has_logprob_pass=self.config.needs_logprob_pass,
-                draft_decision=decision,
             )
+            record = replace(record, draft_decision=decision)
             self.draft.note(record)
             self.on_step(record)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.grpo.update import Trained
-from slipstream.records import DraftDecision, Mismatch, RefitCheck, StepRecord
+from slipstream.records import Mismatch, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
@@ -51,7 +51,6 @@ def step_record(
     trained: Trained,
     mismatch: Mismatch,
     has_logprob_pass: bool,
-    draft_decision: DraftDecision | None = None,
 ) -> StepRecord:
     """The record of one step, whose rollouts all come from one version of policy and draft."""
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
@@ -75,7 +74,6 @@ def step_record(
         num_engine_restarts=result.num_engine_restarts,
         engine_idle_fraction=result.engine_idle_fraction,
         has_logprob_pass=has_logprob_pass,
-        draft_decision=draft_decision,
         draft_update=trained.draft,
     )
 

@@ -163,9 +163,7 @@ def test_a_policy_is_no_draft(policy: Path, draft: Path, tmp_path: Path) -> None
         check_draft(policy, draft, max_model_len=64)
 
 
-def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(
-    policy: Path, draft: Path
-) -> None:
+def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_update(policy: Path, draft: Path) -> None:
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
     from slipstream.grpo.config import LossConfig, OptimizerConfig
     from slipstream.grpo.update import Update

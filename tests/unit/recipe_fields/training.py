@@ -260,19 +260,15 @@ class DraftingEngine(NotedEngine):
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
         groups = tuple(
-            replace(
-                group, rollouts=tuple(replace(each, draft_version=self.draft_version) for each in group.rollouts)
-            )
+            replace(group, rollouts=tuple(replace(each, draft_version=self.draft_version) for each in group.rollouts))
             for group in rollout_groups(prompts, group_size, self.version)
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
 
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        if draft is not None:
-            self.draft_version = draft_version
-        return self.adopt(policy_version=policy_version, draft_version=draft_version)
+    def refit(self, policy: Path, *, policy_version: int, **more: Any) -> list[EngineState]:
+        if more["draft"] is not None:
+            self.draft_version = more["draft_version"]
+        return self.adopt(policy_version=policy_version, draft_version=None)
 
     def states(self) -> list[EngineState]:
         return [replace(state, draft_version=self.draft_version, draft_digest="d") for state in super().states()]

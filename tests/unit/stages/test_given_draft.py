@@ -40,9 +40,7 @@ def _with(recipe: Recipe, given: Path, **values: Any) -> Recipe:
     return replace(recipe, draft=replace(recipe.draft, init=DraftInit.FROM_HUB, model=str(given), **values))
 
 
-def test_a_given_draft_without_steps_is_handed_on_unchanged(
-    models: tuple[Recipe, Path, Path], tmp_path: Path
-) -> None:
+def test_a_given_draft_without_steps_is_handed_on_unchanged(models: tuple[Recipe, Path, Path], tmp_path: Path) -> None:
     recipe, policy, given = models
     config = _with(recipe, given, num_steps=0).draft
     taken = stage._take_weights(config, policy, tmp_path / "taken", max_model_len=recipe.engine.max_model_len)
@@ -76,7 +74,7 @@ def test_a_given_draft_that_does_not_fit_is_refused_before_an_engine_starts(
     settings["transformer_layer_config"]["max_position_embeddings"] = 8
     (given / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
-    with pytest.raises(ConfigError, match="draft max_position_embeddings must be >= engine.max_model_len"):
+    with pytest.raises(ConfigError, match=r"draft max_position_embeddings must be >= engine\.max_model_len"):
         stage.train_on(
             PROMPTS, _with(recipe, given), policy=policy, directory=tmp_path, on_step=lambda step, loss: None
         )
@@ -89,7 +87,7 @@ def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
     cut = replace(recipe, draft=replace(recipe.draft, vocab_size=64))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
     monkeypatch.setattr(teaching, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
-    with pytest.raises(ConfigError, match="draft.vocab_size must be < the policy's 64 tokens, got 64"):
+    with pytest.raises(ConfigError, match=r"draft\.vocab_size must be < the policy's 64 tokens, got 64"):
         stage.train_on(PROMPTS, cut, policy=policy, directory=tmp_path, on_step=lambda step, loss: None)
 
 

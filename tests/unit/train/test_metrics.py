@@ -42,9 +42,7 @@ ACCEPTANCE = AcceptanceStats(
     acceptance_rate=0.6,
     rate_by_position=(0.8, 0.4),
 )
-DECISION = DraftDecision(
-    trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None
-)
+DECISION = DraftDecision(trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None)
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,
@@ -158,7 +156,6 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         trained=Trained(stats=STEP.train, own_logprobs=None, draft=UPDATE),
         mismatch=STEP.mismatch,
         has_logprob_pass=False,
-        draft_decision=DECISION,
     )
     assert record == replace(
         STEP,
@@ -170,6 +167,5 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         acceptance=ACCEPTANCE,
         draft_version=4,
         has_logprob_pass=False,
-        draft_decision=DECISION,
         draft_update=UPDATE,
     )
