@@ -33,7 +33,7 @@ CHATS = tuple(tuple(4 + (start + 5 * step) % 50 for step in range(12)) for start
 TRAIN = Responses(token_ids=CHATS, prompt_lengths=(3,) * len(CHATS))
 
 
-class Killed(RuntimeError):
+class KilledError(RuntimeError):
     """Where an attempt ends."""
 
 
@@ -47,7 +47,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_and_fits_its_policy(
     def teach(learner: RemoteLearner, name: str, *, end: int = CONFIG.num_steps) -> list[float]:
         def on_step(step: int, loss: float) -> None:
             if step == end:
-                raise Killed
+                raise KilledError
 
         learner.create(scratch, vocab_size, eos, optimizer)
         return distill(learner, TRAIN, CONFIG, scratch, checkpoint=tmp_path / f"{name}-checkpoint", on_step=on_step)
@@ -55,7 +55,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_and_fits_its_policy(
     with start_learner(LearnerConfig(num_threads=1)) as learner:
         whole = teach(learner, "whole")
         learner.save_hf(tmp_path / "whole", policy)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             teach(learner, "killed", end=4)
         assert teach(learner, "killed") == whole
         learner.save_hf(tmp_path / "resumed", policy)

@@ -74,7 +74,7 @@ def test_a_given_draft_that_does_not_fit_is_refused_before_an_engine_starts(
     settings["transformer_layer_config"]["max_position_embeddings"] = 8
     (given / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
-    with pytest.raises(ConfigError, match="draft max_position_embeddings must be >= engine.max_model_len"):
+    with pytest.raises(ConfigError, match=r"draft max_position_embeddings must be >= engine\.max_model_len"):
         stage.train_on(
             PROMPTS, _with(recipe, given), policy=policy, directory=tmp_path, on_step=lambda step, loss: None
         )
@@ -87,7 +87,7 @@ def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
     cut = replace(recipe, draft=replace(recipe.draft, vocab_size=64))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
     monkeypatch.setattr(teaching, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
-    with pytest.raises(ConfigError, match="draft.vocab_size must be < the policy's 64 tokens, got 64"):
+    with pytest.raises(ConfigError, match=r"draft\.vocab_size must be < the policy's 64 tokens, got 64"):
         stage.train_on(PROMPTS, cut, policy=policy, directory=tmp_path, on_step=lambda step, loss: None)
 
 
