@@ -133,8 +133,8 @@ class MtpTrainer:
         """Acceptance of windows of `num_tokens` after the sequences' own tokens, under rejection sampling.
 
         Returns:
-            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean acceptance length: 1 + the sum of
-            the products of those chances up to each position.
+            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean
+            acceptance length: 1 + the sum of the products of those chances up to each position.
         """
         # Of each position the chances, and the products up to it; then the number of windows.
         sums = torch.zeros(2 * num_tokens + 1, dtype=torch.float64, device=self._device)

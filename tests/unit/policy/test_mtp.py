@@ -253,7 +253,7 @@ def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype:
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = _load(mimo.write_model(tmp_path / "model")).start_mtp(OPTIMIZER)
-    with pytest.raises(CheckpointError, match="must hold the policy's MTP layer, has no main/model.mtp_layers.0"):
+    with pytest.raises(CheckpointError, match=r"must hold the policy's MTP layer, has no main/model\.mtp_layers\.0"):
         trainer.restore({"num_updates": torch.tensor([1]), "0.parameter": torch.zeros(1)})
 
 
