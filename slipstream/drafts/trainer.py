@@ -43,7 +43,7 @@ class DraftTrainer:
         num_threads: int | None = None,
         device: torch.device = _CPU,
         token_ids: Sequence[int] | None = None,
-        model: Eagle3DraftModel | None = None,
+        model: Eagle3DraftModel | None = None,  # type: ignore[valid-type]  # its decorator hides that it is a class
     ) -> None:
         """Train `model`, or without one a fresh draft of `policy`, on `device`.
 

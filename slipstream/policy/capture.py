@@ -38,7 +38,7 @@ class CapturedStates:
 
     def __enter__(self) -> CapturedStates:
         """Attach the hooks."""
-        decoder = self._gpt.decoder
+        decoder: Any = self._gpt.decoder  # whose layers are declared as modules of any kind
         modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
         if self._gpt.pre_process:
             modules[0] = self._gpt.embedding

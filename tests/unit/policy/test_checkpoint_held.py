@@ -224,7 +224,7 @@ def test_a_count_of_steps_in_the_group_comes_back_there(tmp_path: Path) -> None:
     ]
     for _ in range(3):
         adams[0].step()
-    checkpoints[0].save(tmp_path / "c", version=3, num_updates=3, extra={})
+    checkpoints[0].save(tmp_path / "c", version=3, num_updates=3, extra={}, beside={})
     checkpoints[0].wait()
     checkpoints[1].load(tmp_path / "c")
     assert [group["step"] for group in adams[1].param_groups] == [3]
