@@ -1,7 +1,7 @@
 """One draft length throughout, or one a running batch: engines in turn on a finished run's policy, round by round.
 
-`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0 steps
-take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and every
+`python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
+steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and every
 fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
 """
 
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
     parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
-    parser.add_argument("--num-long", type=int, default=0, help="prompts of a generation with long answers, the rest short")
+    parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
     parser.add_argument("--sweep-rounds", type=int, default=6)
     parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
@@ -204,7 +204,8 @@ def main() -> int:
         num_starting=2,
     )
     recipe = replace(run.recipe, engine=engine, tuning=tuning)
-    prompts, others = halves(read_prompt_sets(run.data).train, options.batch // recipe.grpo.group_size, options.num_long)
+    size = options.batch // recipe.grpo.group_size
+    prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long)
     record = tuned(recipe, run, draft, prompts)
     show_tuned(record)
     if options.num_rounds:
