@@ -69,6 +69,22 @@ def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
     return directory / "draft"
 
 
+def halves(prompts: Sequence[Prompt], size: int, num_long: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of the sweep and of the comparison, in groups of `size`.
+
+    Args:
+        num_long: of each group the longest problems, beside the shortest: so the answers' lengths have a long tail, as
+            those of real problems do. 0 takes the prompts as they come.
+    """
+    if num_long:
+        ordered = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
+        num_groups = min(len(ordered) // 10 // num_long, len(ordered) // 3 // (size - num_long)) // 2 * 2
+        long, short = ordered[-num_groups * num_long :], ordered[: num_groups * (size - num_long)]
+        prompts = [p for i in range(num_groups) for p in (*short[i::num_groups], *long[i::num_groups])]
+    middle = len(prompts) // size // 2 * size
+    return list(prompts[:middle]), list(prompts[middle : 2 * middle])
+
+
 def tuned(recipe: Recipe, run: FinishedRun, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
     """The best fixed k and the table, by the sweep."""
     swept = sweep(
@@ -162,6 +178,7 @@ def main() -> int:
     parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
     parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
+    parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
     parser.add_argument("--sweep-rounds", type=int, default=6)
     parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
@@ -185,12 +202,12 @@ def main() -> int:
         num_starting=2,
     )
     recipe = replace(run.recipe, engine=engine, tuning=tuning)
-    prompts = read_prompt_sets(run.data).train
-    half = len(prompts) // 2
-    record = tuned(recipe, run, draft, prompts[:half])
+    size = options.batch // recipe.grpo.group_size
+    prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long)
+    record = tuned(recipe, run, draft, prompts)
     show_tuned(record)
     if options.num_rounds:
-        show_compared(compare(recipe, run, draft, record, prompts[half:], options.num_rounds))
+        show_compared(compare(recipe, run, draft, record, others, options.num_rounds))
     return 0
 
 

@@ -191,7 +191,7 @@ class RunningPoint:
     token_ms: float  # for every running rollout to gain a token
     tokens_per_step: float  # of a rollout: 1 without a draft
     speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
-    gain: float  # the same with the chosen k in the place of k=0; 1 where they never met
+    gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
     gain_low: float  # lower end of its one-sided 99 % interval; 0 of a single round
 
 

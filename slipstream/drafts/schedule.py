@@ -63,7 +63,8 @@ def constant(k: int) -> tuple[ScheduleEntry, ...]:
 def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> tuple[RunningPoint, ...]:
     """Every k at every range of running batches that its engine came through, up to `largest`.
 
-    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too.
+    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one
+    that never met the chosen k, as too few engines live at once, is compared with it through k=0.
     """
     return tuple(
         _point(k, batches, costs, chosen_k)
@@ -147,7 +148,11 @@ def _point(k: int, batches: tuple[int, int], costs: Mapping[int, Mapping[int, _C
     own = costs[k]
     steps = sum(cost.num_steps for cost in own.values())
     speedups = _log_ratios(costs.get(0, {}), own)
-    gains = _log_ratios(costs.get(chosen_k, {}), own)
+    chosen = costs.get(chosen_k, {})
+    gains = [_log_ratios(chosen, own)]
+    if not gains[0]:
+        gains = [speedups, [-each for each in _log_ratios(costs.get(0, {}), chosen)]]
+    gain, low = _estimate(gains)
     return RunningPoint(
         k=k,
         batch_from=batches[0],
@@ -157,8 +162,8 @@ def _point(k: int, batches: tuple[int, int], costs: Mapping[int, Mapping[int, _C
         token_ms=1e3 * median(cost.token_s for cost in own.values()),
         tokens_per_step=sum(cost.num_gained for cost in own.values()) / steps,
         speedup=exp(fmean(speedups)) if speedups else None,
-        gain=exp(fmean(gains)) if gains else 1.0,
-        gain_low=_low(gains),
+        gain=gain,
+        gain_low=low,
     )
 
 
@@ -167,12 +172,19 @@ def _log_ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[f
     return [log(others[number].token_s / own[number].token_s) for number in sorted(others.keys() & own.keys())]
 
 
-def _low(logs: Sequence[float]) -> float:
-    """Lower end of the interval of the ratio, by Student's t over the rounds."""
-    if len(logs) < 2:
-        return 0.0
-    error = stdev(logs) / sqrt(len(logs))
-    return exp(fmean(logs) - float(stats.t.ppf(_CONFIDENCE, len(logs) - 1)) * error)
+def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The ratio whose logarithm is the sum of the samples' means, and its lower bound by Student's t.
+
+    A ratio of 1 and a bound of 0 where nothing is known; the fewest rounds of a sample count as degrees of freedom.
+    """
+    if not all(samples):
+        return 1.0, 0.0
+    center = sum(fmean(logs) for logs in samples)
+    num = min(len(logs) for logs in samples)
+    if num < 2:
+        return exp(center), 0.0
+    error = sqrt(sum(stdev(logs) ** 2 / len(logs) for logs in samples))
+    return exp(center), exp(center - float(stats.t.ppf(_CONFIDENCE, num - 1)) * error)
 
 
 def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:

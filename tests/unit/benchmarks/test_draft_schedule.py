@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.draft_schedule import Contestant, show_compared
+from benchmarks.draft_schedule import Contestant, halves, show_compared
 from slipstream.drafts.schedule import constant
 from slipstream.recipe import load_recipe
 from slipstream.rollout.engine import GenerationResult
@@ -63,3 +63,15 @@ def test_the_table_is_compared_with_whichever_fixed_length_is_fastest(capsys: py
     ratio = "1.100 (1.100 to 1.100)"
     assert f"best fixed is k=3: by batch is {ratio} as fast, {ratio} by generated token" in printed
     assert "k=0                       4.000           25     1.00   4.000 (4.000 to 4.000)" in printed
+
+
+def test_a_long_tail_has_the_longest_problems_beside_the_shortest_in_every_generation() -> None:
+    prompts = [Prompt(id=str(n), text="", token_ids=(1,) * n, answer="") for n in range(1, 61)]
+    sweep, comparison = halves(prompts, 5, 1)
+    lengths = [[len(prompt.token_ids) for prompt in half] for half in (sweep, comparison)]
+    assert [len(each) for each in lengths] == [10, 10]
+    for each in (*lengths[0][::5], *lengths[1][::5]):
+        assert each <= 20
+    assert all(each[4] > 54 and each[9] > 54 and max(each[:4]) <= 20 for each in lengths)
+    assert not set(lengths[0]) & set(lengths[1])
+    assert halves(prompts, 5, 0) == (prompts[:30], prompts[30:])

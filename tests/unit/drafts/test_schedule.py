@@ -104,9 +104,19 @@ def test_length_0_takes_no_range_and_leaves_none() -> None:
     assert table_of([LONG, LONG], chosen_k=0) == (entry(1, 2, 0),)
 
 
-def test_a_k_that_never_met_the_chosen_one_takes_nothing() -> None:
-    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=10),)}
-    assert table_of([ROUND, other, ROUND, other]) == (entry(1, 2, 2),)
+def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> None:
+    other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=50),)}
+    rounds = [ROUND, other, ROUND, other]
+    # k=5 is 4 times as fast as k=0 in its rounds, k=2 twice in its own.
+    (point,) = [point for point in running_points(rounds, chosen_k=2, largest=1) if point.k == 5]
+    assert (point.gain, point.gain_low) == pytest.approx((2.0, 2.0))
+    assert table_of(rounds) == (entry(1, 1, 5), entry(2, 2, 2))
+    assert table_of([ROUND, other]) == (entry(1, 2, 2),)  # a round of each is no evidence
+
+
+def test_a_k_that_met_neither_the_chosen_one_nor_k_0_takes_nothing() -> None:
+    alone: Round = {5: (time(1, steps=2, tokens=10, ms=1),)}
+    assert table_of([ROUND, ROUND, alone, alone]) == (entry(1, 2, 2),)
 
 
 def test_where_no_engine_without_a_draft_came_there_is_no_speedup_to_tell() -> None:
