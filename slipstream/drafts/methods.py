@@ -102,7 +102,7 @@ TRAITS = {
         ),
     ),
     DraftMethod.MTP: Traits(
-        # Of the policy's checkpoint, yet trained apart from it: so it has a directory of its own, and is refitted as a draft.
+        # In the policy's checkpoint, yet trained apart: it has a directory of its own, and is refitted as a draft.
         weights=Weights.OWN,
         training=Training.HIDDEN_STATES,
         samples=True,

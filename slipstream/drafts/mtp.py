@@ -36,7 +36,15 @@ class MtpDraft:
     Its loss is the divergence from the policy, whatever `draft.loss` says of drafts that stand beside it.
     """
 
-    def __init__(self, policy: MegatronPolicy, config: DraftConfig, *, tokenizer_dir: Path, writes: bool = True, is_online: bool = False) -> None:
+    def __init__(
+        self,
+        policy: MegatronPolicy,
+        config: DraftConfig,
+        *,
+        tokenizer_dir: Path,
+        writes: bool = True,
+        is_online: bool = False,
+    ) -> None:
         """Train the layer that the policy holds.
 
         Args:
@@ -129,9 +137,7 @@ class MtpDraft:
         """Held-out acceptance of `ttt_steps` tokens under rejection sampling: by position, and the mean length."""
         del sum_over_ranks  # the trainer's answer is that of all data-parallel ranks
         num_tokens = self._config.ttt_steps
-        return self._trainer.evaluate(
-            sequences, prompt_lengths, states, num_tokens=num_tokens, temperature=temperature
-        )
+        return self._trainer.evaluate(sequences, prompt_lengths, states, num_tokens=num_tokens, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The layer's tensors under the names that vLLM loads; collective."""

@@ -204,9 +204,7 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=kernels.norm)
 
 
-def _layer_spec(
-    module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec
-) -> ModuleSpec:
+def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

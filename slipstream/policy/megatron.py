@@ -18,11 +18,11 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
@@ -348,9 +348,7 @@ class MegatronPolicy:
             collections.deque(weights, maxlen=0)
         parallel.barrier()
 
-    def save_checkpoint(
-        self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
 
         Args:

@@ -55,7 +55,7 @@ class _Chats:
 class MtpTrainer:
     """Gradient buffers and optimizer around the MTP layer of one policy; every rank calls each method."""
 
-    def __init__(  # noqa: PLR0913 - what the policy is made of
+    def __init__(
         self,
         gpt: GPTModel,
         mtp: MtpLayer,
@@ -133,8 +133,8 @@ class MtpTrainer:
         """Acceptance of windows of `num_tokens` after the sequences' own tokens, under rejection sampling.
 
         Returns:
-            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean acceptance length: 1 + the sum of
-            the products of those chances up to each position.
+            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean
+            acceptance length: 1 + the sum of the products of those chances up to each position.
         """
         # Of each position the chances, and the products up to it; then the number of windows.
         sums = torch.zeros(2 * num_tokens + 1, dtype=torch.float64, device=self._device)
@@ -265,9 +265,7 @@ class MtpTrainer:
 
     def _chats(self, sequences: Sequences, loss_starts: Sequence[int], states: States) -> Iterator[_Chats]:
         # A position takes part if the token after it is known: the last one's is not.
-        lengths = [
-            min(len(tokens) - 1, len(last)) for tokens, (_, last) in zip(sequences, states, strict=True)
-        ]
+        lengths = [min(len(tokens) - 1, len(last)) for tokens, (_, last) in zip(sequences, states, strict=True)]
         cut = [list(tokens[: length + 1]) for tokens, length in zip(sequences, lengths, strict=True)]
         for batch in self._batching.microbatches(cut, loss_starts, self._device):
             batch_size, num_tokens = batch.labels_BT.shape
@@ -308,5 +306,3 @@ def _overlap(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: 
     policy_NV, draft_NV = (probabilities(logits_of(each, weight_VH, temperature)) for each in (last_NH, hidden_NH))
     shared_N = torch.minimum(policy_NV, draft_NV).sum(-1)
     return torch.stack(collectives.tensor_parallel_shards(shared_N)).sum(0)
-
-

@@ -55,8 +55,8 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
 
     Raises:
         ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no
-            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer layers than
-            the draft reads.
+            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer
+            layers than the draft reads.
     """
     start = time.perf_counter()
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))

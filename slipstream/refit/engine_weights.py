@@ -174,9 +174,7 @@ def _of_bias(parts: tuple[WeightPart, ...], bias: Tensor) -> tuple[WeightPart, .
     """
     if any(part.dim for part in parts):
         raise LookupError(f"{parts[0].name} is split by its inputs, and has a bias")
-    return tuple(
-        replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts
-    )
+    return tuple(replace(part, name=part.name.removesuffix("weight") + "bias", dtype=_dtype(bias)) for part in parts)
 
 
 def _whole_name(path: str, name: str) -> str:

@@ -348,9 +348,7 @@ class LearnerProcess:
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
-    def _mtp_draft(
-        self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False
-    ) -> MtpDraft:
+    def _mtp_draft(self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False) -> MtpDraft:
         from slipstream.drafts.mtp import MtpDraft
 
         if given is not None:

@@ -46,9 +46,7 @@ def _train(policy: MegatronPolicy, mine: slice) -> dict[str, Any]:
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
-    policy = MegatronPolicy.load(
-        model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port
-    )
+    policy = MegatronPolicy.load(model, learner=learner, optimizer=OPTIMIZER, rank=rank, world_size=2, master_port=port)
     mine = slice(rank * 5, rank * 5 + 5) if learner.parallel.data > 1 else slice(None)
     result = _train(policy, mine)
     parallel.barrier()

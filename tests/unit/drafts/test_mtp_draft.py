@@ -23,6 +23,7 @@ from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.policy.errors import CheckpointError
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.source import Needs, write_policy_tokenizer
+from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.policy import mimo
@@ -48,7 +49,7 @@ def _draft(path: Path) -> MtpDraft:
 
 def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: Path, tmp_path: Path) -> None:
     process = _process(path)
-    sequences, starts = mimo.sequences(16), [2] * 16
+    sequences, starts = Ragged.of(mimo.sequences(16), np.int64), [2] * 16
     assert process.start_draft(path, CONFIG) == sum(
         tensor.numel() for name, tensor in mimo.random_weights().items() if "mtp_layers" in name
     )
@@ -158,7 +159,9 @@ def test_a_policy_of_a_hub_that_cannot_draft_with_itself_is_refused_by_its_confi
     write_tokenizer(model, max_length=64)
     (model / "config.json").write_text(json.dumps(plain.to_hf(Dtype.FLOAT32)))
     needs = Needs(max_model_len=64, draft_layer_ids=(), mtp=True)
-    with pytest.raises(ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.model must have an MTP layer to draft with, got 'Qwen3ForCausalLM'"
+    ):
         write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")
     (model / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(Dtype.FLOAT32)))
     write_policy_tokenizer(PolicyConfig(model=str(model)), needs, tmp_path / "out")

@@ -41,7 +41,7 @@ def random_weights(arch: Architecture = ARCH, *, seed: int = 0) -> dict[str, Ten
     """Nothing is left at the zeros and ones that a fresh model starts from."""
     generator = torch.Generator().manual_seed(seed)
     weights = initial_weights(arch, std=0.1, seed=seed)
-    for name, tensor in weights.items():
+    for tensor in weights.values():
         if tensor.dim() == 1:
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
     return weights
@@ -106,5 +106,3 @@ def mtp_states(path: Path, states_TH: Tensor, tokens: Sequence[int]) -> Tensor:
 def logits(path: Path, states_TH: Tensor) -> Tensor:
     """[T, V] of what the output layer sees."""
     return states_TH @ load_file(path / "model.safetensors")["lm_head.weight"].t()
-
-

@@ -31,7 +31,9 @@ LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
 
 
-def _load(path: Path, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER) -> MegatronPolicy:
+def _load(
+    path: Path, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
+) -> MegatronPolicy:
     return MegatronPolicy.load(path, learner=learner, optimizer=optimizer)
 
 
@@ -86,14 +88,18 @@ def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(tmp_path: Path)
     path = mimo.write_model(tmp_path / "model")
     _load(path).save_hf(tmp_path / "saved", path)
     assert _same(load_file(tmp_path / "saved" / "model.safetensors"), load_file(path / "model.safetensors"))
-    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads(
+        (path / "config.json").read_text()
+    )
     assert Architecture.from_hf(path) == mimo.ARCH
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_shards_of_the_mtp_layer_join_to_what_they_were_cut_from(size: int) -> None:
     full = mimo.random_weights()
-    shards = [dict(mtp_from_hf(full.__getitem__, mimo.ARCH, Shard(tensor_rank=r, tensor_size=size))) for r in range(size)]
+    shards = [
+        dict(mtp_from_hf(full.__getitem__, mimo.ARCH, Shard(tensor_rank=r, tensor_size=size))) for r in range(size)
+    ]
     joined: dict[str, torch.Tensor] = {}
     for mapping in mtp_mappings(mimo.ARCH):
         joined |= dict(hf_from_shards(mapping, [shard[mapping.megatron] for shard in shards], mimo.ARCH))
@@ -218,10 +224,7 @@ def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
     starts = [2] * len(sequences)
     states = policy.hidden_states(sequences, policy.architecture.mtp_layer_ids)
     _, before = trainer.evaluate(sequences, starts, states, num_tokens=3)
-    losses = [
-        trainer.step(sequences, starts, states, learning_rate=1e-2, num_passes=3, decay=0.8)
-        for _ in range(40)
-    ]
+    losses = [trainer.step(sequences, starts, states, learning_rate=1e-2, num_passes=3, decay=0.8) for _ in range(40)]
     _, after = trainer.evaluate(sequences, starts, states, num_tokens=3)
     assert losses[-1] < 0.6 * losses[0]
     assert after > before + 0.3
@@ -250,7 +253,7 @@ def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype:
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = _load(mimo.write_model(tmp_path / "model")).start_mtp(OPTIMIZER)
-    with pytest.raises(CheckpointError, match="must hold the policy's MTP layer, has no main/model.mtp_layers.0"):
+    with pytest.raises(CheckpointError, match=r"must hold the policy's MTP layer, has no main/model\.mtp_layers\.0"):
         trainer.restore({"num_updates": torch.tensor([1]), "0.parameter": torch.zeros(1)})
 
 
