@@ -108,7 +108,7 @@ TRAITS = {
         ),
     ),
     DraftMethod.MTP: Traits(
-        # Of the policy's checkpoint, yet trained apart from it: it has a directory of its own, and a refit as a draft.
+        # In the policy's checkpoint, yet trained apart: it has a directory of its own, and is refitted as a draft.
         weights=Weights.OWN,
         training=Training.HIDDEN_STATES,
         samples=True,

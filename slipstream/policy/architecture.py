@@ -23,8 +23,8 @@ _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's
 class Architecture:
     """Everything that determines the parameters' shapes and the forward pass.
 
-    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is Qwen2's: with biases
-    on queries, keys and values, and without norms on queries and keys.
+    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
+    biases on queries, keys and values, and without norms on queries and keys.
     """
 
     vocab_size: int

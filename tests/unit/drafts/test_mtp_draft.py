@@ -23,6 +23,7 @@ from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.policy.errors import CheckpointError
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.source import Needs, write_policy_tokenizer
+from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.policy import mimo
@@ -48,7 +49,7 @@ def _draft(path: Path) -> MtpDraft:
 
 def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: Path, tmp_path: Path) -> None:
     process = _process(path)
-    sequences, starts = mimo.sequences(16), [2] * 16
+    sequences, starts = Ragged.of(mimo.sequences(16), np.int64), [2] * 16
     assert process.start_draft(path, CONFIG) == sum(
         tensor.numel() for name, tensor in mimo.random_weights().items() if "mtp_layers" in name
     )
