@@ -38,6 +38,7 @@ class Staleness:
         reference: mean acceptance length that the draft is known to reach; None: nothing is known yet.
         lowest: the smallest length since the last measurable gain.
         num_idle: trainings since the last measurable gain.
+        is_warm: there was a training.
     """
 
     reference: float | None = None
@@ -45,6 +46,7 @@ class Staleness:
     lowest: float = float("inf")
     num_idle: int = 0
     costs_s: tuple[float, ...] = ()
+    is_warm: bool = False
 
     @property
     def length(self) -> float:
@@ -69,10 +71,12 @@ class Staleness:
 
     def trained(self, training_s: float) -> Staleness:
         """After the same step trained the draft, which took so many seconds."""
-        costs_s = (*self.costs_s, training_s)[-_NUM_COSTS:]
-        if self.num_idle + 1 < PATIENCE:
-            return replace(self, costs_s=costs_s, num_idle=self.num_idle + 1)
-        return replace(self, costs_s=costs_s, num_idle=0, reference=self.length, lowest=self.length)
+        # The first one pays for first allocations and cold caches.
+        costs_s = (*self.costs_s, training_s)[-_NUM_COSTS:] if self.is_warm else ()
+        seen = replace(self, costs_s=costs_s, is_warm=True, num_idle=self.num_idle + 1)
+        if seen.num_idle < PATIENCE:
+            return seen
+        return replace(seen, num_idle=0, reference=self.length, lowest=self.length)
 
     def decide(self, *, generation_s: float, horizon_steps: int) -> DraftDecision:
         """Whether to train the draft now.

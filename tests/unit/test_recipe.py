@@ -275,6 +275,10 @@ def test_one_draft_token_needs_room_for_two() -> None:
             {"draft": {"online_updates": 49}},
             r"draft.online_updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49",
         ),
+        (
+            {"draft": {"method": "ngram"}},
+            r"draft.online must be off with draft.method ngram, which has nothing that learns .*, got 'always'",
+        ),
         ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
         ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),
         ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must be > 0, got 0.0"),

@@ -50,7 +50,7 @@ def step(state: Staleness, length: float, cost_s: float = 1.0) -> tuple[Stalenes
 
 def test_both_sides_of_the_inequality_by_hand() -> None:
     # At 4 instead of 3 a quarter of the verify iterations would go, of 10 s in each of 8 steps.
-    state = after(4.0, 4.0, 4.0, 3.0, 3.0, 3.0).trained(1.0).trained(4.0).trained(2.0)
+    state = after(4.0, 4.0, 4.0, 3.0, 3.0, 3.0).trained(9.0).trained(1.0).trained(4.0).trained(2.0)
     decision = decided(state)
     assert (decision.trains, decision.reason, decision.cost_s) == (True, "it pays", 2.0)
     assert (decision.length, decision.reference_length) == pytest.approx((3.0, 4.0), abs=1e-5)
@@ -60,9 +60,12 @@ def test_both_sides_of_the_inequality_by_hand() -> None:
     assert (decided(dear).trains, decided(dear).reason) == (False, "it costs more than it saves")
 
 
-def test_the_first_training_tells_what_one_costs() -> None:
-    decision = decided(after(4.0, 4.0, 4.0, 3.0))
-    assert (decision.trains, decision.cost_s, decision.reason) == (True, None, "its cost is not known yet")
+def test_the_second_training_tells_what_one_costs_for_the_first_finds_caches_cold() -> None:
+    state = after(4.0, 4.0, 4.0, 3.0)
+    for known in (state, state.trained(1000.0)):
+        decision = decided(known)
+        assert (decision.trains, decision.cost_s, decision.reason) == (True, None, "its cost is not known yet")
+    assert decided(state.trained(1000.0).trained(2.0)).cost_s == 2.0
 
 
 def test_a_draft_that_is_as_good_as_ever_is_left_alone() -> None:
