@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.chats import States
+from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
 
