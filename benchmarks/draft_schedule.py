@@ -1,8 +1,8 @@
 """One draft length throughout, or one a running batch: engines in turn on a finished run's policy, round by round.
 
 `python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
-steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and every
-fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
+steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and
+every fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
 """
 
 from __future__ import annotations

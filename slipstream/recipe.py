@@ -125,7 +125,9 @@ class Recipe:
             rule = f"must be 1 with draft.method {self.draft.method}"
             layers = self.policy.scratch.num_mtp_layers
             needs_mtp = self.draft.method is DraftMethod.MTP
-            require(layers or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method")
+            require(
+                layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method"
+            )
         assess(self)
 
     @property

@@ -205,6 +205,7 @@ def _block_spec(
 
 
 def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec) -> ModuleSpec:
+    norms = {} if arch.has_mtp else {"q_layernorm": kernels.norm, "k_layernorm": kernels.norm}
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -212,8 +213,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
             linear_qkv=kernels.column,
             core_attention=kernels.attention,
             linear_proj=kernels.row,
-            q_layernorm=None if arch.has_mtp else kernels.norm,
-            k_layernorm=None if arch.has_mtp else kernels.norm,
+            **norms,
         ),
     )
     return ModuleSpec(

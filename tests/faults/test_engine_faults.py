@@ -274,6 +274,9 @@ class Publisher:
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return self.bench.exact[self.policy].start_fingerprints(dtypes, turn)
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        raise AssertionError("the draft is not trained here")
+
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)
 

@@ -86,6 +86,9 @@ class Publisher:
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return lambda: weight_totals([self.process.weight_fingerprints(dtypes, turn)])
 
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        raise AssertionError("the draft is not trained here")
+
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))
 

@@ -183,7 +183,9 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     for learner in (alone, beside):
         learner.load(policy, optimizer)
     beside.continue_draft(draft, policy, CONFIG)
-    before = {name: tensor.clone() for name, tensor in beside._drafting._model.state_dict().items()}
+    trainer = beside._drafting
+    assert isinstance(trainer, DraftTrainer)
+    before = {name: tensor.clone() for name, tensor in trainer._model.state_dict().items()}
     for _ in range(3):
         update = Update(
             batch=batch,
@@ -200,7 +202,7 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
         assert expected.stats.grad_norm > optimizer.clip_grad
     for (name, one), (_, other) in zip(alone._loaded.weights(), beside._loaded.weights(), strict=True):
         assert torch.equal(one, other), name
-    after = beside._drafting._model.state_dict()
+    after = trainer._model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before), "the draft must have learned"
 
 

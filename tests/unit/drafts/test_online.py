@@ -210,13 +210,15 @@ def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_
 
 def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(policy: Path, draft: Path) -> None:
     process = started(policy, draft)
-    model = process._online[0]._model
+    trainer, _ = process._online
+    assert isinstance(trainer, OnlineDraft)
+    model = trainer._model
     start = model.verifier_lm_head.weight.clone()
     run(process, grpo=replace(GRPO, num_steps=1))
     assert torch.equal(model.verifier_lm_head.weight, start)  # the step's hidden states are of this policy
     embeddings, head = (tensor.clone() for tensor in process._loaded.vocabulary_weights())
     assert not torch.equal(head, start)
-    process._online[0].follow(embeddings, head)
+    trainer.follow(embeddings, head)
     assert torch.equal(model.verifier_lm_head.weight, head)
     assert torch.equal(model.embed_tokens.weight, embeddings)
 

@@ -75,7 +75,7 @@ class Switchable:
 
 
 class NoGate:
-    def refit(self, version: int) -> RefitCheck:
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         return RefitCheck(num_tensors=0, elapsed_s=0.0)
 
     def engines_changed(self) -> None:
