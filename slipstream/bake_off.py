@@ -22,6 +22,7 @@ from slipstream.types import Workload
 
 _PAGE = "bake_off"
 _METHODS = (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM)
+_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
 _ONLINE = (DraftOnline.OFF, DraftOnline.ALWAYS)
 
 
@@ -63,7 +64,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Who takes part, and for how long."""
     command.add_argument("--recipe", default="tiny")
     command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=list(_METHODS))
-    command.add_argument("--inits", nargs="+", choices=list(DraftInit), default=list(DraftInit))
+    command.add_argument("--inits", nargs="+", choices=list(DraftInit), default=list(_INITS))
     command.add_argument("--online", nargs="+", choices=list(DraftOnline), default=list(_ONLINE))
     command.add_argument("--num-speculative-tokens", type=int, default=3, help="k, the same for all drafters")
     command.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)

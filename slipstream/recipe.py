@@ -19,7 +19,7 @@ from slipstream.config import ConfigError, from_mapping, merge, require, to_mapp
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training
+from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import GrpoConfig, OptimizerMethod
 from slipstream.losslessness.config import LosslessnessConfig
@@ -187,13 +187,6 @@ class Recipe:
         """What training of the draft beside the policy needs."""
         if self.draft.online is DraftOnline.OFF:
             return
-        method = self.draft.method
-        require(
-            TRAITS[method].trains_online,
-            "draft.online",
-            f"must be off with draft.method {method.value}, which has nothing that learns from hidden states",
-            self.draft.online.value,
-        )
         where = self.learner.parallel
         require(
             where.pipeline == 1 and not where.sequence_parallel,

@@ -280,6 +280,7 @@ class MegatronPolicy:
         capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
         sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
         if self._mtp_trainer is not None and capture is not None:
+            capture.finish()
             states = [capture.by_sequence[index] for index in range(len(sequences))]
             self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
         return sums["loss"]

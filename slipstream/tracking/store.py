@@ -142,9 +142,17 @@ class MlflowStore:
 
     def _offer_views(self, experiment_id: str, known: Mapping[str, str]) -> None:
         """Columns and filters that make the experiment's table of runs readable; what somebody changed stays."""
+        from mlflow.exceptions import MlflowException
+
         for name, value in experiment_tags(experiment_id).items():
-            if name not in known:
+            if name in known:
+                continue
+            try:
                 self._client.set_experiment_tag(experiment_id, name, value)
+            except MlflowException:
+                # Another task may have set it at the same moment; if not, the first error was the real one.
+                if name not in self._client.get_experiment(experiment_id).tags:
+                    raise
 
     def _find_or_create(self, experiment_id: str, key: str, *, start_ms: int | None) -> str:
         existing = self._find(experiment_id, key)

@@ -283,7 +283,7 @@ def online_training(recipe: Recipe, tools: Tools) -> object:
 
 CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
-WHEN_STALE = {"draft.online": "when_stale"}
+WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
 CHECKS = {
     "sampling.temperature": Check(0.5, training_calls),
