@@ -39,8 +39,13 @@ METHOD_LABELS = {
     DraftMethod.DRAFT_MODEL: "small model",
     DraftMethod.NGRAM: "n-gram",
     DraftMethod.SUFFIX: "suffix",
+    DraftMethod.MTP: "MTP",
 }
-_INIT_LABELS = {DraftInit.IN_DOMAIN: "the task's prompts", DraftInit.GENERAL: "general prompts"}
+_INIT_LABELS = {
+    DraftInit.IN_DOMAIN: "the task's prompts",
+    DraftInit.GENERAL: "general prompts",
+    DraftInit.FROM_HUB: "a given draft, the task's prompts",
+}
 _ONLINE_LABELS = {
     DraftOnline.OFF: "no",
     DraftOnline.ALWAYS: "every step",

@@ -10,10 +10,11 @@ import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.records import ArmRecord, DraftUpdate, read_record
-from slipstream.report.bake_off import answer, bake_off_table, cells, judge, ranked, result_metrics, verdict
+from slipstream.report.bake_off import answer, bake_off_table, cells, judge, label, ranked, result_metrics, verdict
 from slipstream.report.bake_off_page import write_bake_off
 from slipstream.report.bake_off_records import BakeOffRecord, Dropout, Entrant, Result
 from slipstream.report.reference import read_reference
+from slipstream.stages.bake_off_field import entrants
 from slipstream.types import Arm
 from tests.unit.report.handmade import accepted, step
 
@@ -102,6 +103,12 @@ def test_the_page_shows_the_loser_and_who_dropped_out(tmp_path: Path) -> None:
     assert "arXiv 2604.26779" in page
     assert figure.read_text().startswith("<svg")
     assert read_record(BakeOffRecord, json) == record(ngram(), online())
+
+
+@pytest.mark.parametrize("entrant", entrants(list(DraftMethod), list(DraftInit), list(DraftOnline)), ids=str)
+def test_every_drafter_can_be_shown(entrant: Entrant) -> None:
+    shown = cells(replace(online(), entrant=entrant))
+    assert label(entrant).startswith(shown[0])
 
 
 def test_metrics_have_every_drafter_and_the_best() -> None:
