@@ -13,7 +13,14 @@ import numpy as np
 from slipstream.placement.table import table
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.report.ablation_records import TUNED, AblationRecord, Failure, Outcome, Row, Setting, Variant
-from slipstream.report.formats import WORKLOAD_LABELS, interval, speedup
+from slipstream.report.formats import (
+    WORKLOAD_LABELS,
+    difference_with_interval,
+    interval,
+    metrics_with_ends,
+    speedup,
+    speedup_with_interval,
+)
 from slipstream.report.summary import last_quarter, pooled_acceptance
 from slipstream.statistics import Estimate, bootstrap_difference, bootstrap_grouped_ratio
 from slipstream.types import Workload
@@ -92,10 +99,10 @@ def cells(record: AblationRecord, row: Row) -> list[str]:
         label(record, row.setting),
         _lengths(row),
         finished,
-        _ratio(row.step),
-        _ratio(row.generation),
-        "-" if row.behind is None else _ratio(row.behind),
-        _difference(row.reward_difference),
+        speedup_with_interval(row.step),
+        speedup_with_interval(row.generation),
+        "-" if row.behind is None else speedup_with_interval(row.behind),
+        difference_with_interval(row.reward_difference),
         f"{row.mean_acceptance_length:.2f}",
         verdict(row),
     ]
@@ -118,11 +125,13 @@ def result_metrics(record: AblationRecord) -> dict[str, float]:
     for row in record.rows:
         name = row.setting.name.replace("-", "_")
         for kind, estimate in (("step", row.step), ("generation", row.generation)):
-            metrics |= _with_ends(f"{kind}_speedup_{name}", estimate)
+            metrics |= metrics_with_ends(f"{kind}_speedup_{name}", estimate)
         metrics[f"reward_difference_{name}"] = row.reward_difference.value
     if record.rows:
         best = max(record.rows, key=lambda row: row.step.value)
-        metrics |= _with_ends("step_speedup", best.step) | _with_ends("generation_speedup", best.generation)
+        metrics |= metrics_with_ends("step_speedup", best.step) | metrics_with_ends(
+            "generation_speedup", best.generation
+        )
     return {f"result/{name}": value for name, value in metrics.items()}
 
 
@@ -131,9 +140,9 @@ def outcome_metrics(outcome: Outcome) -> dict[str, float]:
     metrics = {
         "num_speculative_tokens": float(outcome.num_speculative_tokens),
         "mean_acceptance_length": outcome.mean_acceptance_length,
-        **_with_ends("generation_speedup", outcome.generation),
-        **_with_ends("step_speedup", outcome.step),
-        **_with_ends("reward_difference", outcome.reward_difference),
+        **metrics_with_ends("generation_speedup", outcome.generation),
+        **metrics_with_ends("step_speedup", outcome.step),
+        **metrics_with_ends("reward_difference", outcome.reward_difference),
     }
     return {f"result/{name}": value for name, value in metrics.items()}
 
@@ -238,21 +247,6 @@ def _acceptance_length(arm: ArmRecord) -> float:
 def _lengths(row: Row) -> str:
     """`7`, or `5, 7` where tuning chose differently from seed to seed."""
     return ", ".join(str(k) for k in sorted(set(row.lengths)))
-
-
-def _ratio(estimate: Estimate) -> str:
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
-    return f"{speedup(estimate.value)}{ends}"
-
-
-def _difference(estimate: Estimate) -> str:
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:+.3f}, {estimate.ci95[1]:+.3f}]"
-    return f"{estimate.value:+.3f}{ends}"
-
-
-def _with_ends(name: str, estimate: Estimate) -> dict[str, float]:
-    ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
-    return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}
 
 
 def answer(record: AblationRecord) -> list[str]:

@@ -13,7 +13,13 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.placement.table import table
 from slipstream.records import ArmRecord, StepRecord
 from slipstream.report.bake_off_records import BakeOffRecord, Entrant, Result
-from slipstream.report.formats import interval, speedup
+from slipstream.report.formats import (
+    difference_with_interval,
+    interval,
+    metrics_with_ends,
+    speedup,
+    speedup_with_interval,
+)
 from slipstream.report.reference import DraftReference, Reference
 from slipstream.report.summary import last_quarter, pooled_acceptance
 from slipstream.statistics import Estimate, bootstrap_difference, bootstrap_ratio
@@ -121,12 +127,12 @@ def cells(result: Result) -> list[str]:
         str(result.num_speculative_tokens),
         f"{result.mean_acceptance_length:.2f}",
         f"{result.first_acceptance_length:.2f} to {result.last_acceptance_length:.2f}",
-        _with_interval(result.generation),
-        _with_interval(result.step),
+        speedup_with_interval(result.generation),
+        speedup_with_interval(result.step),
         f"{result.pretraining_s:.0f} s" if result.pretraining_s else "-",
         f"{result.training_s:.2f} s" if result.training_s else "-",
         _repaid(result),
-        _difference(result.reward_difference),
+        difference_with_interval(result.reward_difference),
         verdict(result),
     ]
 
@@ -178,12 +184,12 @@ def result_metrics(record: BakeOffRecord) -> dict[str, float]:
     metrics = {"num_drafters": float(len(record.results)), "num_dropouts": float(len(record.dropouts))}
     for result in record.results:
         name = result.entrant.name.replace("-", "_")
-        metrics |= _with_ends(f"step_speedup_{name}", result.step)
-        metrics |= _with_ends(f"generation_speedup_{name}", result.generation)
+        metrics |= metrics_with_ends(f"step_speedup_{name}", result.step)
+        metrics |= metrics_with_ends(f"generation_speedup_{name}", result.generation)
         metrics[f"mean_acceptance_length_{name}"] = result.mean_acceptance_length
     if record.results:
-        metrics |= _with_ends("step_speedup", record.results[0].step)
-        metrics |= _with_ends("generation_speedup", record.results[0].generation)
+        metrics |= metrics_with_ends("step_speedup", record.results[0].step)
+        metrics |= metrics_with_ends("generation_speedup", record.results[0].generation)
     return {f"result/{name}": value for name, value in metrics.items()}
 
 
@@ -206,18 +212,3 @@ def _repaid(result: Result) -> str:
     if not result.pretraining_s:
         return "-"
     return f"{result.pretraining_s / result.saved_s:.0f} steps" if result.saved_s > 0 else "never"
-
-
-def _with_interval(estimate: Estimate) -> str:
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
-    return f"{speedup(estimate.value)}{ends}"
-
-
-def _difference(estimate: Estimate) -> str:
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:+.3f}, {estimate.ci95[1]:+.3f}]"
-    return f"{estimate.value:+.3f}{ends}"
-
-
-def _with_ends(name: str, estimate: Estimate) -> dict[str, float]:
-    ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
-    return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}

@@ -42,6 +42,24 @@ def interval(estimate: Estimate, label: str = "") -> str:
     return f"{label}{estimate.ci95[0]:.2f} to {estimate.ci95[1]:.2f}"
 
 
+def speedup_with_interval(estimate: Estimate) -> str:
+    """`1.77x [1.60, 1.91]`; without the interval where there is none."""
+    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
+    return f"{speedup(estimate.value)}{ends}"
+
+
+def difference_with_interval(estimate: Estimate) -> str:
+    """`+0.031 [-0.010, +0.072]`; without the interval where there is none."""
+    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:+.3f}, {estimate.ci95[1]:+.3f}]"
+    return f"{estimate.value:+.3f}{ends}"
+
+
+def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:
+    """The value as `name`, and the ends of its interval, if it has one, as `name_low` and `name_high`."""
+    ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
+    return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}
+
+
 def count(value: int) -> str:
     """`4 882 176`, with gaps that no line breaks at."""
     return f"{value:,}".replace(",", "\u00a0")
