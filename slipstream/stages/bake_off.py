@@ -28,7 +28,7 @@ from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_weights, execution_run, settled, tokenizer, tracked
 from slipstream.stages.train_grpo import arm_plan
-from slipstream.tracking import RunStatus, Tracker
+from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker
 from slipstream.train.arm import ArmPlan, train
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm, Prompt
@@ -109,7 +109,8 @@ def bake_off(
         tracker.log(result_metrics(record))
     run = execution_run(context, recipe)
     run.log(result_metrics(record))
-    run.set_tags({NOTE: answer(record), "num_dropouts": str(len(record.dropouts))})
+    # Of many arms, as an ablation is: beside executions of the chain, which have two, it would be misread.
+    run.set_tags({NOTE: answer(record), "num_dropouts": str(len(record.dropouts)), KIND_TAG: ABLATION})
     run.close()
     logger.info("bake_off: %s", answer(record))
     return directory

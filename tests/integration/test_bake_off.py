@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.records import ArmRecord, read_record
+from slipstream.tracking import TrackingConfig, read_executions, store_uri
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,7 @@ def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
     arm = read_record(ArmRecord, root / "bake" / "eagle3-in_domain-always" / "train_grpo" / "arm.json")
     assert [step.draft_version for step in arm.steps] == [0, 1, 2]
     assert _metrics(root, "bake")["result/num_drafters"] == 3
+    assert read_executions(store_uri(TrackingConfig(), root), experiment=None, names=[]) == []  # it is none of two arms
 
 
 def _name(entrant: dict[str, Any]) -> str:
