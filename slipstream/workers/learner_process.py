@@ -318,7 +318,7 @@ class LearnerProcess:
         else:
             from slipstream.drafts.online import OnlineDraft
 
-            self._draft = OnlineDraft.of(
+            self._draft = OnlineDraft.from_draft(
                 own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
             )
         self._online_config = config

@@ -247,7 +247,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
 def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     policy: Path, draft: Path, states: States
 ) -> None:
-    trainer = OnlineDraft.of(draft, policy, replace(ALWAYS, tokens_per_step=100))
+    trainer = OnlineDraft.from_draft(draft, policy, replace(ALWAYS, tokens_per_step=100))
     losses, rates = [], []
     for _ in range(30):
         losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
@@ -257,7 +257,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
 
 
 def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
-    trainer = OnlineDraft.of(draft, policy, ALWAYS)
+    trainer = OnlineDraft.from_draft(draft, policy, ALWAYS)
     short = [(aux[:4], last[:4]) for aux, last in states]
     assert trainer.learn([chat[:4] for chat in CHATS], [3, 3], short, temperature=1.0) == 0.0
 
