@@ -41,7 +41,7 @@ def certify_losslessness(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
 ) -> Certificate:
-    """certificate.json. `trained` is the speculative arm: its weights are `policy/`, of a draft that learned `draft/`."""
+    """certificate.json. `trained` is the speculative arm: weights in `policy/`, a draft that learned in `draft/`."""
     logs.configure()
     loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained)
     directory = stage.certify_losslessness(
