@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.config import from_mapping
-from slipstream.types import Arm, StageTimes
+from slipstream.types import Arm, LoopMode, StageTimes
 
 R = TypeVar("R")
 _READABLE = 0o644
@@ -106,6 +106,38 @@ class DraftUpdate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LagStats:
+    """The tokens of a step that lag behind the trained policy by one same number of versions, and their correction.
+
+    Ratios are trained policy / policy that sampled, of a token, before any cap.
+    """
+
+    lag: int  # 0: sampled by the version that is trained
+    num_tokens: int
+    ratio_mean: float
+    ratio_max: float
+    clipped_fraction: float  # of tokens whose weight the cap or the band changed
+    effective_sample_size: float  # (sum w)^2 / sum w^2 over the tokens, as a share of them; w after the correction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What went on beside the training of one step of an asynchronous loop.
+
+    The exposed part of generation, in which training waited for rollouts, is the step's `times.generation_s`.
+    """
+
+    generation_s: float  # that the engines worked between the ends of the step before and of this one
+    hidden_s: float  # of it, while the learner was at work
+    engine_idle_fraction: float  # of the step
+    learner_idle_fraction: float
+    score_s: float  # rewards, on their own thread
+    publish_s: float  # that new weights took, with the wait for the engines' iteration
+    num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
+    num_regenerated: int = 0  # rollouts that were lost with a process, and made again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One GRPO step of one arm."""
 
@@ -130,6 +162,8 @@ class StepRecord:
     draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
     draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
     autopilot: AutopilotStep | None = None  # None: it is off
+    overlap: Overlap | None = None  # None: generation and training took turns
+    lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +185,8 @@ class ArmRecord:
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     machine: str = ""  # of the engines that were timed; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # where they were
+    loop: str = LoopMode.SYNCHRONOUS.value
+    max_off_policy_steps: int = 0
 
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
@@ -412,6 +448,7 @@ class RunRecord:
     certificate: CertificateRecord
     numerics: NumericsRecord | None = None  # None: the recipe names its types
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself
+    asynchronous: tuple[ArmRecord, ...] = ()  # the same arms in the recipe's asynchronous loop; empty: it has none
 
 
 def write_record(record: Any, path: Path) -> Path:

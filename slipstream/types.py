@@ -32,6 +32,14 @@ class Arm(StrEnum):
     SPECULATIVE = "speculative"
 
 
+class LoopMode(StrEnum):
+    """How generation and training share a step."""
+
+    SYNCHRONOUS = "synchronous"  # in turn: batch t comes from version t
+    ONE_STEP_OFF = "one_step_off"  # batch t comes, whole, from version t - n, while earlier batches are trained on
+    IN_FLIGHT = "in_flight"  # engines never stop: new weights enter between two of their iterations
+
+
 class Dtype(StrEnum):
     """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
 
@@ -58,11 +66,22 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Tokens of a rollout, one after another, that one version of policy and draft gave."""
+
+    policy_version: int
+    draft_version: int | None  # None: no draft took part
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled response.
 
     `token_ids` ends with the end-of-sequence token when `finish_reason` is STOP. `rollout_logprobs[i]` is the
     engine's log-probability of `token_ids[i]` under the policy at the sampling temperature (never the draft's).
+    `policy_version` and `draft_version` are those of its first token; `versions` of all of them, empty where one pair
+    gave all.
     """
 
     prompt_id: str
@@ -71,6 +90,15 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     draft_version: int | None  # None: no draft took part
+    versions: tuple[VersionSpan, ...] = ()
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Which versions gave which of its tokens, in their order."""
+        whole = VersionSpan(
+            policy_version=self.policy_version, draft_version=self.draft_version, num_tokens=len(self.token_ids)
+        )
+        return self.versions or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

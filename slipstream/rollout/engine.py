@@ -5,12 +5,13 @@ Moving weights into an engine has a protocol of its own (`slipstream.refit.gate`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.records import AcceptanceStats, AutopilotStep
 from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.requests import GroupRequest
 from slipstream.types import Prompt, RolloutGroup
 
 
@@ -89,4 +90,31 @@ class Engine(Protocol):
 
         Each depends on the seed, its prompt and its place in the group alone: see `slipstream.rollout.requests`.
         """
+        ...
+
+
+class InFlightEngine(Protocol):
+    """Running engines whose rollouts go on while new weights enter: nothing here waits for a batch.
+
+    One thread calls all of this, and refits the engines between two calls of `advance`.
+    """
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        """Queue these groups, each on the engine that has the most room; `index` is unique over a whole training."""
+        ...
+
+    def advance(self, *, max_s: float) -> Portion:
+        """Run all engines until one completes a group, or for `max_s` seconds; the groups that were completed."""
+        ...
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        """Start the unfinished rollouts of these groups anew, with other seeds, under the present weights.
+
+        Returns how many rollouts that were.
+        """
+        ...
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        """Groups that were submitted and are not complete."""
         ...

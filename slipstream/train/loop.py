@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
-from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records import DraftDecision, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
@@ -24,26 +21,8 @@ from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import assemble, mismatch
 from slipstream.train.draft import FixedDraft
 from slipstream.train.metrics import StageClock, step_record
-from slipstream.types import Arm, RolloutGroup, TrainBatch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-class Learner(Protocol):
-    """The policy under training."""
-
-    def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
-        """Trainer logprobs of each sequence's response tokens."""
-        ...
-
-    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
-        """The same under the reference policy, None without one."""
-        ...
-
-    def train_step(self, update: Update) -> Trained:
-        """One optimizer update, of the draft too if `update` says so; with its own logprobs if `update` has none."""
-        ...
+from slipstream.train.step import Learner, engine_seed, learn
+from slipstream.types import Arm, RolloutGroup
 
 
 class Gate(Protocol):
@@ -98,7 +77,10 @@ class SyncLoop:
                 refit = self.gate.refit(step, draft_version=self.draft.version)
             with clock.stage("generation"):
                 result = self.engine.generate(
-                    prompts, sampling=self.sampling, group_size=self.config.group_size, seed=self._seed(step)
+                    prompts,
+                    sampling=self.sampling,
+                    group_size=self.config.group_size,
+                    seed=engine_seed(self.config.seed, self.arm, step),
                 )
             if result.acceptance is not None:
                 self.guard.check(result.acceptance, policy_version=step)
@@ -112,24 +94,16 @@ class SyncLoop:
                     scale_by_std=self.config.scale_advantages_by_std,
                 )
             decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
-            update = Update(
-                batch=batch,
-                trainer_logprobs=None,
-                ref_logprobs=None,
-                loss=self.config.loss,
+            trained, before = learn(
+                self.learner,
+                batch,
+                config=self.config,
                 temperature=self.sampling.temperature,
                 trains_draft=decision is not None and decision.trains,
+                clock=clock,
             )
-            if self.config.needs_logprob_pass:
-                with clock.stage("logprob"):
-                    update = self._with_logprobs(update)
-            with clock.stage("train"):
-                parts = minibatches(update, self.config.updates_per_step)
-                trained = combined([self.learner.train_step(part) for part in parts])
             times = clock.times()
-            trainer_logprobs = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
-            assert trainer_logprobs is not None, "the learner returns what it was not given"
-            gap = mismatch(batch.rollout_logprobs, trainer_logprobs, band=self.config.mismatch_band)
+            gap = mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band)
             record = step_record(
                 step,
                 times,
@@ -143,18 +117,3 @@ class SyncLoop:
             record = replace(record, draft_decision=decision)
             self.draft.note(record)
             self.on_step(record)
-
-    def _with_logprobs(self, update: Update) -> Update:
-        """The update with what the learner and the reference say about its tokens before it."""
-        return replace(
-            update,
-            trainer_logprobs=self.learner.logprobs(update.batch, update.temperature),
-            ref_logprobs=self.learner.ref_logprobs(update.batch, update.temperature),
-        )
-
-    def _seed(self, step: int) -> int:
-        """Engine seed of a step: the same after a resume, different for each step of each recipe seed and each arm.
-
-        Arms that shared their seeds would share their first draws, and a luck of one would be the other's.
-        """
-        return int(np.random.SeedSequence([self.config.seed, list(Arm).index(self.arm), step]).generate_state(1)[0])

@@ -1,0 +1,59 @@
+"""Config of the training loop: whether generation and training take turns or run at the same time, and how far apart.
+
+Legend: version `v` of the policy is its weights after `v` steps; step `t` trains version `t` into `t + 1` on batch `t`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slipstream.config import require
+from slipstream.types import LoopMode
+
+
+class KvCache(StrEnum):
+    """What becomes of a running sequence's keys and values when new weights enter; for `in_flight`."""
+
+    KEEP = "keep"  # those of the old weights stay: no work, and a small bias in every later token of the sequence
+    RECOMPUTE = "recompute"  # they are computed anew: one slow iteration, and tokens exactly of the version they carry
+
+
+class TooOld(StrEnum):
+    """What becomes of a group whose version would fall behind the bound before it is complete; for `in_flight`."""
+
+    FINISH = "finish"  # training waits for it
+    RESTART = "restart"  # its unfinished rollouts start anew under the newest weights: shorter ones gain a little
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """Which loop trains, and by how many steps at most rollouts may lag behind the weights that learn from them."""
+
+    mode: LoopMode = LoopMode.SYNCHRONOUS
+    max_off_policy_steps: int = 0
+    kv_cache: KvCache = KvCache.RECOMPUTE
+    too_old: TooOld = TooOld.FINISH
+
+    def __post_init__(self) -> None:
+        lag = self.max_off_policy_steps
+        require(lag >= 0, "loop.max_off_policy_steps", "must be >= 0", lag)
+        require(
+            lag == 0 or self.mode is not LoopMode.SYNCHRONOUS,
+            "loop.max_off_policy_steps",
+            f"must be 0 with loop.mode {LoopMode.SYNCHRONOUS.value}",
+            lag,
+            f"set loop.mode {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value}",
+        )
+        require(
+            lag >= 1 or self.mode is not LoopMode.IN_FLIGHT,
+            "loop.max_off_policy_steps",
+            f"must be >= 1 with loop.mode {LoopMode.IN_FLIGHT.value}",
+            lag,
+            "engines that run on while the policy learns are behind it",
+        )
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether generation and training take turns."""
+        return self.mode is LoopMode.SYNCHRONOUS
