@@ -37,6 +37,8 @@ class MtpDraft:
     Its loss is the divergence from the policy, whatever `draft.loss` says of drafts that stand beside it.
     """
 
+    is_collective = True  # to save it takes all ranks
+
     def __init__(
         self,
         policy: MegatronPolicy,
