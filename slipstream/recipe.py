@@ -183,23 +183,25 @@ class Recipe:
             "it splits matrices over ranks, which Muon needs whole: take adamw",
         )
 
+        whole = self.learner.parallel.pipeline == 1 and not self.learner.parallel.sequence_parallel
+        require(
+            whole or self.draft.method is not DraftMethod.MTP,
+            "learner.parallel",
+            "must have pipeline 1 and sequence_parallel false with draft.method mtp",
+            self.learner.parallel,
+            "the MTP layer reads whole states, and the embeddings beside them: split by tensor and data",
+        )
+
     def _check_online(self) -> None:
         """What training of the draft beside the policy needs."""
         if self.draft.online is DraftOnline.OFF:
             return
-        where = self.learner.parallel
-        require(
-            where.pipeline == 1 and not where.sequence_parallel,
-            "draft.online",
-            "must be off where no rank of the learner holds whole hidden states (pipeline or sequence parallel)",
-            self.draft.online.value,
-            "set learner.parallel.pipeline 1 and sequence_parallel false, or draft.online off",
-        )
+        num_ranks = self.learner.parallel.data
         num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
         require(
-            self.draft.online_updates * where.data <= num_rollouts,
+            self.draft.online_updates * num_ranks <= num_rollouts,
             "draft.online_updates",
-            f"must be at most the {num_rollouts} rollouts of an update / {where.data} data-parallel ranks",
+            f"must be at most the {num_rollouts} rollouts of an update / {num_ranks} data-parallel ranks",
             self.draft.online_updates,
             "each learns from rollouts of its own",
         )

@@ -41,14 +41,15 @@ def certify_losslessness(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
 ) -> Certificate:
-    """certificate.json. `trained` is the speculative arm, whose directory holds the weights as `policy/`."""
+    """certificate.json. `trained` is the speculative arm: weights in `policy/`, a draft that learned in `draft/`."""
     logs.configure()
-    loaded = load_recipe(os.fspath(recipe))
+    loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained)
     directory = stage.certify_losslessness(
         context,
         loaded,
         policy=model_of(context, policy),
-        trained=model_of(context, trained) / "policy",
+        trained=arm / "policy",
+        trained_draft=arm / "draft" if (arm / "draft").is_dir() else None,
         data=records_of(data),
         draft=model_of(context, draft),
         length=stage.tuned_length(loaded, records_of(tuning)),

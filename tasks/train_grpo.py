@@ -36,7 +36,10 @@ def train_grpo(
     tuning: FlyteDirectory,
     arm: Arm,
 ) -> Trained:
-    """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
+    """arm.json with every step, the final policy under `policy/`, and under `draft/` a draft that learned beside it.
+
+    A retry goes on from the last checkpoint.
+    """
     logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
@@ -48,6 +51,7 @@ def train_grpo(
         draft=model_of(context, draft),
         tuning=records_of(tuning),
     )
+    weights = [name for name in ("policy", "draft") if name == "policy" or (directory / name).is_dir()]
     return Trained(
-        trained=handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))
+        trained=handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=weights)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class MtpDraft:
 
     Its loss is the divergence from the policy, whatever `draft.loss` says of drafts that stand beside it.
     """
+
+    is_collective = True  # to save it takes all ranks
 
     def __init__(
         self,
@@ -103,27 +106,17 @@ class MtpDraft:
         num_ranks: int = 1,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
-        """`online_updates` updates, each on other sequences; returns their mean loss. See `OnlineDraft.learn`."""
-        from slipstream.drafts.online import drawn
+        """See `OnlineDraft.learn`."""
+        from slipstream.drafts.online import learned
 
         del sum_over_ranks
-        config = self._config
-        parts = drawn(
-            [len(tokens) for tokens in sequences],
-            num_parts=config.online_updates,
-            num_tokens=config.tokens_per_step // num_ranks,
-            seed=f"{config.seed}/online/{self._trainer.num_updates}",
+        return learned(
+            partial(self.step, temperature=temperature),
+            (sequences, prompt_lengths, states),
+            config=self._config,
+            num_updates=self._trainer.num_updates,
+            num_ranks=num_ranks,
         )
-        losses = [
-            self.step(
-                [sequences[i] for i in part],
-                [prompt_lengths[i] for i in part],
-                [states[i] for i in part],
-                temperature=temperature,
-            )
-            for part in parts
-        ]
-        return sum(losses) / len(losses)
 
     def evaluate(
         self,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Self
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,28 +21,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUM_STEPS = "num_steps"
 # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
 _WARMUP_UPDATES = 5
-_CPU = torch.device("cpu")
 
 
 class OnlineDraft(DraftTrainer):
     """A pretrained draft with a fresh optimizer, whose learning rate stays, after a few updates, as it is."""
-
-    @classmethod
-    def of(
-        cls,
-        draft: Path,
-        policy: Path,
-        config: DraftConfig,
-        *,
-        num_threads: int | None = None,
-        device: torch.device = _CPU,
-    ) -> Self:
-        """Go on from the saved `draft` of `policy`.
-
-        Raises:
-            ConfigError: it is no draft, or one that reads other layers than `config` names.
-        """
-        return cls.from_draft(draft, policy, config, num_threads=num_threads, device=device)
 
     def learn(
         self,
@@ -55,29 +36,14 @@ class OnlineDraft(DraftTrainer):
         num_ranks: int = 1,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> float:
-        """`online_updates` updates, each on other sequences; returns their mean loss. See `DraftTrainer.step`.
-
-        Args:
-            num_ranks: that share an update's tokens.
-        """
-        config = self._config
-        parts = drawn(
-            [len(tokens) for tokens in sequences],
-            num_parts=config.online_updates,
-            num_tokens=config.tokens_per_step // num_ranks,
-            seed=f"{config.seed}/online/{self._num_steps}",
+        """Learn from the rollouts of a step; returns the mean loss. See `DraftTrainer.step` and `learned`."""
+        return learned(
+            partial(self.step, temperature=temperature, sum_over_ranks=sum_over_ranks),
+            (sequences, prompt_lengths, states),
+            config=self._config,
+            num_updates=self._num_steps,
+            num_ranks=num_ranks,
         )
-        losses = [
-            self.step(
-                [sequences[i] for i in part],
-                [prompt_lengths[i] for i in part],
-                [states[i] for i in part],
-                temperature=temperature,
-                sum_over_ranks=sum_over_ranks,
-            )
-            for part in parts
-        ]
-        return sum(losses) / len(losses)
 
     def state(self) -> dict[str, Tensor]:
         """All that its next update depends on; the tensors share memory with it."""
@@ -110,6 +76,35 @@ class OnlineDraft(DraftTrainer):
 
     def _learning_rate(self) -> float:
         return self._config.online_learning_rate * min(1.0, (self._num_steps + 1) / _WARMUP_UPDATES)
+
+
+def learned(
+    step: Callable[[Sequence[Sequence[int]], Sequence[int], States], float],
+    rollouts: tuple[Sequence[Sequence[int]], Sequence[int], States],
+    *,
+    config: DraftConfig,
+    num_updates: int,
+    num_ranks: int,
+) -> float:
+    """`online_updates` updates by `step`, each on other sequences; returns their mean loss.
+
+    Args:
+        rollouts: sequences, prompt lengths and hidden states.
+        num_updates: so far: every step of training draws anew.
+        num_ranks: that share an update's tokens.
+    """
+    sequences, prompt_lengths, states = rollouts
+    parts = drawn(
+        [len(tokens) for tokens in sequences],
+        num_parts=config.online_updates,
+        num_tokens=config.tokens_per_step // num_ranks,
+        seed=f"{config.seed}/online/{num_updates}",
+    )
+    losses = [
+        step([sequences[i] for i in part], [prompt_lengths[i] for i in part], [states[i] for i in part])
+        for part in parts
+    ]
+    return sum(losses) / len(losses)
 
 
 def drawn(lengths: Sequence[int], *, num_parts: int, num_tokens: int, seed: str) -> list[list[int]]:

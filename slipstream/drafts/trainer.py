@@ -35,6 +35,8 @@ _CPU = torch.device("cpu")
 class DraftTrainer:
     """A draft, its optimizer and its schedule."""
 
+    is_collective = False  # every rank has all of it
+
     def __init__(
         self,
         policy: Path,

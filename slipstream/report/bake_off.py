@@ -33,12 +33,9 @@ HEADINGS = (
     "first to last quarter",
     "generation speedup",
     "step speedup",
-    "pretraining",
-    "training a step",
-    "pretraining repaid after",
-    "reward - AR",
     "verdict",
 )
+COST_HEADINGS = ("drafter", "pretraining", "repaid after", "training a step", "reward - AR")
 PAPER_HEADINGS = ("acceptance length", "generation speedup")
 METHOD_LABELS = {
     DraftMethod.EAGLE3: "EAGLE-3",
@@ -129,11 +126,18 @@ def cells(result: Result) -> list[str]:
         f"{result.first_acceptance_length:.2f} to {result.last_acceptance_length:.2f}",
         speedup_with_interval(result.generation),
         speedup_with_interval(result.step),
-        f"{result.pretraining_s:.0f} s" if result.pretraining_s else "-",
-        f"{result.training_s:.2f} s" if result.training_s else "-",
-        _repaid(result),
-        difference_with_interval(result.reward_difference),
         verdict(result),
+    ]
+
+
+def cost_cells(result: Result) -> list[str]:
+    """One row under `COST_HEADINGS`."""
+    return [
+        label(result.entrant),
+        f"{result.pretraining_s:.0f} s" if result.pretraining_s else "-",
+        _repaid(result),
+        f"{result.training_s:.2f} s" if result.training_s else "-",
+        difference_with_interval(result.reward_difference),
     ]
 
 
@@ -152,13 +156,21 @@ def paper_cells(draft: DraftReference | None) -> list[str]:
 
 
 def bake_off_table(record: BakeOffRecord, reference: Reference) -> str:
-    """Plain text: a row a drafter, the published figures in the last columns, then who dropped out and why."""
-    rows = [
-        [*cells(result), *paper_cells(published(result.entrant, record.workload, reference))]
-        for result in record.results
+    """Plain text, three tables that each fit a terminal: speed, cost, and what was published; then who dropped out.
+
+    `AL` is the acceptance length.
+    """
+    names = [label(result.entrant) for result in record.results]
+    shown = [cells(result) for result in record.results]
+    paper = [paper_cells(published(result.entrant, record.workload, reference)) for result in record.results]
+    speeds = [
+        ["drafter", "AL", *HEADINGS[6:]],
+        *([name, row[4], *row[6:]] for name, row in zip(names, shown, strict=True)),
     ]
-    headings = [*HEADINGS, *(f"paper: {heading}" for heading in PAPER_HEADINGS)]
-    parts = [table([headings, *rows])] if rows else []
+    costs = [[*COST_HEADINGS], *map(cost_cells, record.results)]
+    headings = ["drafter", "AL, first to last", *(f"paper: {heading}" for heading in PAPER_HEADINGS)]
+    beside = [headings, *([name, row[5], *more] for name, row, more in zip(names, shown, paper, strict=True))]
+    parts = [table(rows) for rows in (speeds, costs, beside)] if names else []
     parts += [f"{dropout.entrant.name} DROPPED OUT: {dropout.reason}" for dropout in record.dropouts]
     return "\n\n".join(parts)
 

@@ -11,10 +11,12 @@ from matplotlib.axes import Axes
 
 from slipstream.records import write_atomic, write_record
 from slipstream.report.bake_off import (
+    COST_HEADINGS,
     HEADINGS,
     PAPER_HEADINGS,
     answer,
     cells,
+    cost_cells,
     label,
     loses,
     paper_cells,
@@ -55,12 +57,14 @@ def render_bake_off(record: BakeOffRecord, svg: str) -> str:
         answer=answer(record),
         workload=WORKLOAD_LABELS[record.workload],
         headings=HEADINGS,
+        cost_headings=COST_HEADINGS,
         paper_headings=PAPER_HEADINGS,
         paper_label=reference.label,
         rows=[
             {
                 "kind": "loses" if loses(result) else "",
                 "cells": cells(result),
+                "costs": cost_cells(result),
                 "paper": paper_cells(published(result.entrant, record.workload, reference)),
             }
             for result in record.results

@@ -30,7 +30,7 @@ from slipstream.stages.support import decode, draft_weights, execution_run, sett
 from slipstream.stages.train_grpo import arm_plan
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker
 from slipstream.train.arm import ArmPlan, train
-from slipstream.train.turns import Turn, in_turn
+from slipstream.train.turns import Stopped, Turn, in_turn
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
@@ -126,13 +126,14 @@ def _pretrained(
     dropouts: list[Dropout] = []
     for entrant in field:
         own = replace(context, execution=f"{context.execution}/{entrant.name}")
+        theirs = entrant_recipe(recipe, entrant, k)
+        execution_run(own, theirs, params=parameters(theirs)).detach()
         try:
-            theirs = entrant_recipe(recipe, entrant, k)
-            execution_run(own, theirs, params=parameters(theirs)).detach()
             draft = pretrain_draft(own, theirs, policy=policy, data=data)
             weights = draft_weights(theirs.draft, draft)
             require_fit(theirs.draft, policy, weights, max_model_len=theirs.engine.max_model_len)
         except Exception as error:
+            execution_run(own, theirs).close(RunStatus.FAILED)
             logger.exception("bake_off: %s drops out, the others go on", entrant.name)
             dropouts.append(_dropout(entrant, error))
             continue
@@ -203,15 +204,11 @@ def _trained(
 ) -> dict[str, ArmRecord | BaseException]:
     """The arms of all members, or what ended them."""
     starting = threading.Semaphore(min(member.recipe.tuning.num_starting for member in members.values()))
-    with ExitStack() as opened:
-        trackers = {
-            name: opened.enter_context(_ended(execution_run(member.context, member.recipe)))
-            for name, member in members.items()
-        }
 
-        def run(name: str, turn: Turn) -> ArmRecord:
-            member = members[name]
-            directory = member.context.directory("train_grpo")
+    def run(name: str, turn: Turn) -> ArmRecord:
+        member = members[name]
+        directory = member.context.directory("train_grpo")
+        with _ended(execution_run(member.context, member.recipe)) as tracker:
             record = train(
                 member.recipe,
                 replace(member.plan, start_engine=partial(_started, member.plan, starting)),
@@ -219,13 +216,13 @@ def _trained(
                 prompts=prompts,
                 decode=decode(tokenizer(policy)),
                 directory=directory,
-                log=trackers[name].log,
+                log=tracker.log,
                 turn=turn,
             )
-            trackers[name].log_artifact(write_record(record, directory / "arm.json"))
-            return record
+            tracker.log_artifact(write_record(record, directory / "arm.json"))
+        return record
 
-        return in_turn({name: partial(run, name) for name in members})
+    return in_turn({name: partial(run, name) for name in members})
 
 
 @contextmanager
@@ -242,6 +239,9 @@ def _ended(tracker: Tracker) -> Iterator[Tracker]:
     """The run of a member, ended with the block."""
     try:
         yield tracker
+    except Stopped:
+        tracker.close(RunStatus.KILLED)
+        raise
     except BaseException as error:
         tracker.close(RunStatus.of_error(type(error)))
         raise

@@ -43,12 +43,23 @@ def tuned_length(recipe: Recipe, tuning: Path) -> DraftLength:
 
 
 def certify_losslessness(
-    context: RunContext, recipe: Recipe, *, policy: Path, trained: Path, data: Path, draft: Path, length: DraftLength
+    context: RunContext,
+    recipe: Recipe,
+    *,
+    policy: Path,
+    trained: Path,
+    data: Path,
+    draft: Path,
+    length: DraftLength,
+    trained_draft: Path | None = None,
 ) -> Path:
     """Certify speculation by `length` with `draft` for the policy in `trained`; a directory with certificate.json.
 
-    The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
-    covers the refit.
+    The speculative engine starts with `policy` and `draft` and is refitted to `trained` and `trained_draft`, as in
+    training, so that the certificate covers the refit.
+
+    Args:
+        trained_draft: the draft as it learned beside the policy; None of one that stayed as it was.
     """
     from slipstream.drafts.fit import require_fit
 
@@ -59,12 +70,22 @@ def certify_losslessness(
     directory = context.directory(_NODE)
     weights = draft_weights(recipe.draft, draft)
     require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    weights = trained_draft or weights
     prompts = read_prompt_sets(data).train
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
         # The engines must not share their randomness.
-        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=recipe.losslessness.seed)
+        speculative = _drawn(
+            recipe,
+            policy,
+            trained,
+            draft,
+            length,
+            prompts,
+            seed=recipe.losslessness.seed,
+            trained_draft=trained_draft,
+        )
         seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         num_responses = len(speculative.traces) + len(baseline.traces)
@@ -104,14 +125,19 @@ def _drawn(
     prompts: Sequence[Prompt],
     *,
     seed: int,
+    trained_draft: Path | None = None,
 ) -> Sample:
-    """What an engine with drafts of that length, started with one policy and refitted to the trained one, says."""
+    """What an engine with drafts of that length, started with one policy and refitted to the trained one, says.
+
+    Args:
+        trained_draft: that it is refitted to as well; None: it keeps `draft`.
+    """
     config = recipe.losslessness
     with (
         recipe_engine(recipe, start, draft, length.num_speculative_tokens, schedule=length.schedule) as engine,
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
-        engine.refit(trained, policy_version=recipe.grpo.num_steps)
+        engine.refit(trained, policy_version=recipe.grpo.num_steps, draft=trained_draft, draft_version=1)
         sample = draw(
             engine,
             prompts,

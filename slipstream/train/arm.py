@@ -23,7 +23,7 @@ from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock, metrics_of, step_line
 from slipstream.train.recovery import LastingEngines, ReplaceableEngines
-from slipstream.train.turns import Turn
+from slipstream.train.turns import Alone, Turn
 from slipstream.types import Arm, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.engines import RemoteEngine
@@ -64,7 +64,7 @@ def train(
     log: LogMetrics,
     turn: Turn | None = None,
 ) -> ArmRecord:
-    """Train and write the final policy to `directory/policy`.
+    """Train and write the final policy to `directory/policy`, and to `directory/draft` a draft that learned beside it.
 
     Args:
         decode: tokens to text, for scoring.
@@ -82,7 +82,7 @@ def train(
             directory=directory,
             checkpoints=checkpoints,
             log=log,
-            turn=turn or _Alone(),
+            turn=turn or Alone(),
         )
         history = _with_restarts(run, engine)
         machine = machines(engine.engines)
@@ -108,16 +108,6 @@ class _Run:
     checkpoints: Checkpoints
     log: LogMetrics
     turn: Turn
-
-
-class _Alone:
-    """Every turn is one's own."""
-
-    def begin(self) -> None:
-        """At once."""
-
-    def end(self) -> None:
-        """Nobody waits."""
 
 
 def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
@@ -196,6 +186,8 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
         ).run(start_step=len(history))
         run.turn.begin()
         learner.save_hf(run.directory / "policy", run.policy)
+        if trains_draft:
+            learner.save_draft(run.directory / "draft")
     return history
 
 

@@ -21,6 +21,16 @@ class Turn(Protocol):
         ...
 
 
+class Alone:
+    """The turns of one that shares them with nobody."""
+
+    def begin(self) -> None:
+        """At once."""
+
+    def end(self) -> None:
+        """Nobody waits."""
+
+
 class Stopped(RuntimeError):  # noqa: N818  # what happened to the others
     """The whole was interrupted, so no turn will come."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import DraftProgress
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.records import DraftUpdate
 from slipstream.refit.channel import choice
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
@@ -29,6 +25,15 @@ from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
+from slipstream.workers.learner_draft import (
+    HeldChats,
+    IndexedChats,
+    fresh_trainer,
+    layer_ids,
+    online_trainer,
+    sum_over_ranks,
+    train_beside,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,22 +47,9 @@ if TYPE_CHECKING:
     from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
     from slipstream.refit.channel.source import WeightSource
 
-Sequences = Sequence[Sequence[int]]
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
-IndexedChats = tuple[Sequence[int], Ragged, Sequence[int]]
-"""A part of some chats: their indices in the whole, their tokens, and where each response begins."""
 _POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftChats:
-    """This rank's share of what the draft trains on; without `states` they are computed at each step."""
-
-    places: Mapping[int, int]  # in what follows, by the index in the whole
-    sequences: Sequences
-    prompt_lengths: Sequence[int]
-    states: list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 class LearnerProcess:
@@ -81,8 +73,8 @@ class LearnerProcess:
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
         self._draft: DraftTrainer | MtpDraft | None = None
-        self._online_config: DraftConfig | None = None  # of a draft that is trained beside the policy
-        self._draft_chats: _DraftChats | None = None
+        self._online: tuple[OnlineDraft | MtpDraft, DraftConfig] | None = None  # one that is trained beside the policy
+        self._draft_chats: HeldChats | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
@@ -146,7 +138,7 @@ class LearnerProcess:
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
-        self._policy = self._reference = self._draft = self._draft_chats = self._online_config = None
+        self._policy = self._reference = self._draft = self._draft_chats = self._online = None
         self.close_stream()
         self._sources, self._snapshots = {}, {}
         gc.collect()
@@ -214,43 +206,10 @@ class LearnerProcess:
     def train_step(self, part: Update) -> Trained:
         """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
         with self._at_work():
-            return self._train_step_with_draft(part) if part.trains_draft else self._loaded.train_step(part)
-
-    def _train_step_with_draft(self, update: Update) -> Trained:
-        """One update of the policy, and the draft's on the hidden states of the same forward pass.
-
-        Each data-parallel rank passes its share of the update, and the draft's gradient is that of all of them.
-
-        The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
-        a `train_step` without it to the last bit.
-        """
-        from slipstream.drafts.mtp import MtpDraft
-        from slipstream.policy.capture import Capture
-
-        draft, config = self._online
-        capture, batch, num_ranks = Capture(self._layer_ids(config)), update.batch, self._config.parallel.data
-        start = time.perf_counter()
-        if not isinstance(draft, MtpDraft):
-            draft.follow(*self._loaded.vocabulary_weights())  # of the policy that the forward pass asks
-        follow_s = time.perf_counter() - start
-        trained = self._loaded.train_step(update, capture=capture)
-        start = time.perf_counter()
-        # Nothing was computed after the last token, yet it is known: what an MTP layer drafts there counts.
-        kept = batch.token_ids if isinstance(draft, MtpDraft) else [tokens[:-1] for tokens in batch.token_ids]
-        states = []
-        for index, tokens in enumerate(kept):
-            aux_TA, last_TH = capture.by_sequence[index]
-            states.append((aux_TA[: len(tokens)], last_TH[: len(tokens)]))
-        loss = draft.learn(
-            kept,
-            batch.prompt_lengths,
-            states,
-            temperature=update.temperature,
-            num_ranks=num_ranks,
-            sum_over_ranks=self._sum_over_ranks,
-        )
-        elapsed_s = follow_s + time.perf_counter() - start
-        return replace(trained, draft=DraftUpdate(loss=loss, num_updates=config.online_updates, elapsed_s=elapsed_s))
+            if not part.trains_draft:
+                return self._loaded.train_step(part)
+            assert self._online is not None, "continue_draft comes first"
+            return train_beside(self._loaded, *self._online, part, self._config)
 
     def location(self) -> Location:
         """Where this rank computes."""
@@ -311,7 +270,7 @@ class LearnerProcess:
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
-        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online_config else None)
+        self._loaded.save_checkpoint(path, extra, beside=self._online[0].state() if self._online else None)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -319,7 +278,7 @@ class LearnerProcess:
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
-        if self._online_config is None:
+        if self._online is None:
             return self._loaded.load_checkpoint(path)
         state: dict[str, torch.Tensor] = {}
         extra = self._loaded.load_checkpoint(path, beside=state)
@@ -329,15 +288,10 @@ class LearnerProcess:
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
         """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
         own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
-        if config.method is DraftMethod.MTP:
-            self._draft = self._mtp_draft(config, own_policy, given=own_draft, is_online=True)
-        else:
-            from slipstream.drafts.online import OnlineDraft
-
-            self._draft = OnlineDraft.of(
-                own_draft, own_policy, config, num_threads=self._config.num_threads, device=self._loaded.device
-            )
-        self._online_config = config
+        trainer = online_trainer(
+            self._loaded, own_policy, config, self._config, writes=self._rank == 0, draft=own_draft
+        )
+        self._draft, self._online = trainer, (trainer, config)
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
 
@@ -355,45 +309,26 @@ class LearnerProcess:
         Args:
             token_ids: that a fresh draft knows; None: all.
         """
-        if config.method is DraftMethod.MTP:
-            own = None if given is None else here(given, self._origin)
-            self._draft = self._mtp_draft(config, here(policy, self._origin), given=own)
-        else:
-            self._draft = self._beside_policy(policy, config, given, token_ids)
-        self._online_config = None
+        self._draft = fresh_trainer(
+            self._loaded,
+            here(policy, self._origin),
+            config,
+            self._config,
+            writes=self._rank == 0,
+            given=None if given is None else here(given, self._origin),
+            token_ids=token_ids,
+        )
+        self._online = None
         self._sources.pop(_DRAFT, None)
         return self._draft.num_parameters
-
-    def _mtp_draft(self, config: DraftConfig, policy: Path, *, given: Path | None, is_online: bool = False) -> MtpDraft:
-        from slipstream.drafts.mtp import MtpDraft
-
-        if given is not None:
-            self._loaded.load_mtp(given)
-        return MtpDraft(self._loaded, config, tokenizer_dir=policy, writes=self._rank == 0, is_online=is_online)
-
-    def _beside_policy(
-        self, policy: Path, config: DraftConfig, given: Path | None, token_ids: Sequence[int] | None
-    ) -> DraftTrainer:
-        from slipstream.drafts.trainer import DraftTrainer
-
-        policy, num_threads, device = here(policy, self._origin), self._config.num_threads, self._loaded.device
-        if given is None:
-            return DraftTrainer(policy, config, num_threads=num_threads, device=device, token_ids=token_ids)
-        draft = here(given, self._origin)
-        return DraftTrainer.from_draft(draft, policy, config, num_threads=num_threads, device=device)
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
         """Take this rank's share of the chats that `draft_step` names; whether their hidden states fit the cache.
 
         Those that fit are captured here, in one order: a resumed training computes the same bits again.
         """
-        indices, sequences, prompt_lengths = part
-        layer_ids = self._layer_ids(config)
-        fits = self._loaded.hidden_states_bytes(sequences, layer_ids) <= config.states_cache_gib * 2**30
-        states = self._loaded.hidden_states(sequences, layer_ids) if fits else None
-        places = {index: place for place, index in enumerate(indices)}
-        self._draft_chats = _DraftChats(places, sequences, prompt_lengths, states)
-        return fits
+        self._draft_chats = HeldChats.of(part, self._loaded, config)
+        return self._draft_chats.states is not None
 
     def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
         """One update of the draft on the frozen policy's hidden states of these chats; returns the loss.
@@ -402,34 +337,26 @@ class LearnerProcess:
         """
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
-        mine = [chats.places[index] for index in indices if index in chats.places]
-        sequences = [chats.sequences[place] for place in mine]
-        if chats.states is None:
-            states = self._loaded.hidden_states(sequences, self._layer_ids(config))
-        else:
-            states = [chats.states[place] for place in mine]
-        lengths = [chats.prompt_lengths[place] for place in mine]
-        return self._drafting.step(
-            sequences, lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
-        )
+        mine = chats.mine(indices, self._loaded, config)
+        return self._drafting.step(*mine, temperature=temperature, sum_over_ranks=sum_over_ranks(self._config))
 
     def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
         """Held-out acceptance of the draft, over the shares of all ranks."""
         sequences, prompt_lengths = part
-        states = self._loaded.hidden_states(sequences, self._layer_ids(config))
+        states = self._loaded.hidden_states(sequences, layer_ids(self._loaded, config))
         rates, length = self._drafting.evaluate(
-            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=self._sum_over_ranks
+            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=sum_over_ranks(self._config)
         )
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it; rank 0 alone writes, and gathering an MTP layer is collective."""
-        if self._rank == 0 or self._drafts_with_mtp:
+        if self._rank == 0 or self._drafting.is_collective:
             self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
         """Write what resumed draft training needs; rank 0 alone writes, and gathering an MTP layer is collective."""
-        if self._rank == 0 or self._drafts_with_mtp:
+        if self._rank == 0 or self._drafting.is_collective:
             self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
@@ -464,38 +391,10 @@ class LearnerProcess:
         assert self._policy is not None, "load or create comes first"
         return self._policy
 
-    def _layer_ids(self, config: DraftConfig) -> tuple[int, ...]:
-        """Of the states that the draft reads."""
-        if config.method is DraftMethod.MTP:
-            return self._loaded.architecture.mtp_layer_ids
-        return config.aux_hidden_state_layer_ids
-
-    @property
-    def _drafts_with_mtp(self) -> bool:
-        from slipstream.drafts.mtp import MtpDraft
-
-        return isinstance(self._draft, MtpDraft)
-
-    @property
-    def _sum_over_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What adds up the parts of the data-parallel ranks; None for one that has everything."""
-        from slipstream.policy.collectives import summed_over_data_ranks
-
-        return summed_over_data_ranks if self._config.parallel.data > 1 else None
-
     @property
     def _drafting(self) -> DraftTrainer | MtpDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
-
-    @property
-    def _online(self) -> tuple[OnlineDraft | MtpDraft, DraftConfig]:
-        from slipstream.drafts.mtp import MtpDraft
-        from slipstream.drafts.online import OnlineDraft
-
-        draft, config = self._draft, self._online_config
-        assert isinstance(draft, OnlineDraft | MtpDraft) and config is not None, "continue_draft comes first"
-        return draft, config
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         with uncollected():

@@ -53,6 +53,9 @@ def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
     assert len(list((root / "store" / "pretrain_draft").iterdir())) == 1  # shared by both trainings in RL
     arm = read_record(ArmRecord, root / "bake" / "eagle3-in_domain-always" / "train_grpo" / "arm.json")
     assert [step.draft_version for step in arm.steps] == [0, 1, 2]
+    drafts = root.glob("bake/*/train_grpo/draft/model.safetensors")
+    assert [path.relative_to(root / "bake").parts[0] for path in drafts] == ["eagle3-in_domain-always"]
+    assert _failed_runs(root) == {"eagle3-general-off", "eagle3-general-always", "pretrain_draft"}
     assert _metrics(root, "bake")["result/num_drafters"] == 3
     assert read_executions(store_uri(TrackingConfig(), root), experiment=None, names=[]) == []  # it is none of two arms
 
@@ -65,3 +68,10 @@ def _metrics(root: Path, run: str) -> dict[str, float]:
     query = "SELECT key, value FROM latest_metrics JOIN runs USING (run_uuid) WHERE name = ?"
     with sqlite3.connect(root / "mlflow.db") as database:
         return dict(database.execute(query, (run,)).fetchall())
+
+
+def _failed_runs(root: Path) -> set[str]:
+    with sqlite3.connect(root / "mlflow.db") as database:
+        statuses = database.execute("SELECT name, status FROM runs").fetchall()
+    assert {status for _, status in statuses} == {"FINISHED", "FAILED"}
+    return {name for name, status in statuses if status == "FAILED"}

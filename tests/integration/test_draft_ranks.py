@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.policy import parallel
@@ -33,6 +34,7 @@ LAYERS = (0, 2, 3)  # the embeddings, and layers of both stages
 DRAFT = DraftConfig(  # every chat has a row of its own: what shares one is not the same on two ranks
     aux_hidden_state_layer_ids=LAYERS, ttt_steps=2, num_steps=4, warmup_steps=2, tokens_per_row=1, learning_rate=1e-3
 )
+ONLINE = replace(DRAFT, online=DraftOnline.ALWAYS, online_learning_rate=1e-3)
 ALONE = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
 PIPELINE = ParallelConfig(pipeline=2)
@@ -56,8 +58,7 @@ def _sequences() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rng.integers(0, VOCAB, rng.integers(8, 32)).tolist()) for _ in range(9))
 
 
-def _states(process: LearnerProcess, mine: tuple[int, ...]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Hidden states of this rank's share, computed for themselves, and captured in an update."""
+def _update(*, trains_draft: bool = False) -> Update:
     sequences = _sequences()
     batch = TrainBatch(
         token_ids=sequences,
@@ -66,8 +67,19 @@ def _states(process: LearnerProcess, mine: tuple[int, ...]) -> tuple[dict[int, A
         advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
         policy_version=0,
     )
-    update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
-    policy = process._loaded
+    return Update(
+        batch=batch,
+        trainer_logprobs=None,
+        ref_logprobs=None,
+        loss=LossConfig(),
+        temperature=1.0,
+        trains_draft=trains_draft,
+    )
+
+
+def _states(process: LearnerProcess, mine: tuple[int, ...]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Hidden states of this rank's share, computed for themselves, and captured in an update."""
+    sequences, update, policy = _sequences(), _update(), process._loaded
     found = policy.hidden_states([sequences[index] for index in mine], LAYERS)
     capture = Capture(LAYERS)
     policy.train_step(part_of(update, mine), capture=capture)
@@ -91,13 +103,24 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
     progress = process.evaluate_draft((chats, lengths), DRAFT, 0.8)
     weights = {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
     alone, beside = _states(process, mine)
+    online = _online(process, model, mine)
     return {
+        "online": online,
         "losses": losses,
         "acceptance": [*progress.rate_by_position, progress.mean_acceptance_length],
         "weights": weights,
         "alone": alone,
         "beside": beside,
     }
+
+
+def _online(process: LearnerProcess, model: Path, mine: tuple[int, ...]) -> tuple[list[float], dict[str, Any]]:
+    """Losses of a draft that learns beside a moving policy, from all of an update at once, and its weights."""
+    process.load(model, OPTIMIZER)
+    process.continue_draft(model.parent / "draft", model, ONLINE)
+    updates = [process.train_step(part_of(_update(trains_draft=True), mine)).draft for _ in range(2)]
+    losses = [update.loss for update in updates if update is not None]
+    return losses, {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}
 
 
 def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str, Any]:
@@ -115,6 +138,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     (directory / "tokenizer").mkdir()
     policy = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=ALONE, optimizer=None)
     policy.save_hf(directory / "model", directory / "tokenizer")
+    save_draft(build_draft(directory / "model", DRAFT), directory / "draft")
     return directory / "model", _outcome(directory / "model", ALONE)
 
 
@@ -139,5 +163,13 @@ def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single:
         assert rank["acceptance"] == pytest.approx(expected["acceptance"], rel=1e-5)
         for name, tensor in rank["weights"].items():
             np.testing.assert_allclose(tensor, expected["weights"][name], rtol=0, atol=1e-4, err_msg=name)
+        _, expected_weights = expected["online"]
+        losses, weights = rank["online"]
+        assert losses == pytest.approx(expected["online"][0], rel=1e-5)
+        assert len(losses) == 2
+        for name, tensor in weights.items():
+            np.testing.assert_allclose(tensor, expected_weights[name], rtol=0, atol=1e-4, err_msg=name)
     for name, tensor in got[0]["weights"].items():
         np.testing.assert_array_equal(tensor, got[1]["weights"][name], err_msg=name)
+    for name, tensor in got[0]["online"][1].items():
+        np.testing.assert_array_equal(tensor, got[1]["online"][1][name], err_msg=name)

@@ -264,20 +264,16 @@ def test_one_draft_token_needs_room_for_two() -> None:
     ("overrides", "message"),
     [
         (
-            {"learner": {"parallel": {"pipeline": 2}}},
-            r"draft.online must be off where no rank of the learner holds whole hidden states .*, got 'always'",
-        ),
-        (
-            {"learner": {"parallel": {"tensor": 2, "sequence_parallel": True}}},
-            r"draft.online must be off where no rank of the learner holds whole hidden states .*, got 'always'",
-        ),
-        (
             {"draft": {"online_updates": 49}},
             r"draft.online_updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49",
         ),
         (
             {"draft": {"method": "ngram"}},
             r"draft.online must be off with draft.method ngram, got 'always'; nothing of it is trained during RL",
+        ),
+        (
+            {"draft": {"method": "mtp"}, "learner": {"parallel": {"pipeline": 2}}},
+            r"learner.parallel must have pipeline 1 and sequence_parallel false with draft.method mtp",
         ),
         ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
         ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),

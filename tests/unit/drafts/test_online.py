@@ -140,8 +140,14 @@ def policy_bits(process: LearnerProcess) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in process._loaded.weights()}
 
 
+def draft_state(process: LearnerProcess) -> dict[str, torch.Tensor]:
+    assert process._online is not None
+    trainer, _ = process._online
+    return trainer.state()
+
+
 def draft_bits(process: LearnerProcess) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in process._online[0].state().items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in draft_state(process).items()}
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -180,7 +186,7 @@ def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: P
     assert record.draft_update is not None
     assert other.draft_update is not None
     assert (record.draft_update.num_updates, other.draft_update.num_updates) == (1, 2)
-    steps = [int(process._online[0].state()["num_steps"]) for process in (once, twice)]
+    steps = [int(draft_state(process)["num_steps"]) for process in (once, twice)]
     assert steps == [1, 2]
 
 
@@ -210,7 +216,7 @@ def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_
 
 def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(policy: Path, draft: Path) -> None:
     process = started(policy, draft)
-    trainer, _ = process._online
+    trainer = process._drafting
     assert isinstance(trainer, OnlineDraft)
     model = trainer._model
     start = model.verifier_lm_head.weight.clone()
@@ -225,7 +231,7 @@ def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has
 
 def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path, draft: Path, tmp_path: Path) -> None:
     process = started(policy, draft)
-    dtypes = dict.fromkeys((name for name, _ in process._online[0].weights()), "bfloat16")
+    dtypes = dict.fromkeys((name for name, _ in process._drafting.weights()), "bfloat16")
     assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(draft, dtypes)
     run(process, grpo=replace(GRPO, num_steps=1))
     process.save_draft(tmp_path / "trained")
@@ -247,7 +253,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
 def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     policy: Path, draft: Path, states: States
 ) -> None:
-    trainer = OnlineDraft.of(draft, policy, replace(ALWAYS, tokens_per_step=100))
+    trainer = OnlineDraft.from_draft(draft, policy, replace(ALWAYS, tokens_per_step=100))
     losses, rates = [], []
     for _ in range(30):
         losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
@@ -257,7 +263,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
 
 
 def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
-    trainer = OnlineDraft.of(draft, policy, ALWAYS)
+    trainer = OnlineDraft.from_draft(draft, policy, ALWAYS)
     short = [(aux[:4], last[:4]) for aux, last in states]
     assert trainer.learn([chat[:4] for chat in CHATS], [3, 3], short, temperature=1.0) == 0.0
 

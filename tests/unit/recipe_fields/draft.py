@@ -124,7 +124,7 @@ def online_steps(recipe: Recipe, tools: Tools) -> object:
     policy, draft = tools.directory / "policy", tools.directory / "draft"
     own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
     DraftTrainer(policy, recipe.draft).save(draft)
-    trainer = OnlineDraft.of(draft, policy, recipe.draft)
+    trainer = OnlineDraft.from_draft(draft, policy, recipe.draft)
     random = np.random.default_rng(0)
     chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)

@@ -103,6 +103,9 @@ class NotedLearner:
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """The end."""
 
+    def save_draft(self, path: Path) -> None:
+        self.drafts.append(path.name)
+
 
 class LostEngine(NotedEngine):
     """Is lost whenever it generates."""

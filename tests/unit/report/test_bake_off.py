@@ -10,7 +10,18 @@ import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.records import ArmRecord, DraftUpdate, read_record
-from slipstream.report.bake_off import answer, bake_off_table, cells, judge, label, ranked, result_metrics, verdict
+from slipstream.report.bake_off import (
+    COST_HEADINGS,
+    answer,
+    bake_off_table,
+    cells,
+    cost_cells,
+    judge,
+    label,
+    ranked,
+    result_metrics,
+    verdict,
+)
 from slipstream.report.bake_off_page import write_bake_off
 from slipstream.report.bake_off_records import BakeOffRecord, Dropout, Entrant, Result
 from slipstream.report.reference import read_reference
@@ -73,10 +84,14 @@ def test_speedups_are_paired_by_step_and_leave_out_the_warm_up() -> None:
 
 def test_pretraining_is_repaid_by_what_a_step_saves() -> None:
     assert online().saved_s == pytest.approx(4.0)  # medians 8 and 4
-    shown = dict(zip(("pretraining", "training", "repaid"), cells(online())[8:11], strict=True))
-    assert shown == {"pretraining": "120 s", "training": "0.25 s", "repaid": "30 steps"}
-    assert cells(ngram())[8:11] == ["-", "-", "-"]
-    assert cells(replace(ngram(), pretraining_s=1.0))[10] == "never"
+    shown = dict(zip(COST_HEADINGS, cost_cells(online()), strict=True))
+    assert [shown[name] for name in ("pretraining", "repaid after", "training a step")] == [
+        "120 s",
+        "30 steps",
+        "0.25 s",
+    ]
+    assert cost_cells(ngram())[1:4] == ["-", "-", "-"]
+    assert cost_cells(replace(ngram(), pretraining_s=1.0))[2] == "never"
 
 
 def test_the_loser_is_last_and_called_one() -> None:
@@ -89,16 +104,25 @@ def test_the_loser_is_last_and_called_one() -> None:
 
 
 def test_published_figures_stand_in_columns_of_their_own() -> None:
-    header, _, first, last, *_ = bake_off_table(record(ngram(), online()), read_reference()).splitlines()
+    text = bake_off_table(record(ngram(), online()), read_reference())
+    *_, beside, dropped = text.split("\n\n")
+    header, _, first, last = beside.splitlines()
     assert header.split("paper: ")[1:] == ["acceptance length  ", "generation speedup"]
     assert first.split()[-2:] == ["3.04", "1.63x"]  # EAGLE-3, UltraChat + Magpie, online
     assert last.split()[-2:] == ["2.47", "0.70x"]
+    assert dropped == "draft_model-in_domain-off DROPPED OUT: RuntimeError: no <memory>"
+
+
+def test_the_printed_tables_fit_a_terminal() -> None:
+    field = entrants([DraftMethod.EAGLE3], [DraftInit.IN_DOMAIN], [DraftOnline.WHEN_STALE])
+    text = bake_off_table(record(replace(online(), entrant=field[0])), read_reference())
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_page_shows_the_loser_and_who_dropped_out(tmp_path: Path) -> None:
     html, figure, json = write_bake_off(record(ngram(), online()), tmp_path)
     page = html.read_text()
-    assert page.count('<tr class="loses">') == 2
+    assert page.count('<tr class="loses">') == 2  # in the table of speeds, and in that of dropouts
     assert "RuntimeError: no &lt;memory&gt;" in page
     assert "arXiv 2604.26779" in page
     assert figure.read_text().startswith("<svg")

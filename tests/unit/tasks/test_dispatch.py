@@ -234,7 +234,12 @@ CASES = {
         handed_on=(_DELIVERED, "evaluation.json"),
     ),
     "certify_losslessness": Case(
-        seen={**_marks("policy", "data", "draft", "tuning"), "trained": "trained/policy", "length": LENGTH},
+        seen={
+            **_marks("policy", "data", "draft", "tuning"),
+            "trained": "trained/policy",
+            "trained_draft": "trained/draft",
+            "length": LENGTH,
+        },
         handed_on=(_CERTIFICATE, _DELIVERED),
     ),
     "certify_draft": Case(
@@ -338,7 +343,8 @@ def _inputs(task: PythonFunctionTask, case: Case, stages: Stages, store: str, ro
     for name, kind in task.python_interface.inputs.items():
         if kind in (FlyteDirectory, list[FlyteDirectory]):
             files.pipe_file(f"{store}/in/{name}/{_MARK}", name.encode())
-            files.pipe_file(f"{store}/in/{name}/policy/{_MARK}", f"{name}/policy".encode())
+            for part in ("policy", "draft"):  # weights that the output of an arm may hold
+                files.pipe_file(f"{store}/in/{name}/{part}/{_MARK}", f"{name}/{part}".encode())
             folder = FlyteDirectory.from_source(f"{store}/in/{name}")
             given[name] = folder if kind is FlyteDirectory else [folder, folder]
         elif kind is FlyteFile:
