@@ -68,6 +68,16 @@ def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
         assert "--resume_execution" not in launch.command(Path("runs"))
 
 
+def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
+    overrides = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}}
+    path = write_recipe(load_recipe("tiny", overrides=overrides), recorded_recipe(tmp_path, "e"))
+    begun = demo.started(str(path), Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    for launch in (begun, demo.resumed(tmp_path, "e", reuse_stored=True)):
+        assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
+    plain = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]
+
+
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     with (
         demo._claimed(root, "a"),

@@ -151,3 +151,10 @@ def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed() -> None:
     assert chosen_seeds([], datetime(1970, 1, 31, 23, 59)) == (30,)
     west = timezone(timedelta(hours=-5))
     assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=west)) == (31,)
+
+
+def test_an_asynchronous_recipe_is_refused_for_its_variants_would_be_compared_with_its_loop() -> None:
+    (variant,) = Grid(**ONE).variants()
+    changes = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}}
+    with pytest.raises(ConfigError, match=r"^variant .*: loop.mode must be synchronous here, got 'one_step_off'"):
+        variant_recipe("tiny", variant, changes)

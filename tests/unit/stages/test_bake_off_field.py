@@ -58,3 +58,9 @@ def test_an_entrant_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -
 def test_what_the_recipe_cannot_do_names_the_drafter(k: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         entrant_recipe(load_recipe("tiny"), OFFLINE, k)
+
+
+def test_steps_in_turn_are_of_no_asynchronous_recipe() -> None:
+    recipe = load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}})
+    with pytest.raises(ConfigError, match="^drafter eagle3-general-off: loop.mode must be synchronous here"):
+        entrant_recipe(recipe, OFFLINE, 3)
