@@ -68,10 +68,11 @@ Span = tuple[float, float, str]
 
 
 def _learner_spans(arm: LoopArm) -> list[Span]:
-    """The learner's step: what stands before generation, the wait for rollouts, then log-probabilities and training."""
+    """The learner's step: data and refit, log-probabilities and training; the wait before them, or after if it overlaps."""
     stages = arm.stages_s
-    order = [("prepare", stages["data"] + stages["prepare"]), ("", stages["generation"])]
-    order += [(stage, stages[stage]) for stage in _LEARNING]
+    first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
+    work = [(stage, stages[stage]) for stage in _LEARNING]
+    order = [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
     spans, start = [], 0.0
     for stage, width in order:
         spans.append((start, width, STAGE_COLOURS[stage] if stage else _WAITING))

@@ -13,10 +13,10 @@ def loop_table(compared: LoopComparison) -> Table:
     """Where a step's time goes in every arm, and how much faster it is."""
     groups = (
         ColumnGroup(heading="step", columns=("median s", "p10 to p90")),
-        ColumnGroup(heading="speedup over", columns=("synchronous autoregressive", "the same arm, synchronous")),
+        ColumnGroup(heading="step speedup over", columns=("the baseline", "the same arm in turn")),
         ColumnGroup(heading="generation", columns=("exposed s", "hidden s")),
         ColumnGroup(heading="idle", columns=("engines", "learner")),
-        ColumnGroup(heading="", columns=("scores and new weights",)),
+        ColumnGroup(heading="", columns=("joining",)),
     )
     return Table(label="arm", groups=groups, rows=tuple(_loop_row(arm) for arm in compared.arms))
 
@@ -34,9 +34,9 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
     """Reward and accuracy of all arms, and what became of rollouts in the asynchronous ones."""
     accuracies = {evaluation.policy: evaluation for evaluation in evaluations}
     groups = (
-        ColumnGroup(heading="reward", columns=("first quarter", "last quarter", "gain", "of the synchronous gain")),
+        ColumnGroup(heading="reward", columns=("first quarter", "last quarter", "gain", "of gain in turn")),
         ColumnGroup(heading="AIME-2024-like", columns=("avg@k", "95 % interval")),
-        ColumnGroup(heading="rollouts", columns=("begun anew", "lost and made again")),
+        ColumnGroup(heading="rollouts", columns=("begun anew", "lost")),
     )
     rows = tuple(_learning_row(arm, compared, accuracies.get(arm.name)) for arm in compared.arms)
     return Table(label="arm", groups=groups, rows=rows)

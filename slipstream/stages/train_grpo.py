@@ -81,12 +81,7 @@ def train_grpo(  # noqa: PLR0913  # one input a record, and which arm
             directory=directory,
             log=tracker.log,
         )
-        record = replace(
-            record,
-            versions=versions(),
-            loop=recipe.loop.mode.value,
-            max_off_policy_steps=recipe.loop.max_off_policy_steps,
-        )
+        record = replace(record, versions=versions())
         tracker.log_artifact(write_record(record, directory / "arm.json"))
     return directory
 

@@ -42,6 +42,8 @@ def test_a_row_holds_speedups_rewards_and_cost() -> None:
         "2",
         "2.00x [2.00, 3.00]",
         "1.60x [1.60, 2.20]",
+        "-",
+        "-",
         "0.500",
         "0.500",
         "+0.010",
@@ -67,7 +69,7 @@ def test_the_answer_says_what_is_wrong() -> None:
     assert answer(changed(generation_speedup_low=0.9)).startswith("no difference beyond the noise")
     assert "ANOTHER reward (+0.010, +0.005 to +0.040)" in answer(changed(reward_difference_low=0.005))
     assert "NOT shown to be lossless" in answer(changed(lossless=0.0))
-    assert cells(changed(lossless=0.0))[12] == "NO"
+    assert cells(changed(lossless=0.0))[14] == "NO"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_the_answer_says_what_is_wrong() -> None:
 )
 def test_an_execution_without_a_speedup_says_why(execution: Execution, said: str) -> None:
     assert answer(execution).startswith(said)
-    assert cells(replace(RUNNING))[4:] == ["-"] * 11
+    assert cells(replace(RUNNING))[4:] == ["-"] * 13
 
 
 def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:
