@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
-from slipstream.grpo.config import GrpoConfig
+from slipstream.grpo.config import Correction, GrpoConfig
+from slipstream.grpo.lags import lag_stats
 from slipstream.records import DraftDecision, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
@@ -114,6 +115,9 @@ class SyncLoop:
                 mismatch=gap,
                 has_logprob_pass=self.config.needs_logprob_pass,
             )
+            if self.config.loss.corrects is not Correction.NONE:
+                lags = lag_stats(result.groups, batch, before, policy_version=step, loss=self.config.loss)
+                record = replace(record, lags=lags)
             record = replace(record, draft_decision=decision)
             self.draft.note(record)
             self.on_step(record)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from slipstream.grpo.update import Trained
-from slipstream.records import Mismatch, RefitCheck, StepRecord
+from slipstream.records import LagStats, Mismatch, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
@@ -120,7 +120,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
-    return metrics | _draft_metrics(record)
+    return metrics | _draft_metrics(record) | _lag_metrics(record.lags)
 
 
 def _draft_metrics(record: StepRecord) -> dict[str, float]:
@@ -141,6 +141,34 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
         metrics["draft/expected_cost_s"] = decision.cost_s
     if update is not None:
         metrics["draft/loss"] = update.loss
+    return metrics
+
+
+def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
+    """Of tokens that are corrected, or older than the policy: over all of them, and of each lag."""
+    if not lags:
+        return {}
+    num_tokens = sum(each.num_tokens for each in lags)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * each.num_tokens for value, each in zip(values, lags, strict=True)) / num_tokens
+
+    metrics = {
+        "offpolicy/lag_mean": mean(each.lag for each in lags),
+        "offpolicy/lag_max": max(each.lag for each in lags),
+        "offpolicy/ratio_mean": mean(each.ratio_mean for each in lags),
+        "offpolicy/ratio_max": max(each.ratio_max for each in lags),
+        "offpolicy/clipped_fraction": mean(each.clipped_fraction for each in lags),
+        "offpolicy/effective_sample_size": mean(each.effective_sample_size for each in lags),
+    }
+    for each in lags:
+        metrics |= {
+            f"offpolicy/tokens_fraction_lag_{each.lag}": each.num_tokens / num_tokens,
+            f"offpolicy/ratio_mean_lag_{each.lag}": each.ratio_mean,
+            f"offpolicy/ratio_max_lag_{each.lag}": each.ratio_max,
+            f"offpolicy/clipped_fraction_lag_{each.lag}": each.clipped_fraction,
+            f"offpolicy/effective_sample_size_lag_{each.lag}": each.effective_sample_size,
+        }
     return metrics
 
 

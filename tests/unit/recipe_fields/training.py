@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
@@ -179,18 +180,19 @@ def training_calls(recipe: Recipe, tools: Tools) -> object:
 
 
 def training_loss(recipe: Recipe, tools: Tools) -> object:
-    """The loss that an update asks for: ratios 0.5 and 2, an advantage of 1 and of -1, and a reference."""
+    """The loss that an update asks for: ratios 0.5 and 2, to the engine 12 and 18, advantages 1 and -1, a reference."""
     _, learner, _, _ = trained(recipe, tools)
-    ratio_BT = torch.tensor([[0.5, 2.0]]).log()
+    config = learner.updates[0].loss
+    ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
     return [
         policy_loss(
             ratio_BT,
             trainer_logprobs_BT=torch.zeros(1, 2),
             advantages_BT=torch.full((1, 1), advantage),
-            mask_BT=torch.ones(1, 2, dtype=torch.bool),
+            mask_BT=mask_BT,
             num_tokens=2,
-            config=learner.updates[0].loss,
-            rollout_logprobs_BT=torch.full((1, 2), -2.0),
+            config=config,
+            weights=corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config),
             ref_logprobs_BT=torch.zeros(1, 2),
         ).loss.item()
         for advantage in (1.0, -1.0)
@@ -288,6 +290,8 @@ def online_training(recipe: Recipe, tools: Tools) -> object:
 
 
 CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
+CAPPED_HIGH = {"grpo.loss.truncated_importance_sampling": 1000.0}
+MASKED = {"grpo.loss.truncated_importance_sampling": 2.0, "grpo.loss.mask_band": [0.5, 16.0]}
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
 WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
@@ -318,6 +322,9 @@ CHECKS = {
     "grpo.loss.clip_high": Check(0.4, training_loss),
     "grpo.loss.kl_coefficient": Check(0.1, training_loss),
     "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
+    "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
+    "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),
     "draft.online": Check("always", online_training),
     "draft.online_horizon_steps": Check(1, online_training, WHEN_STALE),
     "refit.channel": Check("gloo", training_channel),
