@@ -92,6 +92,8 @@ def train(
         steps=tuple(history),
         schedule=plan.schedule,
         machine=machine,
+        loop=recipe.loop.mode.value,
+        max_off_policy_steps=recipe.loop.max_off_policy_steps,
     )
 
 

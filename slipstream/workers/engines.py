@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from slipstream.drafts.methods import SCHEDULE
+from slipstream.grpo.loop import KvCache
 from slipstream.placement.config import Layout
 from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
@@ -21,15 +22,17 @@ from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import SeenLengths, deal
-from slipstream.rollout.engine import GenerationResult, Portion, Trace
+from slipstream.rollout.engine import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.rollout.gathering import Call, gather, joined
 from slipstream.rollout.requests import group_requests
+from slipstream.rollout.vllm_arguments import device_arguments
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.engine_control import RayEngineControl, node_address
 from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
+from slipstream.workers.in_flight import InFlightEngines
 from slipstream.workers.placement import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, own_node
 
@@ -46,6 +49,7 @@ class EngineProcess(VllmEngine):
         config: EngineConfig,
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
+        is_in_flight: bool = False,
         origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
@@ -53,7 +57,13 @@ class EngineProcess(VllmEngine):
         if speculative_config is not None and draft is not None:
             speculative_config = {**speculative_config, "model": str(here(draft, origin))}
         _name_interface()
-        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
+        super().__init__(
+            here(policy, origin),
+            config=config,
+            speculative_config=speculative_config,
+            executor=executor,
+            is_in_flight=is_in_flight,
+        )
         self._origin = origin
 
     def refit(
@@ -78,7 +88,7 @@ def _name_interface() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
 
 
-class RemoteEngine:
+class RemoteEngine(InFlightEngines):
     """Rollout engines in processes of their own; `slipstream.rollout.dealing` says how they share a call's prompts."""
 
     def __init__(
@@ -95,7 +105,7 @@ class RemoteEngine:
             start: makes another engine in the place of a lost one; None leaves it lost.
             max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
         """
-        self._crew = Crew(engines, deadline)
+        super().__init__(Crew(engines, deadline))
         self._deadline = deadline
         self._start = start
         self._policy_version = 0
@@ -123,11 +133,27 @@ class RemoteEngine:
         """See `VllmEngine.draft_by`; all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
-    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+    def trace(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+        seed: int,
+        refits: Sequence[WeightFiles] = (),
+        steps_between: int = 1,
+    ) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
         return self._of_first(
             "trace",
-            lambda engine: engine.trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed),
+            lambda engine: engine.trace.remote(
+                prompts,
+                sampling=sampling,
+                group_size=group_size,
+                seed=seed,
+                refits=refits,
+                steps_between=steps_between,
+            ),
         )
 
     def refit(
@@ -187,6 +213,10 @@ class RemoteEngine:
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
         self._crew = Crew(engines, self._deadline)
+        if self._kv_cache is not None:
+            new = [engine for engine in engines if engine.name in names]
+            calls = [(engine, engine.actor.run_in_flight.remote(self._kv_cache)) for engine in new]
+            self._crew.gather(self._of("a change of mode"), calls)
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
@@ -244,21 +274,28 @@ def start_engine(
     config: EngineConfig,
     speculative_config: dict[str, Any] | None = None,
     layout: Layout = _ANYWHERE,
+    kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
     """`config.num_engines` engines that hold `policy`, for the span of the block, on the GPUs that `layout` says.
+
+    With `kv_cache` they run in flight: rollouts outlive a refit, and that becomes of their keys and values.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
     back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
     """
-    key = _engine_key(policy, config, speculative_config, layout)
+    is_in_flight = kv_cache is not None
+    key = _engine_key(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
     engine = _idle_engines.take(key)
     try:
         if engine is None:
-            engine = _new_engine(policy, config, speculative_config, layout)
+            engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
         else:
+            engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
             if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
                 engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
+        if is_in_flight:
+            engine.run_in_flight(kv_cache)
         yield engine
     except BaseException:
         if engine is not None:
@@ -268,7 +305,12 @@ def start_engine(
 
 
 def _new_engine(
-    policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout
+    policy: Path,
+    config: EngineConfig,
+    speculative_config: dict[str, Any] | None,
+    layout: Layout,
+    *,
+    is_in_flight: bool,
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
@@ -286,6 +328,7 @@ def _new_engine(
                 config=config,
                 speculative_config=speculative_config,
                 executor=start.executor,
+                is_in_flight=is_in_flight,
                 origin=own_node(),
             )
         )
@@ -323,9 +366,17 @@ def _start(reservation: Reservation | None, index: int, config: EngineConfig) ->
     return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
 
 
-def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:
+def _engine_key(
+    policy: Path,
+    config: EngineConfig,
+    speculative_config: dict[str, Any] | None,
+    layout: Layout,
+    *,
+    is_in_flight: bool,
+) -> str:
     """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
     draft = _draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
-    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout)])
+    arguments = device_arguments(config, is_in_flight=is_in_flight)
+    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])

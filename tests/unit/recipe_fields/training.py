@@ -211,6 +211,12 @@ def training_records(recipe: Recipe, tools: Tools) -> object:
     return [(step.mismatch, step.reward_mean) for step in record.steps]
 
 
+def training_loop(recipe: Recipe, tools: Tools) -> object:
+    """Which loop trained, by the arm's record."""
+    _, _, record, _ = trained(recipe, tools)
+    return record.loop, record.max_off_policy_steps
+
+
 def training_checks(recipe: Recipe, tools: Tools) -> object:
     """What a refit's probes find where the engine hides its tensors."""
     _, _, record, _ = trained(recipe, tools, hidden=True)
@@ -289,7 +295,13 @@ MASKED = {"grpo.loss.truncated_importance_sampling": 2.0, "grpo.loss.mask_band":
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
 WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
+ONE_STEP_OFF = {"loop.mode": "one_step_off"}
+IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1}
 CHECKS = {
+    "loop.mode": Check("one_step_off", training_loop),
+    "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
+    "loop.kv_cache": Check("keep", lambda recipe, tools: recipe.loop, IN_FLIGHT),
+    "loop.too_old": Check("restart", lambda recipe, tools: recipe.loop, IN_FLIGHT),
     "sampling.temperature": Check(0.5, training_calls),
     "grpo.num_steps": Check(5, training_calls),
     "grpo.prompts_per_step": Check(1, training_calls),
