@@ -47,7 +47,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     """
     logs.configure()
     changes = launch.requested(overrides, num_steps=num_steps, seed=seed)
-    changes = launch.with_lag(changes, recipe, workload=workload, max_off_policy_steps=max_off_policy_steps)
+    changes = launch.with_lag(changes, recipe, workload=workload, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(
         recipe,
         workload=workload,

@@ -61,6 +61,8 @@ rl_think_8b_async = LaunchPlan.get_or_create(
             "placement.training_nodes=4",
             "engine.num_engines=48",
             "learner.parallel.data=4",
+            "grpo.loss.correction=token",
+            "grpo.loss.truncated_importance_sampling=2.0",
         ],
     },
     **on_cluster(),

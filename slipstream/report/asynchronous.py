@@ -16,6 +16,7 @@ from slipstream.report.summary import last_quarter
 from slipstream.statistics import Estimate, Spread, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopArm:
     """One arm in one loop. Fractions are of its time, over the timed steps."""

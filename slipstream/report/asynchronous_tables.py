@@ -25,7 +25,9 @@ def lag_table(compared: LoopComparison) -> Table:
     """The tokens that the asynchronous arms were trained on, by how far they lag, and how they were corrected."""
     columns = ("tokens", "share", "ratio, mean", "ratio, largest", "weights changed", "effective sample size")
     rows = tuple(
-        _lag_row(arm, lag, sum(each.num_tokens for each in arm.lags)) for arm in compared.asynchronous for lag in arm.lags
+        _lag_row(arm, lag, sum(each.num_tokens for each in arm.lags))
+        for arm in compared.asynchronous
+        for lag in arm.lags
     )
     return Table(label="arm, lag", groups=(ColumnGroup(heading="", columns=columns),), rows=rows)
 

@@ -16,6 +16,7 @@ _INPUTS = {
     "loop.max_off_policy_steps": "max_off_policy_steps",
 }
 """Fields of a recipe that have an input of their own."""
+_IN_BOTH_LOOPS = "launch asynchronous_rl, which trains every arm in both loops"
 
 
 def requested(overrides: Iterable[str], *, num_steps: int, seed: int) -> dict[str, Any]:
@@ -35,22 +36,26 @@ def requested(overrides: Iterable[str], *, num_steps: int, seed: int) -> dict[st
 
 
 def with_lag(
-    changes: Mapping[str, Any], recipe: str, *, workload: Workload, max_off_policy_steps: int
+    changes: Mapping[str, Any], recipe: str, *, workload: Workload, max_off_policy_steps: int, loop: ArmLoop | None
 ) -> dict[str, Any]:
     """The changes of a launch, and that rollouts may lag: `one_step_off` where neither they nor the recipe say how.
 
     Args:
         recipe: name of the recipe, or a path to it.
         max_off_policy_steps: 0 keeps the recipe's.
+        loop: what the workflow is there for; None of one that trains no arm.
+    Raises:
+        ConfigError: rollouts are to lag in a workflow that trains synchronously.
     """
     lag = max_off_policy_steps
     require(lag >= 0, "max_off_policy_steps", "must be >= 0", lag, "0 keeps the recipe's")
+    require(lag == 0 or loop is not ArmLoop.SYNCHRONOUS, "max_off_policy_steps", "must be 0 here", lag, _IN_BOTH_LOOPS)
     if not lag:
         return dict(changes)
-    loop: dict[str, Any] = {"max_off_policy_steps": lag}
+    values: dict[str, Any] = {"max_off_policy_steps": lag}
     if not _holds(changes, "loop.mode") and load_recipe(recipe, workload=workload).loop.is_synchronous:
-        loop["mode"] = LoopMode.ONE_STEP_OFF.value
-    return merge(changes, {"loop": loop})
+        values["mode"] = LoopMode.ONE_STEP_OFF.value
+    return merge(changes, {"loop": values})
 
 
 def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
@@ -61,8 +66,7 @@ def require_loop(recipe: Recipe, loop: ArmLoop) -> None:
     """
     mode = recipe.loop.mode
     if loop is ArmLoop.SYNCHRONOUS:
-        fix = "launch asynchronous_rl, which trains every arm in both loops"
-        require(mode is LoopMode.SYNCHRONOUS, "loop.mode", "must be synchronous here", mode.value, fix)
+        require(mode is LoopMode.SYNCHRONOUS, "loop.mode", "must be synchronous here", mode.value, _IN_BOTH_LOOPS)
     else:
         rule = f"must be {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value} here"
         fix = "set it, or max_off_policy_steps at the launch; speculative_rl trains synchronously"

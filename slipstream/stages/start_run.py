@@ -24,7 +24,7 @@ from slipstream.types import ArmLoop, Workload
 logger = logging.getLogger(__name__)
 
 
-def start_run(
+def start_run(  # noqa: PLR0913  # what a launch says
     recipe_name: str,
     *,
     workload: Workload | None,

@@ -35,7 +35,7 @@ from slipstream.workers.session import connect
 logger = logging.getLogger(__name__)
 
 
-def train_grpo(  # noqa: PLR0913  # one input a record, and which arm
+def train_grpo(  # one input a record, and which arm
     context: RunContext,
     recipe: Recipe,
     arm: Arm,

@@ -14,6 +14,7 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.types import Workload
+from tests.unit.lagging import ONE_STEP_OFF
 
 
 def execution(root: Path, name: str, *, started_s: int, is_finished: bool = False) -> None:
@@ -69,8 +70,7 @@ def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
 
 
 def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
-    overrides = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}}
-    path = write_recipe(load_recipe("tiny", overrides=overrides), recorded_recipe(tmp_path, "e"))
+    path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
     begun = demo.started(str(path), Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
     for launch in (begun, demo.resumed(tmp_path, "e", reuse_stored=True)):
         assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]

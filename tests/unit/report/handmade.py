@@ -226,9 +226,7 @@ def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) 
     made = step(index, generation_s=exposed_s, reward=reward)
     step_s = made.times.step_s
     lags = (
-        LagStats(
-            lag=0, num_tokens=20, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.0, effective_sample_size=1.0
-        ),
+        LagStats(lag=0, num_tokens=20, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.0, effective_sample_size=1.0),
         LagStats(
             lag=1,
             num_tokens=80,

@@ -9,6 +9,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.report.bake_off_records import Entrant
 from slipstream.stages.bake_off_field import entrant_recipe, entrants
+from tests.unit.lagging import ONE_STEP_OFF
 
 OFFLINE = Entrant(method=DraftMethod.EAGLE3, init=DraftInit.GENERAL, online=DraftOnline.OFF)
 
@@ -61,6 +62,6 @@ def test_what_the_recipe_cannot_do_names_the_drafter(k: int, message: str) -> No
 
 
 def test_steps_in_turn_are_of_no_asynchronous_recipe() -> None:
-    recipe = load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}})
-    with pytest.raises(ConfigError, match="^drafter eagle3-general-off: loop.mode must be synchronous here"):
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
+    with pytest.raises(ConfigError, match=r"^drafter eagle3-general-off: loop\.mode must be synchronous here"):
         entrant_recipe(recipe, OFFLINE, 3)

@@ -16,6 +16,7 @@ from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.support import execution_run, tracked
 from slipstream.tracking import RunStatus, Tracker, store_uri
+from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD
 
 ASYNCHRONOUS = "train_grpo_autoregressive_asynchronous"
@@ -75,7 +76,7 @@ def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
 
 
 def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(tmp_path: Path) -> None:
-    recipe = load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}})
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     write_recipe(recipe, recorded_recipe(tmp_path, "e"))
     for node, loop in (("train_grpo_autoregressive", "synchronous"), (ASYNCHRONOUS, "one_step_off")):
         record = replace(RECORD.arms[0], loop=loop, max_off_policy_steps=int(loop != "synchronous"))

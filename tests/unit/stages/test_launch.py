@@ -11,6 +11,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.stages.launch import requested, require_loop, with_lag
 from slipstream.types import ArmLoop, Workload
+from tests.unit.lagging import ONE_STEP_OFF
 
 
 def refusal(*overrides: str, num_steps: int = 0) -> str:
@@ -20,13 +21,15 @@ def refusal(*overrides: str, num_steps: int = 0) -> str:
 
 
 def with_loop(directory: Path, **loop: Any) -> Recipe:
-    recipe = load_recipe("tiny", overrides={"loop": loop})
+    recipe = load_recipe("tiny", overrides={**ONE_STEP_OFF, "loop": loop})
     write_recipe(recipe, directory / "recipe.yaml")
     return recipe
 
 
-def lagging(changes: dict[str, Any], recipe: str, lag: int) -> dict[str, Any]:
-    return with_lag(changes, recipe, workload=Workload.RL_ZERO, max_off_policy_steps=lag)
+def lagging(
+    changes: dict[str, Any], recipe: str, lag: int, *, loop: ArmLoop | None = ArmLoop.ASYNCHRONOUS
+) -> dict[str, Any]:
+    return with_lag(changes, recipe, workload=Workload.RL_ZERO, max_off_policy_steps=lag, loop=loop)
 
 
 def test_overrides_steps_and_seed_are_laid_together() -> None:
@@ -68,8 +71,16 @@ def test_a_lag_leaves_a_loop_as_the_recipe_or_the_overrides_have_it(tmp_path: Pa
 
 
 def test_a_negative_lag_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^max_off_policy_steps must be >= 0, got -1; 0 keeps the recipe's$"):
+    with pytest.raises(ConfigError, match=r"^max_off_policy_steps must be >= 0, got -1; 0 keeps the recipe's$"):
         lagging({}, "tiny", -1)
+
+
+def test_a_lag_is_refused_where_nothing_lags() -> None:
+    with pytest.raises(ConfigError) as refused:
+        lagging({}, "tiny", 1, loop=ArmLoop.SYNCHRONOUS)
+    fix = "launch asynchronous_rl, which trains every arm in both loops"
+    assert str(refused.value) == f"max_off_policy_steps must be 0 here, got 1; {fix}"
+    assert lagging({}, "tiny", 0, loop=ArmLoop.SYNCHRONOUS) == {}
 
 
 def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
@@ -79,8 +90,8 @@ def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         require_loop(asynchronous, ArmLoop.SYNCHRONOUS)
     assert str(refused.value) == (
-        "loop.mode must be synchronous here, got 'one_step_off'; launch asynchronous_rl, which trains every arm in both "
-        "loops"
+        "loop.mode must be synchronous here, got 'one_step_off'; launch asynchronous_rl, which trains every arm in "
+        "both loops"
     )
     with pytest.raises(ConfigError) as refused:
         require_loop(synchronous, ArmLoop.ASYNCHRONOUS)

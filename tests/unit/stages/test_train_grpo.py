@@ -15,6 +15,7 @@ from slipstream.stages.context import arm_node
 from slipstream.stages.support import draft_length
 from slipstream.stages.train_grpo import arm_labels, in_loop
 from slipstream.types import Arm, ArmLoop
+from tests.unit.lagging import ONE_STEP_OFF
 
 
 def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_recipes_draft() -> None:
@@ -44,7 +45,7 @@ def test_an_arm_without_drafts_has_none_also_where_speculation_lost() -> None:
 
 
 def test_the_arms_of_both_loops_share_neither_node_nor_policy_nor_labels() -> None:
-    recipe = load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}})
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     each = [(arm, loop) for loop in ArmLoop for arm in Arm]
     assert [arm_node(*one) for one in each] == [
         "train_grpo_autoregressive",
@@ -58,8 +59,8 @@ def test_the_arms_of_both_loops_share_neither_node_nor_policy_nor_labels() -> No
 
 
 def test_the_synchronous_arm_of_an_asynchronous_recipe_is_that_of_the_recipe_without_the_loop() -> None:
-    asynchronous = {"mode": "one_step_off", "max_off_policy_steps": 1}
-    recipe, plain = load_recipe("tiny", overrides={"loop": asynchronous}), load_recipe("tiny")
+    plain = load_recipe("tiny", overrides={"grpo": ONE_STEP_OFF["grpo"]})
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     assert in_loop(recipe, ArmLoop.SYNCHRONOUS) == plain
     assert in_loop(recipe, ArmLoop.ASYNCHRONOUS) is recipe
     assert arm_labels(recipe, Arm.SPECULATIVE, DraftLength(num_speculative_tokens=5))["loop"] == "one_step_off"

@@ -80,7 +80,11 @@ def test_a_sound_launch_records_its_recipe_in_the_store(tmp_path: Path) -> None:
         ({"overrides": ["grpo.group_size=1"]}, "grpo.group_size must be >= 2, got 1"),
         ({"run_root": "runs"}, "run_root must be absolute in pods, got 'runs'"),
         ({"run_root": "s3://bucket/runs"}, "run_root must be a path, not a URI, got 's3://bucket/runs'"),
-        ({"max_off_policy_steps": 1}, "loop.mode must be synchronous here, got 'one_step_off'; launch asynchronous_rl"),
+        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be 0 here, got 1; launch asynchronous_rl"),
+        (
+            {"max_off_policy_steps": 1, "loop": "asynchronous"},
+            "grpo.loss.correction must be given with loop.max_off_policy_steps 1",
+        ),
         ({"loop": "asynchronous"}, "loop.mode must be one_step_off or in_flight here, got 'synchronous'"),
         (
             {"recipe": "qwen3_9b"},

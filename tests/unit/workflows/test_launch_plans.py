@@ -119,9 +119,7 @@ def test_a_failed_arm_does_not_end_the_other(registered: Registered, profile: st
 
 
 @profiles
-def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(
-    registered: Registered, profile: str
-) -> None:
+def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(registered: Registered, profile: str) -> None:
     nodes = {node["id"]: node for node in registered(profile).workflows["asynchronous_rl"]["nodes"]}
     upstream = {name: set(node.get("upstreamNodeIds", ())) for name, node in nodes.items()}
     trained = [name for name in nodes if name.startswith("train-")]
