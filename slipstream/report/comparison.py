@@ -90,7 +90,8 @@ def answer(execution: Execution) -> str:
     if k == 0:
         return "speculation lost in tuning, so both arms ran without it."
     ratios = f"generation {speedup(generation.value)} ({interval(generation)}), step {speedup(step.value)}"
-    return f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}."
+    said = f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}"
+    return f"{said}{_asynchronous(execution)}."
 
 
 def differences(executions: Sequence[Execution]) -> list[Difference]:
@@ -101,6 +102,13 @@ def differences(executions: Sequence[Execution]) -> list[Difference]:
     columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
     columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
     return [Difference(name=name, values=tuple(values)) for name, values in columns.items() if len(set(values)) > 1]
+
+
+def _asynchronous(execution: Execution) -> str:
+    """What the other loop did to the step of each arm; empty for an execution that has none."""
+    found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
+    ratios = [f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None]
+    return f"; asynchronous step against the same arm in turn: {', '.join(ratios)}" if ratios else ""
 
 
 def _faster(generation: Estimate) -> str:

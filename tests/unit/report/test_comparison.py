@@ -10,7 +10,7 @@ from slipstream.report.comparison import answer, cells, comparison_table, differ
 from slipstream.report.comparison_page import render_comparison
 from slipstream.report.results import result_metrics
 from slipstream.tracking import Execution
-from tests.unit.report.handmade import LOST, RECORD
+from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD
 
 DONE = Execution(
     run_id="1",
@@ -61,6 +61,15 @@ def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -
         "the speculative arm was faster (k = 2): generation 2.00x (2.00 to 3.00), step 1.60x (1.60 to 2.20); "
         "same reward within the noise (+0.010, -0.020 to +0.040), lossless."
     )
+
+
+def test_an_execution_with_both_loops_says_what_the_asynchronous_one_did_to_each_arm() -> None:
+    both = replace(DONE, metrics=result_metrics(ASYNCHRONOUS, hours=1.0, gpu_hours=0.0))
+    assert answer(both).endswith(
+        ", lossless; asynchronous step against the same arm in turn: autoregressive 2.00x (2.00 to 2.75), "
+        "speculative 2.00x (2.00 to 2.00)."
+    )
+    assert cells(both)[5:8] == ["1.60x [1.60, 2.20]", "2.00x [2.00, 2.75]", "2.00x [2.00, 2.00]"]
 
 
 def test_the_answer_says_what_is_wrong() -> None:
