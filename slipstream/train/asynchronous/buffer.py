@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -96,8 +95,3 @@ def score_all(
         with activity.busy():
             rewards = score(each.result.groups)
         buffer.put(Scored(generated=each, rewards=rewards))
-
-
-def now_s() -> float:
-    """The clock of all spans here."""
-    return time.perf_counter()
