@@ -1,5 +1,8 @@
 """The whole chain for a recipe with an asynchronous loop: both arms of GRPO in it, and in the synchronous one."""
 
+# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 from flytekit import WorkflowFailurePolicy, workflow

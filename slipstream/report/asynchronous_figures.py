@@ -68,7 +68,7 @@ Span = tuple[float, float, str]
 
 
 def _learner_spans(arm: LoopArm) -> list[Span]:
-    """The learner's step: data and refit, log-probabilities and training; the wait before them, or after if it overlaps."""
+    """Of the learner: data and refit, then the wait for rollouts and its work; the work first where both overlap."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
     work = [(stage, stages[stage]) for stage in _LEARNING]

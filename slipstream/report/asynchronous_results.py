@@ -9,6 +9,7 @@ from slipstream.records import RunRecord
 from slipstream.report.asynchronous import LoopComparison, compare_loops
 from slipstream.report.formats import metrics_with_ends, percent, seconds, speedup, speedup_with_interval
 from slipstream.report.summary import estimate_json
+from slipstream.simulator.project.asynchronous import AsynchronousPrediction
 from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05
@@ -57,9 +58,10 @@ def loop_metrics(record: RunRecord) -> dict[str, float]:
     return metrics
 
 
-def loops_as_json(compared: LoopComparison) -> dict[str, Any]:
-    """What `report.json` holds of them."""
+def loops_as_json(compared: LoopComparison, prediction: AsynchronousPrediction | None = None) -> dict[str, Any]:
+    """What `report.json` holds of them; what is predicted stands apart."""
     return {
+        "predicted": None if prediction is None else asdict(prediction),
         "bound": bound_text(compared),
         "speculation_step_speedup": estimate_json(compared.speculation),
         "arms": {

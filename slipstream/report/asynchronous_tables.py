@@ -1,4 +1,4 @@
-"""The tables of the page's section on the asynchronous arms: measured figures, and projected ones in their own columns."""
+"""The tables of the page's section on the asynchronous arms, of what was measured."""
 
 from __future__ import annotations
 

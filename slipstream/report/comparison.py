@@ -107,7 +107,9 @@ def differences(executions: Sequence[Execution]) -> list[Difference]:
 def _asynchronous(execution: Execution) -> str:
     """What the other loop did to the step of each arm; empty for an execution that has none."""
     found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
-    ratios = [f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None]
+    ratios = [
+        f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
+    ]
     return f"; asynchronous step against the same arm in turn: {', '.join(ratios)}" if ratios else ""
 
 

@@ -15,6 +15,7 @@ from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_a
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
+from slipstream.report.asynchronous_prediction import predicted, prediction_table
 from slipstream.report.asynchronous_results import bound_text, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
@@ -151,7 +152,9 @@ def write_report(
         write_atomic(path, svg.encode())
     write_atomic(paths.html, render(record, reference, projection, drift=drift, drawn=drawn).encode())
     compared = compare_loops(record)
-    summary = summarise(record) | ({} if compared is None else {"asynchronous": loops_as_json(compared)})
+    summary = summarise(record)
+    if compared is not None:
+        summary["asynchronous"] = loops_as_json(compared, predicted(record, compared))
     summary |= {} if drift is None else {"drift": asdict(drift)}
     write_atomic(paths.json, json.dumps(summary, indent=1, allow_nan=False).encode())
     return paths
@@ -227,6 +230,9 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
             "lags": lag_table(compared),
             "loop_learning": loop_learning_table(compared, record.evaluations),
         }
+        prediction = predicted(record, compared)
+        if prediction is not None:
+            built["prediction"] = prediction_table(prediction, compared)
     if record.tuning.running:
         built["running"] = running_table(record)
     if run.comparison is not None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.records import ArmRecord, RunRecord
+from slipstream.records import ArmRecord, LayoutRecord, RunRecord
 from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
+from slipstream.report.asynchronous_prediction import predicted, prediction_table
 from slipstream.report.asynchronous_results import bound_text, loop_metrics, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.page import render, write_report
@@ -27,6 +28,16 @@ from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm
 
 REFERENCE = read_reference()
+LAYOUT = LayoutRecord(
+    model="tiny",
+    hardware="cpu-2core",
+    precision="float32",
+    learner_precision="float32",
+    num_gpus=0,
+    gpus_per_engine=1,
+    max_response_tokens=160,
+)
+ON_CORES = replace(ASYNCHRONOUS, layout=LAYOUT)
 
 
 def compared(record: RunRecord = ASYNCHRONOUS) -> LoopComparison:
@@ -107,8 +118,8 @@ def test_where_generation_bounds_the_step_the_text_says_what_speculation_can_gai
 def test_where_the_learner_bounds_the_step_the_text_says_that_speculation_gains_nothing() -> None:
     assert bound_text(compared(with_waits(0.05))) == (
         "The learner bounds the asynchronous step: without speculation training waits for rollouts 0.050 s of a step "
-        "of 2.05 s (2.4 %). Speculation shortens generation that is hidden behind training already, so it gains nothing "
-        "here but that wait: at most about 1.03x can be had of it."
+        "of 2.05 s (2.4 %). Speculation shortens generation that is hidden behind training already, so it gains "
+        "nothing here but that wait: at most about 1.03x can be had of it."
     )
     assert bound_text(compared(with_waits(0.2))).startswith("Generation bounds")
 
@@ -165,6 +176,30 @@ def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
     assert "workflows/asynchronous_rl.py asynchronous_rl --recipe tiny" in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
+
+
+def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
+    prediction = predicted(ON_CORES, compared())
+    assert prediction is not None
+    assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
+    table = prediction_table(prediction, compared())
+    assert [(group.heading, len(group.columns)) for group in table.groups] == [("measured", 3), ("projected", 5)]
+    arm, row = prediction.arms[1], table.rows[1]
+    assert row.label == "speculative, asynchronous"
+    assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
+    assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
+    assert "as the simulator predicts them" in render(ON_CORES, REFERENCE)
+    assert "under Asynchronous." in render(ON_CORES, REFERENCE)
+    assert loops_as_json(compared(), prediction)["predicted"]["lag"] == 1
+
+
+def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:
+    assert predicted(ASYNCHRONOUS, compared()) is None
+    assert predicted(replace(ASYNCHRONOUS, layout=replace(LAYOUT, hardware="gb200")), compared()) is None
+    arms = tuple(replace(arm, max_off_policy_steps=0) for arm in ASYNCHRONOUS.asynchronous)
+    in_turn = replace(ON_CORES, asynchronous=arms)
+    assert predicted(in_turn, compared(in_turn)) is None
+    assert "as the simulator predicts them" not in render(in_turn, REFERENCE)
 
 
 def test_the_figures_name_arms_and_parts() -> None:
