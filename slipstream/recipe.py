@@ -21,10 +21,11 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import GrpoConfig, OptimizerMethod
+from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
+from slipstream.grpo.loop import LoopConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.placement.assessment import assess
-from slipstream.placement.config import Layout, PlacementConfig
+from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.policy.config import LearnerConfig, PolicyConfig
 from slipstream.records import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
@@ -32,7 +33,7 @@ from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig
-from slipstream.types import Workload
+from slipstream.types import LoopMode, Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
@@ -57,6 +58,7 @@ class Recipe:
     draft: DraftConfig
     tuning: TuningConfig
     grpo: GrpoConfig
+    loop: LoopConfig = field(default_factory=LoopConfig)
     evaluation: EvaluationConfig
     losslessness: LosslessnessConfig = field(default_factory=LosslessnessConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
@@ -68,6 +70,7 @@ class Recipe:
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
         self._check_online()
+        self._check_loop()
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -204,6 +207,49 @@ class Recipe:
             f"must be at most the {num_rollouts} rollouts of an update / {num_ranks} data-parallel ranks",
             self.draft.online_updates,
             "each learns from rollouts of its own",
+        )
+
+    def _check_loop(self) -> None:
+        """What generation and training at the same time need: engines of their own, and work for all of them."""
+        if self.loop.is_synchronous:
+            return
+        mode = self.loop.mode.value
+        require(
+            not self.layout.has_gpus or self.placement.mode is PlacementMode.SPLIT,
+            "placement.mode",
+            f"must be split with loop.mode {mode}",
+            self.placement.mode.value,
+            "learner and engines that share a GPU work in turn: set split, or loop.mode synchronous",
+        )
+        require(
+            self.engine.num_engines <= self.grpo.prompts_per_step,
+            "engine.num_engines",
+            f"must be at most grpo.prompts_per_step {self.grpo.prompts_per_step} with loop.mode {mode}",
+            self.engine.num_engines,
+            "a group runs on one engine, and the others would have no work",
+        )
+        require(
+            self.grpo.group_size <= self.engine.max_num_seqs,
+            "grpo.group_size",
+            f"must be at most engine.max_num_seqs {self.engine.max_num_seqs} with loop.mode {mode}",
+            self.grpo.group_size,
+            "a group runs on one engine, and whoever waits for room there grows old",
+        )
+        require(
+            not self.draft.autopilot.enabled or self.loop.mode is not LoopMode.IN_FLIGHT,
+            "draft.autopilot.enabled",
+            f"must be false with loop.mode {mode}",
+            self.draft.autopilot.enabled,
+            "it weighs one generation against another, and here none ends: set loop.mode one_step_off",
+        )
+        loss, lag = self.grpo.loss, self.loop.max_off_policy_steps
+        require(
+            lag == 0 or loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
+            "grpo.loss.correction",
+            f"must be given with loop.max_off_policy_steps {lag}",
+            loss.correction,
+            "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
+            "grpo.loss.truncated_importance_sampling, or none in so many words",
         )
 
     def fingerprint(self) -> str:

@@ -22,18 +22,38 @@ class RecomputeLogprobs(StrEnum):
     ALWAYS = "always"
 
 
+class Level(StrEnum):
+    """Of what a ratio of two policies is taken."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"  # a whole response
+
+
+class Correction(StrEnum):
+    """How the loss weighs tokens that another policy sampled than the one that is trained."""
+
+    TOKEN = "token"  # by each token's own ratio: little variance, and a bias that grows with the lag
+    SEQUENCE = "sequence"  # by the product of the response's ratios: no bias but the cap's, and more variance
+    NONE = "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Clipped policy loss with separate bounds (DAPO, arXiv:2503.14476) and an optional KL to a reference policy.
 
     `truncated_importance_sampling` caps the weight trainer probability / rollout probability that corrects for an
-    engine whose numerics differ from the learner's, or whose policy is older; None leaves the loss uncorrected.
+    engine whose numerics differ from the learner's, or whose policy is older; `correction` says of what the weight is
+    the ratio. Where it says nothing, a cap means by token, and no cap none. Tokens whose ratio lies outside
+    `mask_band`, or responses of which the geometric mean of the ratios does, are left out of the loss.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     kl_coefficient: float = 0.0
+    correction: Correction | None = None
     truncated_importance_sampling: float | None = None
+    mask_band: tuple[float, ...] | None = None  # lowest and highest ratio that counts
+    mask_level: Level = Level.TOKEN
 
     def __post_init__(self) -> None:
         require(0.0 < self.clip_low < 1.0, "grpo.loss.clip_low", "must lie in (0, 1)", self.clip_low)
@@ -41,6 +61,35 @@ class LossConfig:
         require(self.kl_coefficient >= 0.0, "grpo.loss.kl_coefficient", "must be >= 0", self.kl_coefficient)
         cap = self.truncated_importance_sampling
         require(cap is None or cap > 0.0, "grpo.loss.truncated_importance_sampling", "must be > 0 or null", cap)
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        said, cap, band = self.correction, self.truncated_importance_sampling, self.mask_band
+        require(
+            said is None or (said is Correction.NONE) == (cap is None),
+            "grpo.loss.truncated_importance_sampling",
+            f"must be {'null' if said is Correction.NONE else 'a number'} with grpo.loss.correction {said}",
+            cap,
+            "drop it" if said is Correction.NONE else "it caps the weights: 2.0 is common",
+        )
+        if band is None:
+            return
+        rule = "must be two ratios around 1"
+        require(len(band) == 2 and 0.0 <= band[0] < 1.0 < band[1], "grpo.loss.mask_band", rule, band)
+        require(
+            self.corrects is not Correction.NONE,
+            "grpo.loss.mask_band",
+            "must be null without a correction",
+            band,
+            "set grpo.loss.correction and its cap, grpo.loss.truncated_importance_sampling",
+        )
+
+    @property
+    def corrects(self) -> Correction:
+        """What `correction` says, or the cap where it says nothing."""
+        if self.correction is not None:
+            return self.correction
+        return Correction.NONE if self.truncated_importance_sampling is None else Correction.TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)

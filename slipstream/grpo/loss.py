@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.grpo.config import LossConfig
+from slipstream.grpo.config import Correction, LossConfig
+from slipstream.grpo.correction import Weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ def policy_loss(
     mask_BT: Tensor,
     num_tokens: int,
     config: LossConfig,
-    rollout_logprobs_BT: Tensor | None = None,
+    weights: Weights | None = None,
     ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
     """Token-level clipped policy loss of one micro-batch.
@@ -38,23 +39,23 @@ def policy_loss(
         advantages_BT: [B, T] or broadcastable, e.g. [B, 1].
         mask_BT: [B, T] bool, True on response tokens.
         num_tokens: response tokens of the whole step, over all micro-batches and ranks: the one normaliser, so
-            that contributions add up to the loss of the undivided batch.
-        rollout_logprobs_BT: [B, T] as the engine reported them; needed for truncated importance sampling.
+            that contributions add up to the loss of the undivided batch. Tokens that the correction masks out stay
+            in it: their number depends on the policies, and the weight of all others must not.
+        weights: of the tokens, for a correction; None: there is none.
         ref_logprobs_BT: [B, T] under the reference policy; None means no KL.
     Raises:
-        ValueError: truncated importance sampling or a KL coefficient without the logprobs that it needs.
+        ValueError: a correction without its weights, or a KL coefficient without the logprobs that it needs.
     Source:
-        k3 estimator: http://joschu.net/blog/kl-approx.html. Truncated importance sampling: https://fengyao.notion.site/off-policy-rl
+        k3 estimator: http://joschu.net/blog/kl-approx.html
     """
     ratio_BT = torch.exp(logprobs_BT - trainer_logprobs_BT)
     clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     gain_BT, clipped_gain_BT = ratio_BT * advantages_BT, clipped_BT * advantages_BT
     loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
-    if config.truncated_importance_sampling is not None:
-        if rollout_logprobs_BT is None:
-            raise ValueError("truncated importance sampling needs rollout_logprobs")
-        weight_BT = torch.exp(trainer_logprobs_BT - rollout_logprobs_BT)
-        loss_BT = loss_BT * weight_BT.clamp(max=config.truncated_importance_sampling).detach()
+    if weights is not None:
+        loss_BT = loss_BT * weights.weight_BT
+    elif config.corrects is not Correction.NONE:
+        raise ValueError(f"correction {config.corrects.value!r} needs weights")
     kl_sum = logprobs_BT.new_zeros(())
     if ref_logprobs_BT is not None:
         gap_BT = ref_logprobs_BT - logprobs_BT
@@ -63,8 +64,9 @@ def policy_loss(
         kl_sum = _masked_sum(kl_BT.detach(), mask_BT)
     elif config.kl_coefficient > 0.0:
         raise ValueError(f"kl_coefficient {config.kl_coefficient} needs ref_logprobs")
+    counts_BT = mask_BT if weights is None or weights.kept_BT is None else mask_BT & weights.kept_BT
     return PolicyLoss(
-        loss=_masked_sum(loss_BT, mask_BT) / num_tokens,
+        loss=_masked_sum(loss_BT, counts_BT) / num_tokens,
         num_clipped=((clipped_gain_BT < gain_BT) & mask_BT).sum(),
         kl_sum=kl_sum,
     )

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
 from slipstream.policy import collectives, held, hf, parallel, schedule
@@ -229,10 +230,12 @@ class MegatronPolicy:
             logprobs_BT = scores.logprobs_BT
             if own is not None:
                 own.keep(logprobs_BT.detach(), micro)
+            trainer_logprobs_BT = logprobs_BT.detach() if given is None else micro.spread(given)
+            log_ratio_BT = trainer_logprobs_BT - micro.spread(batch.rollout_logprobs)
             part = policy_loss(
                 logprobs_BT,
-                trainer_logprobs_BT=logprobs_BT.detach() if given is None else micro.spread(given),
-                rollout_logprobs_BT=micro.spread(batch.rollout_logprobs),
+                trainer_logprobs_BT=trainer_logprobs_BT,
+                weights=corrected(log_ratio_BT, micro.mask_BT, micro.inputs.places, update.loss),
                 ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
                 advantages_BT=micro.repeat(batch.advantages),
                 mask_BT=micro.mask_BT,

@@ -5,14 +5,15 @@ Moving weights into an engine has a protocol of its own (`slipstream.refit.gate`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from slipstream.records import AcceptanceStats, AutopilotStep
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.requests import GroupRequest
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.types import Prompt, RolloutGroup, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,8 @@ class GenerationResult:
     `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
     and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
     `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
-    engines that were lost and replaced since the call before. `running` are the engines' steps by running batch, and
+    engines that were lost and replaced since the call before, and `num_regenerated` the rollouts that were therefore
+    asked for more than once. `running` are the engines' steps by running batch, and
     `autopilot` is what decided whether to draft, None where nothing does.
     """
 
@@ -49,6 +51,7 @@ class GenerationResult:
     acceptance: AcceptanceStats | None
     generation_s: float
     num_engine_restarts: int = 0
+    num_regenerated: int = 0
     engine_idle_fraction: float = 0.0
     running: tuple[RunningTime, ...] = ()
     autopilot: AutopilotStep | None = None
@@ -56,7 +59,10 @@ class GenerationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """What one engine did in one call: the groups that it finished, by `GroupRequest.index`, and when it worked."""
+    """What one engine did in one call: the groups that it finished, by `GroupRequest.index`, and when it worked.
+
+    Of several engines, which share no clock, it is what they did together, from 0 to the mean of the times they worked.
+    """
 
     groups: tuple[tuple[int, RolloutGroup], ...]
     acceptance: AcceptanceStats | None  # of all that it generated in the call, in unfinished groups too
@@ -66,11 +72,22 @@ class Portion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFiles:
+    """Where weights lie, and which versions they are."""
+
+    policy: Path
+    policy_version: int
+    draft: Path | None = None
+    draft_version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """One rollout, and how many of its tokens each step of the engine gave: the draft windows it was made of.
 
     The first window is the prefill's one token, drawn without a draft. In each later one token i (from 1) stands at
     position i of the draft; position k + 1 is the bonus token. The last window may be cut short by the end.
+    `versions` are as of a `Rollout`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -78,6 +95,14 @@ class Trace:
     window_lengths: tuple[int, ...]
     policy_version: int
     draft_version: int | None
+    versions: tuple[VersionSpan, ...] = ()
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Of each token."""
+        if not self.versions:
+            return (self.policy_version,) * len(self.token_ids)
+        return tuple(span.policy_version for span in self.versions for _ in range(span.num_tokens))
 
 
 class Engine(Protocol):
@@ -96,15 +121,20 @@ class Engine(Protocol):
 class InFlightEngine(Protocol):
     """Running engines whose rollouts go on while new weights enter: nothing here waits for a batch.
 
-    One thread calls all of this, and refits the engines between two calls of `advance`.
+    One thread calls all of this, and refits the engines between two calls of `advance`: no engine takes a step outside
+    of such a call, nor between the first new weight and the version that it is called by.
     """
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """Queue these groups, each on the engine that has the most room; `index` is unique over a whole training."""
+        """Queue these groups, each on the engine that has the least under way; `index` is unique over a training."""
         ...
 
     def advance(self, *, max_s: float) -> Portion:
-        """Run all engines until one completes a group, or for `max_s` seconds; the groups that were completed."""
+        """Run all engines until one completes a group, for about `max_s` seconds, or until nothing is under way.
+
+        Raises:
+            LostWorkerError: an engine died. What the others completed comes out of the next call.
+        """
         ...
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
@@ -114,7 +144,11 @@ class InFlightEngine(Protocol):
         """
         ...
 
+    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
+        """What engines of these names had under way, which are lost: the driver submits it again."""
+        ...
+
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:
-        """Groups that were submitted and are not complete."""
+        """Groups that were submitted and did not come out of `advance`."""
         ...

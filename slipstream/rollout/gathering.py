@@ -83,6 +83,19 @@ def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion
     )
 
 
+def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
+    """What engines did at the same time, or one after the other: see `Portion`."""
+    known = [portion.acceptance for portion in portions if portion.acceptance is not None]
+    worked_s = sum(portion.ended_s - portion.started_s for portion in portions)
+    return Portion(
+        groups=tuple(entry for portion in portions for entry in portion.groups),
+        acceptance=combine(known) if known else None,
+        started_s=0.0,
+        ended_s=worked_s / num_engines,
+        running=_running(portions),
+    )
+
+
 def _running(parts: Sequence[Portion]) -> tuple[RunningTime, ...]:
     """The engines' steps by the running batch of the engine that made them."""
     found: dict[int, RunningTime] = {}

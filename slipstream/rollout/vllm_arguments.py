@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
-from slipstream.rollout.config import EngineConfig
+from slipstream.rollout.config import EngineConfig, SamplingConfig
 
 
-def device_arguments(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's arguments for the device."""
+def device_arguments(config: EngineConfig, *, is_in_flight: bool) -> dict[str, Any]:
+    """vLLM's arguments for the device.
+
+    On a GPU vLLM schedules asynchronously by default: while one step's tokens come out the next step runs already, with
+    the old weights where a refit comes in between. On a CPU it never does.
+    """
     if config.kv_cache_gib is None:
-        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+        scheduling = {"async_scheduling": False} if is_in_flight else {}
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, **scheduling}
     return {
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
@@ -32,3 +38,26 @@ def stop_token_ids(policy: Path) -> tuple[int, ...]:
             ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     require(bool(ids), "policy.model", "must name an eos_token_id in its config.json", str(policy))
     return tuple(sorted(ids))
+
+
+def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any:
+    """vLLM's sampling parameters."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        stop_token_ids=list(stop_tokens),
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def seeded(params: Any, seed: int) -> Any:
+    """The same, of one rollout."""
+    own = params.clone()
+    own.seed = seed
+    return own

@@ -5,26 +5,28 @@ One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.w
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
+from slipstream.grpo.loop import KvCache
 from slipstream.imports import uncollected
 from slipstream.records import ScheduleEntry
-from slipstream.refit.channel.choice import Location
-from slipstream.refit.config import Channel, EngineState
-from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.config import EngineState
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import Portion, Trace
+from slipstream.rollout.engine import Portion, Trace, WeightFiles
 from slipstream.rollout.requests import GroupRequest, group_requests
-from slipstream.rollout.vllm_arguments import device_arguments, stop_token_ids
+from slipstream.rollout.vllm_arguments import device_arguments, sampling_params, seeded, stop_token_ids
 from slipstream.rollout.vllm_drafting import Drafting
-from slipstream.rollout.vllm_groups import GroupsUnderWay
-from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.rollout.vllm_groups import Drawn, GroupsUnderWay
+from slipstream.rollout.vllm_weights import VllmWeights
+from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 _PROBE = "slipstream.rollout.vllm_plugin.EngineProbe"
 
@@ -46,7 +48,7 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
     }
 
 
-class VllmEngine:
+class VllmEngine(VllmWeights):
     """A running vLLM engine that holds one version of the policy and one of the draft, if that has weights."""
 
     def __init__(
@@ -56,6 +58,7 @@ class VllmEngine:
         config: EngineConfig,
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
+        is_in_flight: bool = False,
     ) -> None:
         """Start the engine.
 
@@ -63,6 +66,7 @@ class VllmEngine:
             policy: model directory in Hugging Face format.
             speculative_config: vLLM's own, None for autoregressive decoding.
             executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
+            is_in_flight: it may be refitted while rollouts are under way.
         Raises:
             RuntimeError: the process samples with a broken sampler.
         """
@@ -73,9 +77,8 @@ class VllmEngine:
 
             from slipstream.refit.engine_transfer import BACKEND
 
-        self._has_draft = speculative_config is not None and "model" in speculative_config
         self._stop_token_ids = stop_token_ids(policy)
-        self._llm = LLM(
+        llm = LLM(
             str(policy),
             dtype=config.dtype.value,
             max_model_len=config.max_model_len,
@@ -90,19 +93,17 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=_PROBE,
             seed=0,  # of what no rollout sees: each has a seed of its own
-            **device_arguments(config),
+            **device_arguments(config, is_in_flight=is_in_flight),
         )
+        super().__init__(llm, has_draft=speculative_config is not None and "model" in speculative_config)
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._max_model_len = config.max_model_len
-        self._is_draft_updating = False
-        self._num_traced = 0
+        self._is_updating = False  # from the first new weight until the versions are adopted
+        self._kv_cache: KvCache | None = None
         self._groups = GroupsUnderWay(self._llm.llm_engine, max_num_seqs=config.max_num_seqs)
-        self.policy_version = 0
-        self.policy_digest = ""
-        self.draft_version = 0
-        self.draft_digest = ""
-        self.num_prefix_cache_resets = 0
+        self._groups.adopt(self._versions)
+        self._at_work: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def generate(
         self,
@@ -120,23 +121,70 @@ class VllmEngine:
                 None generates until all are done.
         """
         if is_first:
-            self._groups.drop()
-            self._groups.take_running()
-        self._check_lengths([request.prompt for request in requests], sampling)
-        params = self._params(sampling)
-        before = self._counters()
-        started_s = time.perf_counter()
-        done: list[tuple[int, RolloutGroup]] = []
+            self._start_over()
         try:
-            for request in requests:
-                self._groups.start(request, lambda seed: _seeded(params, seed))
-            while not self._groups.is_empty():
-                done += [(request.index, self._group(request, outputs)) for request, outputs in self._groups.step()]
-                if room_for is not None and self._groups.has_room(room_for):
-                    break
+            return self._run(requests, sampling, lambda _: room_for is not None and self._groups.has_room(room_for))
         except BaseException:
             self._groups.drop()
             raise
+
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        """From now on rollouts outlive new weights, with what `kv_cache` says of theirs; None: they do not.
+
+        Whatever is under way is dropped.
+
+        Raises:
+            ConfigError: vLLM schedules asynchronously: tokens that it drew before a refit would come out after it.
+        """
+        self._groups.drop()
+        batches = self._llm.llm_engine.engine_core.engine_core.batch_queue
+        rule = "needs engines that have no step under way between two others"
+        require(kv_cache is None or batches is None, "loop.kv_cache", rule, kv_cache, "start them as is_in_flight")
+        self._kv_cache = kv_cache
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        """Queue groups behind those that are under way. See `InFlightEngine`."""
+        self._require_in_flight()
+        self._start(requests, sampling)
+
+    def advance(self, *, max_s: float, stops_at_first: bool = True) -> Portion:
+        """Run until a group is complete, until `max_s` seconds have passed, or until nothing is under way.
+
+        Args:
+            stops_at_first: False goes on for `max_s`, and returns all groups that were completed.
+        """
+        self._require_in_flight()
+        end_s = time.perf_counter() + max_s
+        return self._run((), None, lambda done: bool(done and stops_at_first) or time.perf_counter() >= end_s)
+
+    def restart(self, seeds: Mapping[int, Sequence[int]]) -> int:
+        """Start the unfinished rollouts of these groups anew with these seeds, one a place in the group; how many."""
+        self._require_in_flight()
+        return sum(self._groups.restart(index, of_group) for index, of_group in seeds.items())
+
+    def _start(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> None:
+        self._check_lengths([request.prompt for request in requests], sampling)
+        params = sampling_params(sampling, self._stop_token_ids)
+        for request in requests:
+            self._groups.start(request, lambda seed: seeded(params, seed))
+
+    def _run(
+        self,
+        requests: Sequence[GroupRequest],
+        sampling: SamplingConfig | None,
+        is_over: Callable[[list[tuple[int, RolloutGroup]]], bool],
+    ) -> Portion:
+        """Start `requests` and take steps until all is done, or as `is_over` of the groups so far says."""
+        before = self._counters()
+        started_s = time.perf_counter()
+        done: list[tuple[int, RolloutGroup]] = []
+        if sampling is not None:
+            self._start(requests, sampling)
+        with self._at_work():
+            while not self._groups.is_empty():
+                done += [(request.index, _group(request, drawn)) for request, drawn in self._groups.step()]
+                if is_over(done):
+                    break
         ended_s = time.perf_counter()
         after = self._counters()
         acceptance = None if before is None or after is None else acceptance_between(before, after)
@@ -148,9 +196,24 @@ class VllmEngine:
             running=self._groups.take_running(),
         )
 
-    def before_each_iteration(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made before each iteration of what `generate` runs; None: nothing."""
-        self._groups.before_step = call
+    def around_work(
+        self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
+    ) -> None:
+        """Generate within a block of `at_work`, with `before_iteration` called before each iteration in it."""
+        self._at_work = at_work
+        self._groups.before_step = before_iteration
+
+    def _start_over(self) -> None:
+        """Forget what an earlier call that failed may have left; nobody waits for it."""
+        rule = "must be complete before another call generates"
+        require(self._kv_cache is None or self._groups.is_empty(), "groups that were submitted", rule, "some under way")
+        self._groups.drop()
+        self._groups.take_running()
+
+    def _require_in_flight(self) -> None:
+        assert self._kv_cache is not None, "run_in_flight comes first"
+        if self._is_updating:
+            raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Draft by another table from the next generation on; only an engine that started with one can.
@@ -158,61 +221,44 @@ class VllmEngine:
         Raises:
             ConfigError: the engine does not speculate, or started without a table.
         """
-        self._groups.drop()
+        self._start_over()
         require(self._drafting is not None, "draft.length", "needs an engine that speculates", None)
         assert self._drafting is not None
         self._drafting.draft_by(schedule)
 
-    def _group(self, request: GroupRequest, outputs: Sequence[Any]) -> RolloutGroup:
-        rollouts = tuple(self._rollout(output, request.prompt) for output in outputs)
-        return RolloutGroup(prompt=request.prompt, rollouts=rollouts)
-
-    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+    def trace(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+        seed: int,
+        refits: Sequence[WeightFiles] = (),
+        steps_between: int = 1,
+    ) -> list[Trace]:
         """Sample as `generate` does, and tell which tokens came out of the engine together: for the certificate.
 
+        Args:
+            refits: weights to take while the rollouts are under way, in turn and over again; in an
+                engine that runs in flight.
+            steps_between: steps from one of them to the next.
         Returns:
             One trace a rollout, prompt by prompt.
         """
-        from vllm.sampling_params import RequestOutputKind
-
-        self._groups.drop()
-        self._check_lengths(prompts, sampling)
-        requests = [
-            (request.prompt, rollout_seed)
-            for request in group_requests(prompts, group_size=group_size, seed=seed)
-            for rollout_seed in request.seeds
-        ]
-        params = self._params(sampling)
-        params.output_kind = RequestOutputKind.DELTA
-        engine = self._llm.llm_engine
-        self._num_traced += 1
-        ids = {f"trace-{self._num_traced}-{index}": index for index in range(len(requests))}
-        tokens: list[list[int]] = [[] for _ in requests]
-        windows: list[list[int]] = [[] for _ in requests]
+        self._start_over()
+        found: dict[int, Sequence[Drawn]] = {}
         try:
-            for (name, _), (prompt, rollout_seed) in zip(ids.items(), requests, strict=True):
-                tokenized: Any = {"prompt_token_ids": list(prompt.token_ids)}
-                engine.add_request(name, tokenized, _seeded(params, rollout_seed))
-            while engine.has_unfinished_requests():
-                outputs: list[Any] = list(engine.step())
-                for output in outputs:
-                    drawn = list(output.outputs[0].token_ids)
-                    if drawn:
-                        tokens[ids[output.request_id]] += drawn
-                        windows[ids[output.request_id]].append(len(drawn))
+            self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
+            for step in itertools.count():
+                if self._groups.is_empty():
+                    break
+                if refits and step % steps_between == 0:
+                    self._take(refits[step // steps_between % len(refits)])
+                found.update((request.index, drawn) for request, drawn in self._groups.step())
         except BaseException:
-            engine.abort_request(list(ids))  # or they would come out of the next call
+            self._groups.drop()  # or they would come out of the next call
             raise
-        return [
-            Trace(
-                prompt_token_ids=requests[i][0].token_ids,
-                token_ids=tuple(tokens[i]),
-                window_lengths=tuple(windows[i]),
-                policy_version=self.policy_version,
-                draft_version=self.draft_version if self._has_draft else None,
-            )
-            for i in range(len(requests))
-        ]
+        return [_trace(prompts[index], drawn) for index in range(len(prompts)) for drawn in found[index]]
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -231,50 +277,17 @@ class VllmEngine:
             self._read(draft, is_draft=True)
         return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
 
-    def locations(self) -> list[Location]:
-        """Where each of the engine's workers computes."""
-        return self._llm.collective_rpc("location")
-
-    def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
-        """Get ready to receive over `channel`; `settings` are what its sender says. Files can be read at any time."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        init = {"channel": channel, "settings": settings}
-        self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
-
     def start_update(self, *, is_draft: bool) -> None:
-        """What comes next is for the policy, or for the draft."""
-        rule = "needs an engine whose draft has weights of its own"
-        require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
-        self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
-        self._llm.collective_rpc("abandon_update")  # that of a refit in which another engine was lost
-        (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
-        self._is_draft_updating = is_draft
-
-    def update(self, channel: Channel, settings: dict[str, Any]) -> None:
-        """Receive some or all weights over `channel`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info = {"channel": channel, "settings": settings}
-        self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-    def finish_update(self) -> None:
-        """All weights have come.
-
-        Raises:
-            RuntimeError: the engine's ranks read different weights; the engine must not be used further.
-        """
-        self._llm.finish_weight_update()
-        digests = set(self._llm.collective_rpc("received_digest"))
-        if len(digests) > 1:
-            raise RuntimeError("the engine's ranks read different weights in one update")
-        if self._is_draft_updating:
-            self.draft_digest = digests.pop()
-        else:
-            self.policy_digest = digests.pop()
+        """See `VllmWeights.start_update`; no step is taken until `adopt`."""
+        if self._kv_cache is None:
+            self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
+        super().start_update(is_draft=is_draft)
+        self._is_updating = True
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
-        """Call what was received by these versions, and forget all cached prefixes.
+        """Call what was received by these versions, and let nothing start from prefixes that were cached before.
+
+        What is under way goes on with the new weights, in an engine that runs in flight.
 
         Args:
             draft_version: None if the draft stayed as it was.
@@ -284,30 +297,21 @@ class VllmEngine:
         self.policy_version = policy_version
         if draft_version is not None:
             self.draft_version = draft_version
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
+        self._leave_cache()
         self.num_prefix_cache_resets += 1
+        self._groups.adopt(self._versions)
+        self._is_updating = False
         return self.state()
 
-    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """The tensors of the policy, or of the draft, that the engine's ranks hold, and their types.
-
-        Raises:
-            LookupError: a layer keeps its weights where nobody can read them.
-        """
-        return {
-            name: dtype
-            for rank in self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
-            for name, dtype in rank.items()
-        }
-
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
-        """Fingerprints of the tensors that the engine computes with and whose turn it is, whatever each rank holds.
-
-        Raises:
-            RuntimeError: two ranks hold the same part with different values.
-        """
-        return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
+    def _leave_cache(self) -> None:
+        """Of the old weights: see `KvCache`."""
+        if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
+            self._groups.forget_drafts()
+            self._groups.leave_cached_prefixes()
+        elif not self._llm.reset_prefix_cache(reset_running_requests=self._kv_cache is KvCache.RECOMPUTE):
+            raise RuntimeError(f"prefix cache not reset after the refit to policy version {self.policy_version}")
+        else:
+            self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone."""
@@ -315,41 +319,20 @@ class VllmEngine:
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._groups.aside(prompts, params)
         found = []
         for sequence, output in zip(sequences, outputs, strict=True):
             entries: Any = output.prompt_logprobs
             found.append([entry[token].logprob for token, entry in zip(sequence[1:], entries[1:], strict=True)])
         return found
 
-    def state(self) -> EngineState:
-        """Versions and counters that every refit must move."""
-        return EngineState(
-            policy_version=self.policy_version,
-            policy_digest=self.policy_digest,
-            draft_version=self.draft_version if self._has_draft else None,
-            draft_digest=self.draft_digest,
-            num_prefix_cache_resets=self.num_prefix_cache_resets,
+    def _take(self, weights: WeightFiles) -> None:
+        self.refit(
+            weights.policy,
+            policy_version=weights.policy_version,
+            draft=weights.draft,
+            draft_version=weights.draft_version,
         )
-
-    def _params(self, sampling: SamplingConfig) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_response_tokens,
-            stop_token_ids=list(self._stop_token_ids),
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
-
-    def _read(self, path: Path, *, is_draft: bool) -> None:
-        self.start_update(is_draft=is_draft)
-        self.update(Channel.SHARED_MEMORY, {"path": str(path)})
-        self.finish_update()
 
     def _check_sampler(self) -> None:
         broken = [answer for answer in self._llm.collective_rpc("check_sampler") if answer]
@@ -373,25 +356,39 @@ class VllmEngine:
         return None if self._drafting is None else self._drafting.counters()
 
     @property
-    def _speculates(self) -> bool:
-        return self._drafting is not None
-
-    def _rollout(self, output: Any, prompt: Prompt) -> Rollout:
-        completion = output.outputs[0]
-        logprobs = tuple(completion.logprobs.logprobs)
-        assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
-        return Rollout(
-            prompt_id=prompt.id,
-            token_ids=tuple(completion.token_ids),
-            rollout_logprobs=logprobs,
-            finish_reason=FinishReason(completion.finish_reason),
-            policy_version=self.policy_version,
-            draft_version=self.draft_version if self._has_draft else None,
-        )
+    def _versions(self) -> tuple[int, int | None]:
+        return self.policy_version, self.draft_version if self._has_draft else None
 
 
-def _seeded(params: Any, seed: int) -> Any:
-    """vLLM's sampling parameters of one rollout."""
-    own = params.clone()
-    own.seed = seed
-    return own
+def _group(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:
+    return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in drawn))
+
+
+def _rollout(drawn: Drawn, prompt: Prompt) -> Rollout:
+    completion = drawn.output.outputs[0]
+    logprobs = tuple(completion.logprobs.logprobs)
+    assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids=tuple(completion.token_ids),
+        rollout_logprobs=logprobs,
+        finish_reason=FinishReason(completion.finish_reason),
+        policy_version=drawn.versions[0].policy_version,
+        draft_version=drawn.versions[0].draft_version,
+        versions=_if_several(drawn.versions),
+    )
+
+
+def _trace(prompt: Prompt, drawn: Drawn) -> Trace:
+    return Trace(
+        prompt_token_ids=prompt.token_ids,
+        token_ids=tuple(drawn.output.outputs[0].token_ids),
+        window_lengths=drawn.window_lengths,
+        policy_version=drawn.versions[0].policy_version,
+        draft_version=drawn.versions[0].draft_version,
+        versions=_if_several(drawn.versions),
+    )
+
+
+def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    return versions if len(versions) > 1 else ()

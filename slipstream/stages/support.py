@@ -17,6 +17,7 @@ from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, speculative_config
 from slipstream.drafts.schedule import DraftLength, constant, length_of
+from slipstream.grpo.loop import KvCache
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records import (
@@ -182,12 +183,24 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
 
 @contextmanager
 def recipe_engine(
-    recipe: Recipe, policy: Path, draft: Path, k: int, *, schedule: Sequence[ScheduleEntry] = ()
+    recipe: Recipe,
+    policy: Path,
+    draft: Path,
+    k: int,
+    *,
+    schedule: Sequence[ScheduleEntry] = (),
+    kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
-    """An engine with k draft tokens, the most of a schedule; all but speculation is the same for every k."""
+    """An engine with k draft tokens, the most of a schedule; all but speculation is the same for every k.
+
+    Args:
+        kv_cache: it runs in flight, and that becomes of keys and values when new weights enter.
+    """
     weights = draft_weights(recipe.draft, draft)
     speculative = speculative_config(recipe.draft, weights, k, schedule=schedule) if k else None
-    with start_engine(policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout) as engine:
+    with start_engine(
+        policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout, kv_cache=kv_cache
+    ) as engine:
         yield engine
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.records import Mismatch
-from slipstream.types import RolloutGroup, TrainBatch
+from slipstream.types import Rollout, RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,13 +21,20 @@ def assemble(
     policy_version: int,
     draft_version: int | None,
     scale_by_std: bool,
+    max_lag: int = 0,
+    published: Collection[tuple[int, int | None]] | None = None,
 ) -> TrainBatch:
     """Join prompts and responses and centre the rewards of each group.
 
     Args:
         rewards: one a rollout, group by group.
+        policy_version: that learns from the batch.
+        draft_version: that the engines hold beside it.
+        max_lag: by how many versions at most a token may be older than `policy_version`.
+        published: the pairs of policy and draft version that engines were given together, which may go further back
+            than that; None: all had `draft_version`.
     Raises:
-        RuntimeError: a rollout was made by another version of policy or draft.
+        RuntimeError: a token is too old or too new, or its versions never were in an engine together.
         FloatingPointError: the engine gave a token no finite logprob.
     """
     import torch
@@ -35,12 +42,10 @@ def assemble(
     from slipstream.grpo.advantages import group_advantages
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    stale = {rollout.policy_version for rollout in rollouts} - {policy_version}
-    if stale:
-        raise RuntimeError(f"rollouts must come from policy version {policy_version}, got {sorted(stale)}")
-    drafts = {rollout.draft_version for rollout in rollouts}
-    if drafts != {draft_version}:
-        raise RuntimeError(f"rollouts must come from draft version {draft_version}, got {drafts}")
+    versions = range(max(policy_version - max_lag, 0), policy_version + 1)
+    if published is None:
+        published = [(version, draft_version) for version in versions]
+    _require_versions(rollouts, versions=versions, published=published)
     _require_finite(np.concatenate([np.asarray(rollout.rollout_logprobs) for rollout in rollouts]))
     rewards_PG = torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
     advantages_PG = group_advantages(rewards_PG, scale_by_std=scale_by_std)
@@ -52,6 +57,25 @@ def assemble(
         advantages=tuple(advantages_PG.flatten().tolist()),
         policy_version=policy_version,
     )
+
+
+def _require_versions(
+    rollouts: Sequence[Rollout], *, versions: range, published: Collection[tuple[int, int | None]]
+) -> None:
+    """Every token must come from one of `versions`, with a draft that was published with it."""
+    for rollout in rollouts:
+        known, num_tokens = sum(span.num_tokens for span in rollout.spans), len(rollout.token_ids)
+        if known != num_tokens:
+            raise RuntimeError(f"each of {num_tokens} tokens of a rollout must carry its version, got {known}")
+    found = {(span.policy_version, span.draft_version) for rollout in rollouts for span in rollout.spans}
+    stale = {policy for policy, _ in found if policy not in versions}
+    if stale:
+        wanted = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+        raise RuntimeError(f"rollouts must come from policy {wanted}, got {sorted(stale)}")
+    if not found <= set(published):
+        policies, drafts = {policy for policy, _ in found}, {draft for _, draft in found}
+        wanted = " or ".join(sorted({str(draft) for policy, draft in published if policy in policies}))
+        raise RuntimeError(f"rollouts must come from draft version {wanted}, got {drafts}")
 
 
 def mismatch(

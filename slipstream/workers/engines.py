@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from slipstream.drafts.methods import SCHEDULE
+from slipstream.grpo.loop import KvCache
 from slipstream.placement.config import Layout
 from slipstream.records import ScheduleEntry
 from slipstream.refit.channel.choice import Location
@@ -21,9 +22,10 @@ from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import SeenLengths, deal
-from slipstream.rollout.engine import GenerationResult, Portion, Trace
+from slipstream.rollout.engine import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.rollout.gathering import Call, gather, joined
-from slipstream.rollout.requests import GroupRequest, group_requests
+from slipstream.rollout.requests import group_requests
+from slipstream.rollout.vllm_arguments import device_arguments
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
@@ -31,6 +33,7 @@ from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import RayEngineControl, node_address
 from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
+from slipstream.workers.in_flight import InFlightEngines
 from slipstream.workers.placement import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, own_node
 
@@ -47,6 +50,7 @@ class EngineProcess(VllmEngine):
         config: EngineConfig,
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
+        is_in_flight: bool = False,
         origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
@@ -54,7 +58,13 @@ class EngineProcess(VllmEngine):
         if speculative_config is not None and draft is not None:
             speculative_config = {**speculative_config, "model": str(here(draft, origin))}
         _name_interface()
-        super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
+        super().__init__(
+            here(policy, origin),
+            config=config,
+            speculative_config=speculative_config,
+            executor=executor,
+            is_in_flight=is_in_flight,
+        )
         self._origin = origin
         self._most_threads = config.num_threads
         self._share: CoreShare | None = None
@@ -67,19 +77,10 @@ class EngineProcess(VllmEngine):
         if self._share is not None:
             self._share.leave()
         self._share = None if slot is None else CoreShare(slot, most=self._most_threads)
-        self.before_each_iteration(None if self._share is None else self._share.fit)
-
-    def generate(
-        self,
-        requests: Sequence[GroupRequest],
-        *,
-        sampling: SamplingConfig,
-        is_first: bool = True,
-        room_for: int | None = None,
-    ) -> Portion:
-        """See `VllmEngine.generate`."""
-        with nullcontext() if self._share is None else self._share.at_work():
-            return super().generate(requests, sampling=sampling, is_first=is_first, room_for=room_for)
+        if self._share is None:
+            self.around_work(nullcontext, None)
+        else:
+            self.around_work(self._share.at_work, self._share.fit)
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -103,7 +104,7 @@ def _name_interface() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
 
 
-class RemoteEngine:
+class RemoteEngine(InFlightEngines):
     """Rollout engines in processes of their own; `slipstream.rollout.dealing` says how they share a call's prompts."""
 
     def __init__(
@@ -120,7 +121,7 @@ class RemoteEngine:
             start: makes another engine in the place of a lost one; None leaves it lost.
             max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
         """
-        self._crew = Crew(engines, deadline)
+        super().__init__(Crew(engines, deadline))
         self._deadline = deadline
         self._start = start
         self._policy_version = 0
@@ -158,11 +159,27 @@ class RemoteEngine:
         """See `VllmEngine.draft_by`; all engines."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
-    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+    def trace(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+        seed: int,
+        refits: Sequence[WeightFiles] = (),
+        steps_between: int = 1,
+    ) -> list[Trace]:
         """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
         return self._of_first(
             "trace",
-            lambda engine: engine.trace.remote(prompts, sampling=sampling, group_size=group_size, seed=seed),
+            lambda engine: engine.trace.remote(
+                prompts,
+                sampling=sampling,
+                group_size=group_size,
+                seed=seed,
+                refits=refits,
+                steps_between=steps_between,
+            ),
         )
 
     def refit(
@@ -222,6 +239,10 @@ class RemoteEngine:
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
         self._crew = Crew(engines, self._deadline)
+        if self._kv_cache is not None:
+            new = [engine for engine in engines if engine.name in names]
+            calls = [(engine, engine.actor.run_in_flight.remote(self._kv_cache)) for engine in new]
+            self._crew.gather(self._of("a change of mode"), calls)
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
@@ -279,21 +300,28 @@ def start_engine(
     config: EngineConfig,
     speculative_config: dict[str, Any] | None = None,
     layout: Layout = _ANYWHERE,
+    kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
     """`config.num_engines` engines that hold `policy`, for the span of the block, on the GPUs that `layout` says.
+
+    With `kv_cache` they run in flight: rollouts outlive a refit, and that becomes of their keys and values.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
     back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
     """
-    key = _engine_key(policy, config, speculative_config, layout)
+    is_in_flight = kv_cache is not None
+    key = _engine_key(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
     engine = _idle_engines.take(key)
     try:
         if engine is None:
-            engine = _new_engine(policy, config, speculative_config, layout)
+            engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
         else:
+            engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
             if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
                 engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
+        if is_in_flight:
+            engine.run_in_flight(kv_cache)
         yield engine
     except BaseException:
         if engine is not None:
@@ -303,7 +331,12 @@ def start_engine(
 
 
 def _new_engine(
-    policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout
+    policy: Path,
+    config: EngineConfig,
+    speculative_config: dict[str, Any] | None,
+    layout: Layout,
+    *,
+    is_in_flight: bool,
 ) -> RemoteEngine:
     k = speculative_config["num_speculative_tokens"] if speculative_config else 0
     starting = Deadline(config.start_timeout_s, "engine.start_timeout_s")
@@ -321,6 +354,7 @@ def _new_engine(
                 config=config,
                 speculative_config=speculative_config,
                 executor=start.executor,
+                is_in_flight=is_in_flight,
                 origin=own_node(),
             )
         )
@@ -358,9 +392,17 @@ def _start(reservation: Reservation | None, index: int, config: EngineConfig) ->
     return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
 
 
-def _engine_key(policy: Path, config: EngineConfig, speculative_config: dict[str, Any] | None, layout: Layout) -> str:
+def _engine_key(
+    policy: Path,
+    config: EngineConfig,
+    speculative_config: dict[str, Any] | None,
+    layout: Layout,
+    *,
+    is_in_flight: bool,
+) -> str:
     """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
     draft = _draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
-    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout)])
+    arguments = device_arguments(config, is_in_flight=is_in_flight)
+    return json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])

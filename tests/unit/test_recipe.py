@@ -216,6 +216,7 @@ def test_a_recipe_without_workloads_is_whole(tmp_path: Path) -> None:
         ({"reward": {"timeout_s": 9}}, False),
         ({"data": {"seed": 9}}, False),
         ({"draft": {"seed": 9}}, False),
+        ({"loop": {"mode": "one_step_off"}}, False),
     ],
 )
 def test_a_fingerprint_is_of_what_the_weights_depend_on(overrides: dict[str, Any], same: bool) -> None:
@@ -284,3 +285,68 @@ def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: 
     adamw = {"grpo": {"optimizer": {"method": "adamw"}}, "policy": {"scratch": {"optimizer": "adamw"}}}
     with pytest.raises(ConfigError, match=message):
         load_recipe("tiny", overrides=merge(merge({"draft": {"online": "always"}}, adamw), overrides))
+
+
+CAPPED = {"grpo": {"loss": {"truncated_importance_sampling": 2.0}}}
+IN_FLIGHT = {"loop": {"mode": "in_flight", "max_off_policy_steps": 1}, **CAPPED}
+ALONE = "a group runs on one engine, and "
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        (
+            "qwen3_8b",
+            {},
+            "placement.mode must be split with loop.mode in_flight, got 'colocated'; learner and engines that share a "
+            "GPU work in turn: set split, or loop.mode synchronous",
+        ),
+        (
+            "tiny",
+            {"engine": {"num_engines": 7}},
+            "engine.num_engines must be at most grpo.prompts_per_step 6 with loop.mode in_flight, got 7; "
+            f"{ALONE}the others would have no work",
+        ),
+        (
+            "tiny",
+            {"engine": {"max_num_seqs": 7}},
+            "grpo.group_size must be at most engine.max_num_seqs 7 with loop.mode in_flight, got 8; "
+            f"{ALONE}whoever waits for room there grows old",
+        ),
+        (
+            "tiny",
+            {"draft": {"autopilot": {"enabled": True}}},
+            "draft.autopilot.enabled must be false with loop.mode in_flight, got True; it weighs one generation "
+            "against another, and here none ends: set loop.mode one_step_off",
+        ),
+    ],
+)
+def test_a_loop_that_the_rest_of_the_recipe_cannot_serve_is_refused(
+    recipe: str, overrides: dict[str, Any], message: str
+) -> None:
+    load_recipe(recipe, overrides=overrides)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, overrides=merge(IN_FLIGHT, overrides))
+    assert str(caught.value) == message
+
+
+def test_a_loop_on_the_bounds_of_what_the_rest_can_serve_is_taken() -> None:
+    load_recipe("tiny", overrides=merge(IN_FLIGHT, {"engine": {"num_engines": 6, "max_num_seqs": 8}}))
+    piloted = {"draft": {"autopilot": {"enabled": True}}}
+    one_step_off = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}, **CAPPED}
+    load_recipe("tiny", overrides=merge(one_step_off, piloted))
+
+
+def test_a_lag_without_a_correction_is_refused_unless_none_is_asked_for_in_so_many_words() -> None:
+    lag = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 2}}
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("tiny", overrides=lag)
+    assert str(caught.value) == (
+        "grpo.loss.correction must be given with loop.max_off_policy_steps 2, got None; rollouts are of older policies "
+        "than the one that learns: set token or sequence with a cap, grpo.loss.truncated_importance_sampling, or none "
+        "in so many words"
+    )
+    sequence = {"grpo": {"loss": {"correction": "sequence", "truncated_importance_sampling": 2.0}}}
+    for said in (CAPPED, sequence, {"grpo": {"loss": {"correction": "none"}}}):
+        load_recipe("tiny", overrides=merge(lag, said))
+    load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 0}})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, OptimizerConfig
 
 Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
 Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimizer=Optimizer())
@@ -25,6 +26,28 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
             {"truncated_importance_sampling": 0.0},
             "grpo.loss.truncated_importance_sampling must be > 0 or null, got 0.0",
         ),
+        (
+            {"correction": Correction.SEQUENCE},
+            "grpo.loss.truncated_importance_sampling must be a number with grpo.loss.correction sequence, got None; "
+            "it caps the weights: 2.0 is common",
+        ),
+        (
+            {"correction": Correction.NONE, "truncated_importance_sampling": 2.0},
+            "grpo.loss.truncated_importance_sampling must be null with grpo.loss.correction none, got 2.0; drop it",
+        ),
+        (
+            {"mask_band": (0.5, 2.0)},
+            "grpo.loss.mask_band must be null without a correction, got (0.5, 2.0); set grpo.loss.correction and its "
+            "cap, grpo.loss.truncated_importance_sampling",
+        ),
+        (
+            {"truncated_importance_sampling": 2.0, "mask_band": (1.0, 2.0)},
+            "grpo.loss.mask_band must be two ratios around 1, got (1.0, 2.0)",
+        ),
+        (
+            {"truncated_importance_sampling": 2.0, "mask_band": (0.5,)},
+            "grpo.loss.mask_band must be two ratios around 1, got (0.5,)",
+        ),
     ],
 )
 def test_a_loss_outside_its_bounds_is_refused(
@@ -36,6 +59,13 @@ def test_a_loss_outside_its_bounds_is_refused(
 def test_a_loss_inside_its_bounds_is_taken() -> None:
     config = LossConfig(clip_low=0.5, clip_high=0.5, kl_coefficient=0.0, truncated_importance_sampling=0.5)
     assert (config.clip_low, config.clip_high, config.truncated_importance_sampling) == (0.5, 0.5, 0.5)
+
+
+def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
+    cap = LossConfig(truncated_importance_sampling=2.0)
+    assert [LossConfig().corrects, cap.corrects] == [Correction.NONE, Correction.TOKEN]
+    assert replace(cap, correction=Correction.SEQUENCE, mask_band=(0.0, 2.0)).corrects is Correction.SEQUENCE
+    assert LossConfig(correction=Correction.NONE).corrects is Correction.NONE
 
 
 @pytest.mark.parametrize(

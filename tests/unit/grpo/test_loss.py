@@ -12,11 +12,18 @@ from torch import Tensor
 
 from slipstream.config import ConfigError
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.correction import Weights, corrected
 from slipstream.grpo.loss import PolicyLoss, policy_loss
 
 
 def _loss(
-    ratios: list[float], advantage: float, config: LossConfig, num_tokens: int = 1, **kwargs: Tensor
+    ratios: list[float],
+    advantage: float,
+    config: LossConfig,
+    num_tokens: int = 1,
+    *,
+    weights: Weights | None = None,
+    ref_logprobs_BT: Tensor | None = None,
 ) -> PolicyLoss:
     logprobs_BT = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
     return policy_loss(
@@ -26,8 +33,13 @@ def _loss(
         mask_BT=torch.ones(logprobs_BT.shape, dtype=torch.bool),
         num_tokens=num_tokens,
         config=config,
-        **kwargs,
+        weights=weights,
+        ref_logprobs_BT=ref_logprobs_BT,
     )
+
+
+def _capped(log_ratio_BT: Tensor, config: LossConfig) -> Weights | None:
+    return corrected(log_ratio_BT, torch.ones_like(log_ratio_BT, dtype=torch.bool), None, config)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine(
     # trainer / rollout = 1 / 0.25 = 4, capped at 2, and 1 / 2 = 0.5
     rollout = torch.tensor([[math.log(0.25), math.log(2.0)]], dtype=torch.float64)
     config = LossConfig(truncated_importance_sampling=2.0)
-    got = _loss([1.0, 1.0], 1.0, config, num_tokens=2, rollout_logprobs_BT=rollout)
+    got = _loss([1.0, 1.0], 1.0, config, num_tokens=2, weights=_capped(-rollout, config))
     assert got.loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
 
 
@@ -101,7 +113,7 @@ def test_microbatches_add_up_to_the_undivided_loss(ratios: list[float], advantag
 
 
 def test_a_correction_without_its_logprobs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^truncated importance sampling needs rollout_logprobs$"):
+    with pytest.raises(ValueError, match=r"^correction 'token' needs weights$"):
         _loss([1.0], 1.0, LossConfig(truncated_importance_sampling=2.0))
     with pytest.raises(ValueError, match=r"^kl_coefficient 0\.1 needs ref_logprobs$"):
         _loss([1.0], 1.0, LossConfig(kl_coefficient=0.1))
@@ -116,14 +128,15 @@ def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_ha
     """The gradient of -r A w is -A w at r = 1; of k3 with ref = policy it is 0, with ref / policy = 2 it is 1 - 2."""
     logprobs_BT = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     one = torch.zeros(1, 1, dtype=torch.float64)
+    config = LossConfig(truncated_importance_sampling=2.0, kl_coefficient=0.5)
     policy_loss(
         logprobs_BT,
         trainer_logprobs_BT=one,
         advantages_BT=torch.full((1, 1), 3.0, dtype=torch.float64),
         mask_BT=torch.ones(1, 1, dtype=torch.bool),
         num_tokens=1,
-        config=LossConfig(truncated_importance_sampling=2.0, kl_coefficient=0.5),
-        rollout_logprobs_BT=one + math.log(2.0),
+        config=config,
+        weights=_capped(one - math.log(2.0), config),
         ref_logprobs_BT=one + math.log(2.0),
     ).loss.backward()
     assert logprobs_BT.grad is not None
@@ -143,14 +156,15 @@ def test_ratio_weight_and_kl_are_each_of_two_policies_that_are_neither_at_0() ->
     Ratio 1.2 within the clip, so -2.4; times 0.5 / 0.4; plus 0.1 (0.5 - log 0.5 - 1).
     """
     now, trainer, rollout, ref = (torch.tensor([[p]], dtype=torch.float64).log() for p in (0.6, 0.5, 0.4, 0.3))
+    config = LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0)
     got = policy_loss(
         now.requires_grad_(),
         trainer_logprobs_BT=trainer,
         advantages_BT=torch.tensor([[2.0]], dtype=torch.float64),
         mask_BT=torch.ones(1, 1, dtype=torch.bool),
         num_tokens=4,
-        config=LossConfig(kl_coefficient=0.1, truncated_importance_sampling=2.0),
-        rollout_logprobs_BT=rollout,
+        config=config,
+        weights=_capped(trainer - rollout, config),
         ref_logprobs_BT=ref,
     )
     k3 = 0.5 - math.log(0.5) - 1

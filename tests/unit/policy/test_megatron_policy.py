@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
+from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.policy import muon, packing
 from slipstream.policy.batches import Batching, forward
@@ -158,16 +158,31 @@ def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(),
+        LossConfig(truncated_importance_sampling=1.2),
+        LossConfig(
+            correction=Correction.SEQUENCE,
+            truncated_importance_sampling=1e3,
+            mask_band=(0.5, 1.4),
+            mask_level=Level.SEQUENCE,
+        ),
+    ],
+    ids=["uncorrected", "by token", "by sequence, masked"],
+)
 def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bit(
-    dtype: Dtype, cap: float | None
+    dtype: Dtype, loss: LossConfig
 ) -> None:
     """What `grpo.recompute_logprobs: auto` rests on, with and without a correction for the engine."""
     given, own = (_policy(learner=dataclasses.replace(LEARNER, dtype=dtype)) for _ in range(2))
     for step in range(3):
         batch, logprobs = _batch(given, seed=step)
-        batch = dataclasses.replace(batch, rollout_logprobs=tuple(tuple((row - 0.3).tolist()) for row in logprobs))
-        update = dataclasses.replace(_update(batch, logprobs), loss=LossConfig(truncated_importance_sampling=cap))
+        # Ratios of 1.20 to 1.49: the later ones lie outside the band, and the products stay below the cap.
+        rollout = tuple(tuple((row - 0.18 - 0.02 * number).tolist()) for number, row in enumerate(logprobs))
+        batch = dataclasses.replace(batch, rollout_logprobs=rollout)
+        update = dataclasses.replace(_update(batch, logprobs), loss=loss)
         expected = given.train_step(update)
         found = own.train_step(dataclasses.replace(update, trainer_logprobs=None))
         assert found.stats == expected.stats

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
@@ -182,18 +183,19 @@ def training_calls(recipe: Recipe, tools: Tools) -> object:
 
 
 def training_loss(recipe: Recipe, tools: Tools) -> object:
-    """The loss that an update asks for: ratios 0.5 and 2, an advantage of 1 and of -1, and a reference."""
+    """The loss that an update asks for: ratios 0.5 and 2, to the engine 12 and 18, advantages 1 and -1, a reference."""
     _, learner, _, _ = trained(recipe, tools)
-    ratio_BT = torch.tensor([[0.5, 2.0]]).log()
+    config = learner.updates[0].loss
+    ratio_BT, mask_BT = torch.tensor([[0.5, 2.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
     return [
         policy_loss(
             ratio_BT,
             trainer_logprobs_BT=torch.zeros(1, 2),
             advantages_BT=torch.full((1, 1), advantage),
-            mask_BT=torch.ones(1, 2, dtype=torch.bool),
+            mask_BT=mask_BT,
             num_tokens=2,
-            config=learner.updates[0].loss,
-            rollout_logprobs_BT=torch.full((1, 2), -2.0),
+            config=config,
+            weights=corrected(torch.tensor([[2.5, 2.9]]), mask_BT, None, config),
             ref_logprobs_BT=torch.zeros(1, 2),
         ).loss.item()
         for advantage in (1.0, -1.0)
@@ -210,6 +212,12 @@ def training_optimizer(recipe: Recipe, tools: Tools) -> object:
 def training_records(recipe: Recipe, tools: Tools) -> object:
     _, _, record, _ = trained(recipe, tools)
     return [(step.mismatch, step.reward_mean) for step in record.steps]
+
+
+def training_loop(recipe: Recipe, tools: Tools) -> object:
+    """Which loop trained, by the arm's record."""
+    _, _, record, _ = trained(recipe, tools)
+    return record.loop, record.max_off_policy_steps
 
 
 def training_checks(recipe: Recipe, tools: Tools) -> object:
@@ -285,10 +293,18 @@ def online_training(recipe: Recipe, tools: Tools) -> object:
 
 
 CORRECTED = {"grpo.loss.truncated_importance_sampling": 2.0}
+CAPPED_HIGH = {"grpo.loss.truncated_importance_sampling": 1000.0}
+MASKED = {"grpo.loss.truncated_importance_sampling": 2.0, "grpo.loss.mask_band": [0.5, 16.0]}
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
 WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
+ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
+IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
 CHECKS = {
+    "loop.mode": Check("one_step_off", training_loop),
+    "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
+    "loop.kv_cache": Check("keep", lambda recipe, tools: recipe.loop, IN_FLIGHT),
+    "loop.too_old": Check("restart", lambda recipe, tools: recipe.loop, IN_FLIGHT),
     "sampling.temperature": Check(0.5, training_calls),
     "grpo.num_steps": Check(5, training_calls),
     "grpo.prompts_per_step": Check(1, training_calls),
@@ -309,6 +325,9 @@ CHECKS = {
     "grpo.loss.clip_high": Check(0.4, training_loss),
     "grpo.loss.kl_coefficient": Check(0.1, training_loss),
     "grpo.loss.truncated_importance_sampling": Check(3.0, training_loss, CORRECTED),
+    "grpo.loss.correction": Check("sequence", training_loss, CAPPED_HIGH),
+    "grpo.loss.mask_band": Check([0.5, 16.0], training_loss, CORRECTED),
+    "grpo.loss.mask_level": Check("sequence", training_loss, MASKED),
     "draft.online": Check("always", online_training),
     "draft.online_horizon_steps": Check(1, online_training, WHEN_STALE),
     "refit.channel": Check("gloo", training_channel),

@@ -61,8 +61,8 @@ def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
         groups.start(request(index, 1, 2), lambda seed: seed)
     assert groups.step() == []
     second, first = groups.step(), groups.step()
-    assert [(done.index, [output.number for output in outputs]) for done, outputs in second] == [(1, [2, 3])]
-    assert [(done.index, [output.number for output in outputs]) for done, outputs in first] == [(0, [0, 1])]
+    assert [(done.index, [each.output.number for each in drawn]) for done, drawn in second] == [(1, [2, 3])]
+    assert [(done.index, [each.output.number for each in drawn]) for done, drawn in first] == [(0, [0, 1])]
     assert groups.is_empty()
 
 

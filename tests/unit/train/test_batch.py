@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from slipstream.train.batch import assemble, mismatch
-from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
 ROLLOUT = Rollout(
@@ -34,6 +35,49 @@ def test_assemble_joins_prompt_and_response() -> None:
 def test_rollouts_of_another_draft_stop_the_run() -> None:
     with pytest.raises(RuntimeError, match=r"must come from draft version 3, got \{None\}"):
         assemble([GROUP], [1.0, 0.0], policy_version=0, draft_version=3, scale_by_std=False)
+
+
+def _spanned(*spans: tuple[int, int | None, int]) -> RolloutGroup:
+    """A rollout of two tokens after one without spans; `spans` are policy version, draft version, number of tokens."""
+    versions = tuple(VersionSpan(policy_version=p, draft_version=d, num_tokens=n) for p, d, n in spans)
+    first = replace(ROLLOUT, policy_version=spans[0][0], draft_version=spans[0][1])
+    return replace(GROUP, rollouts=(first, replace(first, versions=versions)))
+
+
+def _assembled(group: RolloutGroup, *, policy_version: int, draft_version: int | None = None, **lag: Any) -> TrainBatch:
+    return assemble(
+        [group], [1.0, 0.0], policy_version=policy_version, draft_version=draft_version, scale_by_std=False, **lag
+    )
+
+
+def test_tokens_within_the_lag_become_a_batch_of_the_version_that_learns() -> None:
+    assert _assembled(_spanned((3, None, 1), (5, None, 1)), policy_version=5, max_lag=2).policy_version == 5
+
+
+@pytest.mark.parametrize(
+    ("spans", "max_lag", "message"),
+    [
+        (((3, None, 1), (5, None, 1)), 1, r"from policy versions 4 to 5, got \[3\]"),
+        (((4, None, 1), (6, None, 1)), 1, r"from policy versions 4 to 5, got \[6\]"),
+        (((5, None, 1), (4, None, 1)), 0, r"from policy version 5, got \[4\]"),
+        (((5, None, 1),), 0, r"each of 2 tokens of a rollout must carry its version, got 1"),
+    ],
+)
+def test_a_token_that_is_too_old_too_new_or_of_nobody_stops_the_run(
+    spans: tuple[tuple[int, None, int], ...], max_lag: int, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        _assembled(_spanned(*spans), policy_version=5, max_lag=max_lag)
+
+
+def test_a_token_must_come_from_a_draft_that_was_published_with_its_policy() -> None:
+    published = {(3, 0), (4, 1), (5, 1)}
+    group = _spanned((4, 1, 1), (5, 1, 1))
+    assert _assembled(group, policy_version=5, draft_version=1, max_lag=1, published=published)
+    with pytest.raises(RuntimeError, match=r"must come from draft version 1, got \{0\}"):
+        _assembled(_spanned((4, 0, 2)), policy_version=5, draft_version=1, max_lag=1, published=published)
+    with pytest.raises(RuntimeError, match=r"must come from draft version 1, got \{0\}"):
+        _assembled(_spanned((4, 0, 2)), policy_version=5, draft_version=1, max_lag=1)
 
 
 def test_mismatch_by_hand() -> None:

@@ -313,6 +313,17 @@ def test_a_correction_alone_needs_no_pass_for_logprobs() -> None:
     assert not replace(AUTO, loss=replace(LOSS, truncated_importance_sampling=2.0)).needs_logprob_pass
 
 
+def test_a_corrected_step_records_its_ratios_and_an_uncorrected_one_nothing() -> None:
+    """The training pass's own -0.75 less the engine's -0.5 and -0.25: ratios exp(-0.25) and exp(-0.5)."""
+    corrected = replace(AUTO, num_steps=1, loss=replace(LOSS, truncated_importance_sampling=0.7))
+    (record,) = run(NotingEngine(), NotingLearner(), config=corrected)
+    (lag,) = record.lags
+    assert (lag.lag, lag.num_tokens, lag.clipped_fraction) == (0, 8, 0.5)
+    assert lag.ratio_mean == pytest.approx((np.exp(-0.25) + np.exp(-0.5)) / 2)
+    assert lag.ratio_max == pytest.approx(np.exp(-0.25))
+    assert all(not record.lags for record in run(NotingEngine(), NotingLearner(), config=AUTO))
+
+
 def test_advantages_are_scaled_where_the_config_says_so() -> None:
     learner = NotingLearner()
     run(NotingEngine(), learner, config=replace(CONFIG, num_steps=1, scale_advantages_by_std=True))

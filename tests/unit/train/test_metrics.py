@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from slipstream.grpo.update import Trained
-from slipstream.records import AcceptanceStats, DraftDecision, DraftUpdate, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records import (
+    AcceptanceStats,
+    DraftDecision,
+    DraftUpdate,
+    LagStats,
+    Mismatch,
+    RefitCheck,
+    StepRecord,
+    TrainStats,
+)
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.tracking.config import check_metrics
@@ -74,6 +83,35 @@ METRICS = {
     "refit/check_s": 0.15,
     "train/policy_version": 10,
 }
+
+
+def test_ratios_are_shown_of_each_lag_and_over_all_tokens() -> None:
+    young = LagStats(
+        lag=0, num_tokens=30, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.1, effective_sample_size=0.9
+    )
+    old = LagStats(
+        lag=2, num_tokens=10, ratio_mean=1.2, ratio_max=1.25, clipped_fraction=0.5, effective_sample_size=0.5
+    )
+    found = metrics_of(replace(STEP, lags=(young, old)))
+    assert found == METRICS | {
+        "offpolicy/lag_mean": 0.5,
+        "offpolicy/lag_max": 2,
+        "offpolicy/ratio_mean": pytest.approx(1.05),
+        "offpolicy/ratio_max": 1.5,
+        "offpolicy/clipped_fraction": pytest.approx(0.2),
+        "offpolicy/effective_sample_size": pytest.approx(0.8),
+        "offpolicy/tokens_fraction_lag_0": 0.75,
+        "offpolicy/ratio_mean_lag_0": 1.0,
+        "offpolicy/ratio_max_lag_0": 1.5,
+        "offpolicy/clipped_fraction_lag_0": 0.1,
+        "offpolicy/effective_sample_size_lag_0": 0.9,
+        "offpolicy/tokens_fraction_lag_2": 0.25,
+        "offpolicy/ratio_mean_lag_2": 1.2,
+        "offpolicy/ratio_max_lag_2": 1.25,
+        "offpolicy/clipped_fraction_lag_2": 0.5,
+        "offpolicy/effective_sample_size_lag_2": 0.5,
+    }
+    check_metrics(found, 0)
 
 
 def test_a_step_without_a_draft_has_these_metrics() -> None:

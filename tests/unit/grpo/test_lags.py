@@ -1,0 +1,109 @@
+"""Ratios and correction of a step's tokens by their lag, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.grpo.config import Correction, Level, LossConfig
+from slipstream.grpo.lags import effective_sample_size, lag_stats
+from slipstream.records import LagStats
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
+
+PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")
+CONFIG = LossConfig(correction=Correction.TOKEN, truncated_importance_sampling=2.0)
+
+
+def _rollout(num_tokens: int, *spans: tuple[int, int], version: int = 5) -> Rollout:
+    """Of tokens with logprob 0; `spans` are pairs of version and number of tokens."""
+    return Rollout(
+        prompt_id="0",
+        token_ids=(7,) * num_tokens,
+        rollout_logprobs=(0.0,) * num_tokens,
+        finish_reason=FinishReason.STOP,
+        policy_version=spans[0][0] if spans else version,
+        draft_version=None,
+        versions=tuple(VersionSpan(policy_version=v, draft_version=None, num_tokens=n) for v, n in spans),
+    )
+
+
+def _stats(rollouts: list[Rollout], ratios: list[list[float]], loss: LossConfig = CONFIG) -> tuple[LagStats, ...]:
+    batch = TrainBatch(
+        token_ids=tuple(PROMPT.token_ids + rollout.token_ids for rollout in rollouts),
+        prompt_lengths=(2,) * len(rollouts),
+        rollout_logprobs=tuple(rollout.rollout_logprobs for rollout in rollouts),
+        advantages=(0.0,) * len(rollouts),
+        policy_version=5,
+    )
+    before = [np.log(np.array(row)).astype(np.float32) for row in ratios]
+    groups = [RolloutGroup(prompt=PROMPT, rollouts=(rollout,)) for rollout in rollouts]
+    return lag_stats(groups, batch, before, policy_version=5, loss=loss)
+
+
+def test_a_rollout_that_new_weights_entered_counts_under_each_of_its_versions() -> None:
+    """Version 5 trains. Ratios 3 (lag 1), 1 and 0.5 (lag 0), then 1 and 1 (lag 2)."""
+    rollouts = [_rollout(3, (4, 1), (5, 2)), _rollout(2, version=3)]
+    young, middle, old = _stats(rollouts, [[3.0, 1.0, 0.5], [1.0, 1.0]])
+    assert (young.lag, young.num_tokens, young.clipped_fraction) == (0, 2, 0.0)
+    assert young.ratio_mean == pytest.approx(0.75)
+    assert young.ratio_max == pytest.approx(1.0)
+    assert young.effective_sample_size == pytest.approx(1.5**2 / (2 * 1.25))
+    assert (middle.lag, middle.num_tokens, middle.clipped_fraction) == (1, 1, 1.0)
+    assert (middle.ratio_mean, middle.ratio_max) == (pytest.approx(3.0), pytest.approx(3.0))
+    assert middle.effective_sample_size == 1.0
+    assert (old.lag, old.num_tokens, old.ratio_mean, old.effective_sample_size) == (2, 2, 1.0, 1.0)
+
+
+def test_a_whole_responses_weight_changes_for_all_of_its_tokens() -> None:
+    """Product 3, capped at 2, for both tokens of the first; the second keeps 0.5."""
+    (found,) = _stats([_rollout(2), _rollout(1)], [[3.0, 1.0], [0.5]], replace(CONFIG, correction=Correction.SEQUENCE))
+    assert found.clipped_fraction == pytest.approx(2 / 3)
+    assert found.ratio_mean == pytest.approx(1.5)  # of tokens, whatever the weights are of
+    assert found.effective_sample_size == pytest.approx(4.5**2 / (3 * 8.25))
+
+
+def test_a_masked_token_weighs_nothing_and_counts_as_changed() -> None:
+    """Band 0.5 to 2: by token 0.4 falls out; by sequence sqrt(0.4) = 0.63 stays in."""
+    band = replace(CONFIG, mask_band=(0.5, 2.0))
+    (found,) = _stats([_rollout(2)], [[0.4, 1.0]], band)
+    assert (found.clipped_fraction, found.effective_sample_size) == (0.5, 0.5)
+    (found,) = _stats([_rollout(2)], [[0.4, 1.0]], replace(band, mask_level=Level.SEQUENCE))
+    assert found.clipped_fraction == 0.0
+    (found,) = _stats([_rollout(1)], [[0.4]], band)
+    assert (found.clipped_fraction, found.effective_sample_size) == (1.0, 0.0)
+
+
+def test_without_a_correction_all_tokens_weigh_the_same() -> None:
+    (found,) = _stats([_rollout(2)], [[4.0, 1.0]], LossConfig())
+    assert (found.clipped_fraction, found.effective_sample_size) == (0.0, 1.0)
+    assert found.ratio_max == pytest.approx(4.0)
+
+
+def test_a_ratio_beyond_all_numbers_is_shown_as_a_finite_one() -> None:
+    rollout = replace(_rollout(1), rollout_logprobs=(-5000.0,))
+    (found,) = _stats([rollout], [[1.0]])
+    assert found.ratio_max == pytest.approx(np.exp(100.0))
+    assert found.effective_sample_size == 1.0
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(Correction), st.booleans())
+def test_without_lag_and_with_one_policy_ratios_and_the_sample_are_whole(
+    lengths: list[int], correction: Correction, masks: bool
+) -> None:
+    cap = None if correction is Correction.NONE else 1.0
+    band = (0.9, 1.1) if masks and cap is not None else None
+    loss = LossConfig(correction=correction, truncated_importance_sampling=cap, mask_band=band)
+    (found,) = _stats([_rollout(n) for n in lengths], [[1.0] * n for n in lengths], loss)
+    assert found == LagStats(
+        lag=0, num_tokens=sum(lengths), ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
+    )
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
+def test_the_effective_sample_lies_between_one_token_and_all(weights: list[float]) -> None:
+    found = effective_sample_size(np.array(weights))
+    assert found == 0.0 if max(weights) < 1e-150 else 1 / len(weights) - 1e-12 <= found <= 1 + 1e-12
