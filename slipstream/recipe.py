@@ -21,7 +21,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.evaluation import EvaluationConfig
-from slipstream.grpo.config import GrpoConfig, OptimizerMethod
+from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop import LoopConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.placement.assessment import assess
@@ -239,6 +239,15 @@ class Recipe:
             f"must be false with loop.mode {mode}",
             self.draft.autopilot.enabled,
             "it weighs one generation against another, and here none ends: set loop.mode one_step_off",
+        )
+        loss, lag = self.grpo.loss, self.loop.max_off_policy_steps
+        require(
+            lag == 0 or loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
+            "grpo.loss.correction",
+            f"must be given with loop.max_off_policy_steps {lag}",
+            loss.correction,
+            "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
+            "grpo.loss.truncated_importance_sampling, or none in so many words",
         )
 
     def fingerprint(self) -> str:

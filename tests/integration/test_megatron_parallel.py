@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
 from slipstream.policy import parallel
 from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
@@ -28,6 +28,13 @@ SCRATCH = ScratchConfig(
     hidden_size=32, num_layers=4, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, init_std=0.02
 )
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
+LOSS = LossConfig(
+    kl_coefficient=0.1,
+    correction=Correction.SEQUENCE,
+    truncated_importance_sampling=0.6,
+    mask_band=(0.5, 2.0),
+    mask_level=Level.SEQUENCE,
+)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=66, num_threads=1)
 TENSOR = ParallelConfig(tensor=2)
 SEQUENCE = ParallelConfig(tensor=2, sequence_parallel=True)
@@ -71,7 +78,10 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
     whole = TrainBatch(
         token_ids=sequences,
         prompt_lengths=lengths,
-        rollout_logprobs=tuple(tuple([-3.4] * (len(tokens) - 3)) for tokens in sequences),
+        # Ratios to the policy, which is near uniform, of about 0.94; of sequence 3 about 4.6: it is masked out.
+        rollout_logprobs=tuple(
+            tuple([-5.0 if index == 3 else -3.4] * (len(tokens) - 3)) for index, tokens in enumerate(sequences)
+        ),
         advantages=tuple(np.random.default_rng(1).normal(size=len(sequences)).tolist()),
         policy_version=0,
     )
@@ -87,7 +97,7 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
             batch=whole,
             trainer_logprobs=known,
             ref_logprobs=known,
-            loss=LossConfig(kl_coefficient=0.1),
+            loss=LOSS,
             temperature=1.3,
         ),
         mine,

@@ -291,7 +291,8 @@ def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: 
         load_recipe("tiny", overrides=merge(merge({"draft": {"online": "always"}}, adamw), overrides))
 
 
-IN_FLIGHT = {"loop": {"mode": "in_flight", "max_off_policy_steps": 1}}
+CAPPED = {"grpo": {"loss": {"truncated_importance_sampling": 2.0}}}
+IN_FLIGHT = {"loop": {"mode": "in_flight", "max_off_policy_steps": 1}, **CAPPED}
 ALONE = "a group runs on one engine, and "
 
 
@@ -336,4 +337,20 @@ def test_a_loop_that_the_rest_of_the_recipe_cannot_serve_is_refused(
 def test_a_loop_on_the_bounds_of_what_the_rest_can_serve_is_taken() -> None:
     load_recipe("tiny", overrides=merge(IN_FLIGHT, {"engine": {"num_engines": 6, "max_num_seqs": 8}}))
     piloted = {"draft": {"autopilot": {"enabled": True}}}
-    load_recipe("tiny", overrides=merge({"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}}, piloted))
+    one_step_off = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 1}, **CAPPED}
+    load_recipe("tiny", overrides=merge(one_step_off, piloted))
+
+
+def test_a_lag_without_a_correction_is_refused_unless_none_is_asked_for_in_so_many_words() -> None:
+    lag = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 2}}
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("tiny", overrides=lag)
+    assert str(caught.value) == (
+        "grpo.loss.correction must be given with loop.max_off_policy_steps 2, got None; rollouts are of older policies "
+        "than the one that learns: set token or sequence with a cap, grpo.loss.truncated_importance_sampling, or none "
+        "in so many words"
+    )
+    sequence = {"grpo": {"loss": {"correction": "sequence", "truncated_importance_sampling": 2.0}}}
+    for said in (CAPPED, sequence, {"grpo": {"loss": {"correction": "none"}}}):
+        load_recipe("tiny", overrides=merge(lag, said))
+    load_recipe("tiny", overrides={"loop": {"mode": "one_step_off", "max_off_policy_steps": 0}})

@@ -121,3 +121,17 @@ class Handover(Generic[T]):
     def take(self) -> T:
         """The next one, once there is one. Raises `Over`."""
         return self._meeting.wait(lambda: (self._items.popleft(),) if self._items else None)[0]
+
+    def poll(self) -> T | None:
+        """The next one, None if there is none yet. Raises `Over`."""
+        return self._meeting.change(lambda: self._items.popleft() if self._items else None)
+
+    def drain(self) -> list[T]:
+        """All there are. Raises `Over`."""
+
+        def taken() -> list[T]:
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+        return self._meeting.change(taken)

@@ -295,8 +295,8 @@ MASKED = {"grpo.loss.truncated_importance_sampling": 2.0, "grpo.loss.mask_band":
 GROUPS_OF_4 = {"tuning.batch_sizes": [4, 8]}
 WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
-ONE_STEP_OFF = {"loop.mode": "one_step_off"}
-IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1}
+ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
+IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
 CHECKS = {
     "loop.mode": Check("one_step_off", training_loop),
     "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
