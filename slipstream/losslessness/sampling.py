@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipstream.config import require
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records import ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
@@ -82,6 +83,7 @@ class Subject:
     draft_fingerprint: str
     versions: Mapping[str, str]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
+    kv_cache: KvCache | None = None  # of a run whose engines are refitted in flight
 
 
 def draw(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, positions
@@ -23,6 +24,10 @@ CLAIM = (
     "at the run's temperature, top-p and top-k."
 )
 IN_FLIGHT = " New weights entered while they were sampled: each token is tested against the version that it carries."
+KEPT = (
+    " The run keeps the caches of running sequences when new weights enter, which biases their later tokens. These were "
+    "drawn with recomputed caches, and do not show that bias."
+)
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
 _LARGEST_GAP = 1e9  # nats: where one token is impossible
@@ -80,7 +85,7 @@ def certify(
     return CertificateRecord(
         verdict=verdict,
         reason=reason,
-        claim=CLAIM + (IN_FLIGHT if earlier else ""),
+        claim=CLAIM + (IN_FLIGHT if earlier else "") + (KEPT if subject.kv_cache is KvCache.KEEP else ""),
         family_level=config.family_level,
         power=config.power,
         max_detectable_bias=config.max_detectable_bias,
