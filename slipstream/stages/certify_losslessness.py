@@ -10,12 +10,14 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.grpo.loop import KvCache
+from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
+from slipstream.rollout.engine import WeightFiles
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 _NODE = "certify_losslessness"
 _NO_DRAFT = DraftLength(num_speculative_tokens=0)
+_TRAINED_DRAFT = 1
+_START = 0  # version of the policy before RL
+_STEPS_BETWEEN = 8  # of an engine from one refit in flight to the next, at least
+_REFITS_PER_RESPONSE = 16  # at most, of the longest: with recomputed caches each costs a prefill of all that runs
 
 
 class LosslessnessError(RuntimeError):
@@ -56,7 +62,8 @@ def certify_losslessness(
     """Certify speculation by `length` with `draft` for the policy in `trained`; a directory with certificate.json.
 
     The speculative engine starts with `policy` and `draft` and is refitted to `trained` and `trained_draft`, as in
-    training, so that the certificate covers the refit.
+    training, so that the certificate covers the refit. With `loop.mode: in_flight` it changes between the two every few
+    steps while it draws, with recomputed caches, and each token is judged by the policy that drew it.
 
     Args:
         trained_draft: the draft as it learned beside the policy; None of one that stayed as it was.
@@ -75,6 +82,7 @@ def certify_losslessness(
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
+        kv_cache = recipe.loop.in_flight_kv_cache
         # The engines must not share their randomness.
         speculative = _drawn(
             recipe,
@@ -85,12 +93,19 @@ def certify_losslessness(
             prompts,
             seed=recipe.losslessness.seed,
             trained_draft=trained_draft,
+            is_in_flight=kv_cache is not None,
         )
         seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         num_responses = len(speculative.traces) + len(baseline.traces)
         logger.info("certify_losslessness: the learner judges %d responses", num_responses)
         with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
+            earlier = {}
+            if kv_cache is not None:
+                learner.load(policy, None)
+                earlier[_START] = judged(
+                    speculative.traces, learner, sampling=recipe.sampling, config=recipe.losslessness
+                )
             learner.load(trained, None)
             record = certify(
                 speculative,
@@ -104,8 +119,10 @@ def certify_losslessness(
                     policy_fingerprint=directory_fingerprint(trained),
                     draft_fingerprint="" if weights is None else directory_fingerprint(weights),
                     versions=versions(),
+                    kv_cache=kv_cache,
                 ),
                 started_s=started_s,
+                earlier=earlier,
             )
         tracker.set_tags({"losslessness": record.verdict})
         tracker.log({"time/certify_s": record.elapsed_s, "losslessness/num_tokens": record.num_tokens})
@@ -126,18 +143,31 @@ def _drawn(
     *,
     seed: int,
     trained_draft: Path | None = None,
+    is_in_flight: bool = False,
 ) -> Sample:
     """What an engine with drafts of that length, started with one policy and refitted to the trained one, says.
 
     Args:
         trained_draft: that it is refitted to as well; None: it keeps `draft`.
     """
-    config = recipe.losslessness
+    config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
+    kv_cache = KvCache.RECOMPUTE if is_in_flight else None
+    first_draft = None if trained_draft is None else draft_weights(recipe.draft, draft)
     with (
-        recipe_engine(recipe, start, draft, length.num_speculative_tokens, schedule=length.schedule) as engine,
+        recipe_engine(recipe, start, draft, k, schedule=length.schedule, kv_cache=kv_cache) as engine,
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
-        engine.refit(trained, policy_version=recipe.grpo.num_steps, draft=trained_draft, draft_version=1)
+        engine.refit(trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT)
+        across = AcrossRefits(
+            engine=engine,
+            refits=(
+                WeightFiles(policy=start, policy_version=_START, draft=first_draft),
+                WeightFiles(
+                    policy=trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT
+                ),
+            ),
+            steps_between=max(_STEPS_BETWEEN, recipe.sampling.max_response_tokens // _REFITS_PER_RESPONSE),
+        )
         sample = draw(
             engine,
             prompts,
@@ -145,6 +175,7 @@ def _drawn(
             sampling=recipe.sampling,
             batch=min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size),
             seed=seed,
+            across=across if is_in_flight else None,
             on_drawn=bar.advance,
         )
     logger.info("certify_losslessness: k=%s drew %d tokens", length.label, sample.num_tokens)

@@ -112,7 +112,9 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: Dra
         schedule=length.schedule,
         draft=draft_weights(recipe.draft, draft) if k else None,
         draft_length=known_length(draft, k) if k else None,
-        start_engine=partial(recipe_engine, recipe, policy, draft, k, schedule=length.schedule),
+        start_engine=partial(
+            recipe_engine, recipe, policy, draft, k, schedule=length.schedule, kv_cache=recipe.loop.in_flight_kv_cache
+        ),
         label=label,
     )
 
