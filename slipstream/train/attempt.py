@@ -12,6 +12,8 @@ from slipstream.records import ScheduleEntry, StepRecord
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.asynchronous.in_flight import InFlightLoop
+from slipstream.train.asynchronous.lasting import LastingInFlight
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
@@ -20,7 +22,7 @@ from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.train.recovery import LastingEngines, ReplaceableEngines
 from slipstream.train.step import Draft, Learner, Trainer
-from slipstream.types import Arm, Prompt, RolloutGroup
+from slipstream.types import Arm, LoopMode, Prompt, RolloutGroup
 from slipstream.workers.engines import RemoteEngine
 
 
@@ -62,7 +64,11 @@ class Attempt:
         if self.recipe.loop.is_synchronous:
             self._synchronous(history).run(start_step=len(history))
             return
-        self._one_step_off(history, pending).run(start_step=len(history))
+        if self.recipe.loop.mode is LoopMode.ONE_STEP_OFF:
+            self._one_step_off(history, pending).run(start_step=len(history))
+            return
+        self.engines.run_in_flight(self.recipe.loop.kv_cache)  # and forget what an earlier attempt left under way
+        self._in_flight(pending).run(start_step=len(history))
 
     def _synchronous(self, history: Sequence[StepRecord]) -> SyncLoop:
         lasting = self._lasting(history, Pending())
@@ -92,6 +98,28 @@ class Attempt:
             trainer=self._trainer,
             sampling=self.recipe.sampling,
             lag=self.recipe.loop.max_off_policy_steps,
+            on_step=self.on_step,
+            start_clock=self.start_clock,
+            meeting=self.meeting,
+            pending=pending,
+            tally=self.tally,
+        )
+
+    def _in_flight(self, pending: Pending) -> InFlightLoop:
+        lasting = LastingInFlight(
+            self.engines,
+            self.gate,
+            sampling=self.recipe.sampling,
+            max_restarts=self.recipe.engine.max_restarts,
+        )
+        return InFlightLoop(
+            arm=self.arm,
+            engine=lasting,
+            prompts=self._stream,
+            score=self.score,
+            trainer=self._trainer,
+            sampling=self.recipe.sampling,
+            loop=self.recipe.loop,
             on_step=self.on_step,
             start_clock=self.start_clock,
             meeting=self.meeting,

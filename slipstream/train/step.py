@@ -200,3 +200,8 @@ def engine_seed(seed: int, arm: Arm, batch: int) -> int:
     Arms that shared their seeds would share their first draws, and a luck of one would be the other's.
     """
     return int(np.random.SeedSequence([seed, list(Arm).index(arm), batch]).generate_state(1)[0])
+
+
+def recent(published: Collection[Versions], step: int, max_lag: int) -> tuple[Versions, ...]:
+    """Of versions that engines were given, those that rollouts of later steps than this may come from."""
+    return tuple(each for each in published if each[0] > step - max_lag)

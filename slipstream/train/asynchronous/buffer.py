@@ -52,6 +52,11 @@ class Buffer:
         self._max_groups = max_groups
         self._waiting = list(waiting)
 
+    @property
+    def waiting(self) -> tuple[Scored, ...]:
+        """All of them; for what runs under the meeting's lock."""
+        return tuple(self._waiting)
+
     def put(self, scored: Scored) -> None:
         """Add something. Raises `Over`."""
 

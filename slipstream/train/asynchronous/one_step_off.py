@@ -23,7 +23,7 @@ from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.asynchronous.timing import Stopwatch
 from slipstream.train.loop import Gate
 from slipstream.train.metrics import StageClock
-from slipstream.train.step import Trainer, Versions, engine_seed
+from slipstream.train.step import Trainer, Versions, engine_seed, recent
 from slipstream.types import Arm, RolloutGroup
 
 
@@ -127,7 +127,7 @@ class OneStepOffLoop:
         step, the batch that was generated meanwhile. Unblocked by: `produce` and `score`, or the end of the training.
         """
         num_steps, trainer = self.trainer.config.num_steps, self.trainer
-        versions = set(self.pending.published)
+        versions: tuple[Versions, ...] = self.pending.published
         num_ordered = start_step + len(self.pending.scored)
         for step in range(start_step, num_steps):
             clock = self.start_clock()
@@ -135,7 +135,7 @@ class OneStepOffLoop:
             with clock.stage("prepare"), watch.publishing():
                 orders.put(_Publish(version=step, draft_version=draft_version))
                 refit = published.take()
-            versions.add((step, draft_version))
+            versions = (*recent(versions, step - 1, self.lag), (step, draft_version))
             last = min(step + self.lag, num_steps - 1)
             for batch in range(num_ordered, last + 1):
                 orders.put(batch)
@@ -147,7 +147,7 @@ class OneStepOffLoop:
             rest = watch.waited(clock, lambda last=last, step=step: buffer.wait_for(last - step))
             times = clock.times()
             record = trainer.record(step, times, refit, learned, overlap=watch.overlap())
-            self.on_step(record, Pending(scored=rest, published=_recent(versions, step, self.lag)))
+            self.on_step(record, Pending(scored=rest, published=recent(versions, step, self.lag)))
 
     def _num_lost(self, start_step: int) -> int:
         """Rollouts that earlier attempts submitted, and that this one makes again."""
@@ -160,8 +160,3 @@ class OneStepOffLoop:
 
 def _of_batch(waiting: Sequence[Scored], step: int) -> list[Scored] | None:
     return [each for each in waiting if each.index == step] or None
-
-
-def _recent(versions: set[Versions], step: int, lag: int) -> tuple[Versions, ...]:
-    """Those that rollouts of later steps may come from."""
-    return tuple(sorted((each for each in versions if each[0] > step - lag), key=lambda each: each[0]))

@@ -48,10 +48,14 @@ class Stopwatch:
         clock.add("data", end_s - split_s)
         return scored
 
+    def generated_s(self) -> float:
+        """How long the engines have worked since the last call of `overlap`."""
+        return total_s(self.engine.between(self._since_s, self._now_s()))
+
     def overlap(self) -> Overlap:
         """What went on since the last call of this, or the beginning."""
         start_s, end_s = self._since_s, self._now_s()
-        engine, learner, score = (each.take(start_s, end_s) for each in (self.engine, self.learner, self.score))
+        engine, learner, score = (each.between(start_s, end_s) for each in (self.engine, self.learner, self.score))
         elapsed_s = max(end_s - start_s, 1e-9)
         worked_s = max(0.0, total_s(engine) - self.engine.take_rest())
         found = Overlap(
@@ -64,6 +68,8 @@ class Stopwatch:
             num_restarted=self.num_restarted,
             num_regenerated=self.num_regenerated,
         )
+        for each in (self.engine, self.learner, self.score):
+            each.forget(end_s)
         self._since_s, self._publish_s = end_s, 0.0
         self.num_regenerated = self.num_restarted = 0
         return found
