@@ -2,7 +2,8 @@
 
 Threads that wait for one another spin, so two processes with a thread on every core stop each other: on two cores they
 took three to six times as long as in turn. So each worker says in shared memory while it works, and fits its number of
-threads to how many do so. The number changes no result: see tests/integration/test_shared_cores.py.
+threads to how many do so. That changes no rollout and, in bfloat16, no update to the last bit; in float32 updates would
+differ in their rounding, so a learner in float32 keeps the number that it has while all work.
 """
 
 from __future__ import annotations
@@ -44,24 +45,27 @@ def write_shared(path: Path, num_workers: int) -> None:
 class CoreShare:
     """One worker's view of them."""
 
-    def __init__(self, slot: CoreSlot, *, most: int, cores: int = 0) -> None:
+    def __init__(self, slot: CoreSlot, *, most: int, cores: int = 0, changes: bool = True) -> None:
         """Join those of `slot.path`.
 
         Args:
             most: threads that this worker ever takes.
             cores: that all share; 0: those that this process may run on.
+            changes: False always counts all others as at work: for one whose results depend on its threads.
         """
         self._most = most
         self._slot = slot.index
         self._num_cores = cores or num_cores()
         with slot.path.open("r+b") as file:
             self._said = mmap.mmap(file.fileno(), 0)
+        self._changes = changes
         self._num_threads = 0  # as set last; 0: never
 
     @property
     def num_threads(self) -> int:
         """That are this worker's now: the cores over those who work, this one counted."""
-        others = sum(self._said[i] for i in range(len(self._said)) if i != self._slot)
+        num_workers = len(self._said)
+        others = sum(self._said[i] for i in range(num_workers) if i != self._slot) if self._changes else num_workers - 1
         return min(self._most, max(1, self._num_cores // (1 + others)))
 
     def fit(self) -> None:

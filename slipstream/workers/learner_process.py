@@ -22,7 +22,7 @@ from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 from slipstream.workers.learner_draft import (
@@ -84,7 +84,13 @@ class LearnerProcess:
         """Leave some of the host's cores to engines that work at the same time; None: no longer."""
         if self._share is not None:
             self._share.leave()
-        self._share = None if slot is None else CoreShare(slot, most=self._config.num_threads or num_cores())
+        self._share = (
+            None
+            if slot is None
+            else CoreShare(
+                slot, most=self._config.num_threads or num_cores(), changes=self._config.dtype is not Dtype.FLOAT32
+            )
+        )
         self._loaded.around_layers(None if self._share is None else self._share.fit)
 
     def _at_work(self) -> AbstractContextManager[None]:

@@ -263,7 +263,9 @@ def test_the_terminal_table_stays_aligned_and_names_the_asynchronous_arms() -> N
     assert block[1][-4:] == ["2.00x", "2.00", "to", "2.00"]
     assert block[2][-4:] == ["3.20x", "3.20", "to", "4.40"]
     assert block[3][-5:] == ["0.50", "s", "1.50", "s", "hidden"]
-    assert block[4][-4:] == ["20", "%", "32", "%"]
+    assert block[4] == ["engines", "idle", "20", "%", "learner", "idle", "32", "%"]
+    labels = [line[:36] for line in lines[first : first + 7]]
+    assert all(label.endswith(" ") for label in labels)
     assert block[6][:2] == ["AIME-2024-like", "0.290"]
     assert speedup_table(RECORD) == "\n".join(
         line for number, line in enumerate(lines) if not _of_asynchronous(lines, number)

@@ -46,6 +46,15 @@ def test_everybody_keeps_a_thread_where_more_work_than_there_are_cores(tmp_path:
         assert [each.num_threads for each in (first, second, third)] == [1, 1, 1]
 
 
+def test_one_whose_results_depend_on_its_threads_never_changes_them(tmp_path: Path) -> None:
+    write_shared(tmp_path / "at_work", 2)
+    engine = CoreShare(CoreSlot(tmp_path / "at_work", 0), most=4, cores=4)
+    learner = CoreShare(CoreSlot(tmp_path / "at_work", 1), most=4, cores=4, changes=False)
+    assert learner.num_threads == 2
+    with engine.at_work():
+        assert learner.num_threads == 2
+
+
 def test_one_that_failed_no_longer_counts_as_at_work(tmp_path: Path) -> None:
     engine, learner = shares(tmp_path, 2, most=2, cores=2)
     with pytest.raises(RuntimeError, match="lost"), engine.at_work():
