@@ -133,7 +133,7 @@ def certify_losslessness(
     return directory
 
 
-def _drawn(
+def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, and what is asked of it
     recipe: Recipe,
     start: Path,
     trained: Path,

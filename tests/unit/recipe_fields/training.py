@@ -47,6 +47,10 @@ class NotedLearner:
         self.checkpoints: list[str] = []
         self.channels: list[Any] = []
         self.drafts: list[Any] = []
+        self.workers: tuple[Any, ...] = ()
+
+    def share_cores(self, slots: Sequence[Any]) -> None:
+        """It has no threads."""
 
     def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
         self.loads.append((optimizer, with_reference))
@@ -156,6 +160,7 @@ def trained(
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
+    tools.patch.setattr(arm, "own_node", lambda: "here")
     tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
     plan = arm.ArmPlan(
         arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
