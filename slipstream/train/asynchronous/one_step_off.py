@@ -147,7 +147,7 @@ class OneStepOffLoop:
             rest = watch.waited(clock, lambda last=last, step=step: buffer.wait_for(last - step))
             times = clock.times()
             record = trainer.record(step, times, refit, learned, overlap=watch.overlap())
-            self.on_step(record, Pending(scored=rest, published=recent(versions, step, self.lag)))
+            self.on_step(record, Pending(scored=tuple(rest), published=recent(versions, step, self.lag)))
 
     def _num_lost(self, start_step: int) -> int:
         """Rollouts that earlier attempts submitted, and that this one makes again."""
