@@ -115,6 +115,15 @@ def test_where_generation_bounds_the_step_the_text_says_what_speculation_can_gai
     )
 
 
+def test_where_nothing_was_drafted_the_ratio_of_the_arms_is_called_noise() -> None:
+    arms = tuple(replace(arm, num_speculative_tokens=0) for arm in ASYNCHRONOUS.asynchronous)
+    text = bound_text(compared(replace(ASYNCHRONOUS, asynchronous=arms)))
+    assert text.endswith(
+        "can be had of it; nothing was drafted here, so the ratio of both arms, 1.60x [1.60, 1.60], shows the "
+        "machine's noise."
+    )
+
+
 def test_where_the_learner_bounds_the_step_the_text_says_that_speculation_gains_nothing() -> None:
     assert bound_text(compared(with_waits(0.05))) == (
         "The learner bounds the asynchronous step: without speculation training waits for rollouts 0.050 s of a step "
