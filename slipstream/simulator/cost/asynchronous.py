@@ -63,7 +63,7 @@ class Overlap:
     running: float  # sequences that an engine runs on average; of a drained batch the most
 
 
-def overlap(  # noqa: PLR0913  # what generates, what trains, and how they are joined
+def overlap(  # what generates, what trains, and how they are joined
     trainer: StageTimes,
     *,
     lengths: Lengths,
@@ -103,7 +103,7 @@ class _Pace:
 
 
 def _joined(trainer: StageTimes, pace: _Pace, *, period_s: float, busy_s: float) -> Overlap:
-    hidden = 0 < busy_s and pace.seconds <= busy_s
+    hidden = busy_s > 0 and pace.seconds <= busy_s
     return Overlap(
         period_s=period_s,
         step=trainer.with_generation(max(0.0, pace.seconds - busy_s)),
@@ -112,9 +112,7 @@ def _joined(trainer: StageTimes, pace: _Pace, *, period_s: float, busy_s: float)
     )
 
 
-def _pace(
-    lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array], busy_s: float
-) -> _Pace:
+def _pace(lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array], busy_s: float) -> _Pace:
     """The best number of running sequences beside a trainer of `busy_s`, and the step that it allows."""
     per_engine = shape.num_rollouts / shape.num_engines
     mean, longest = lengths.mean_tokens, longest_of(lengths, shape.num_rollouts)
@@ -127,18 +125,16 @@ def _pace(
         return np.maximum((longest * token_s_R + busy_s) / (1 + lag), per_engine * mean * token_s_R / running_R)
 
     running_R = np.linspace(1.0, caps[bound], _POINTS)
-    for _ in range(2):
-        period_s_R = period_s(running_R)
-        best = int(period_s_R.argmin())
-        nearby = running_R[max(0, best - 1)], running_R[min(_POINTS - 1, best + 1)]
-        found = _Pace(
-            seconds=float(period_s_R[best]),
-            running=float(running_R[best]),
-            bound=bound if running_R[best] == caps[bound] else Bound.LAG,
-        )
-        running_R = np.unique(np.append(np.linspace(*nearby, _POINTS - 1), running_R[best]))
-        running_R = np.pad(running_R, (0, _POINTS - len(running_R)), mode="edge")
-    return found
+    nearest = int(period_s(running_R).argmin())
+    nearby = running_R[max(0, nearest - 1)], running_R[min(_POINTS - 1, nearest + 1)]
+    running_R = np.append(np.linspace(*nearby, _POINTS), running_R[nearest])
+    period_s_R = period_s(running_R)
+    best = int(period_s_R.argmin())
+    return _Pace(
+        seconds=float(period_s_R[best]),
+        running=float(running_R[best]),
+        bound=bound if running_R[best] == caps[bound] else Bound.LAG,
+    )
 
 
 def _caps(lengths: Lengths, shape: RolloutShape, lag: int) -> dict[Bound, float]:

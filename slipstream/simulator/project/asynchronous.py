@@ -1,4 +1,4 @@
-"""The asynchronous arms of a run on two cores, the engine on one and the learner on the other: from its synchronous arms.
+"""The asynchronous arms of a run on two cores, engine and learner on one each, from its synchronous arms.
 
 A stage takes longer on one core than on the two that it has in a synchronous run: by how much are the only figures that
 do not come from the synchronous arms. Stages are joined step by step, then averaged: a long rollout beside a short
@@ -148,7 +148,8 @@ class _Inputs:
     def of(times: Sequence[StageTimes], factors: CoreSlowdowns, *, has_logprob_pass: bool) -> _Inputs:
         random = np.random.default_rng(0)
         engine, learner, fixed = (
-            _drawn(belief, random) for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
+            _drawn(belief, random)
+            for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
         )
         trained_s = [each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times]
         # Batch t + 1 is generated while step t trains; the last step has none that follows.
@@ -221,4 +222,3 @@ def _drawn(belief: Prior, random: np.random.Generator) -> Array:
 
 def _measured(factor: float) -> Prior:
     return Prior(median=factor, log_sd=_MEASURED_LOG_SD, source="measured: the arm in both loops of this run")
-
