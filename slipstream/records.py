@@ -415,6 +415,7 @@ class LayoutRecord:
     num_gpus: int
     gpus_per_engine: int
     max_response_tokens: int
+    generation_gpus: int = 0  # of nodes of their own; 0: engines and learner share all GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The commands `slipstream simulate project` and `calibrate`, and what they print.
+"""The commands `slipstream simulate project`, `calibrate` and `balance`, and what they print.
 
 Beside `slipstream.cli` the only file that prints. Measured and projected figures never share a column.
 """
@@ -14,12 +14,14 @@ from slipstream.records import RunRecord, read_record
 from slipstream.simulator.cost.data_files import section_names
 from slipstream.simulator.fit.observed import CheckRecord
 from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
+from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.project.projection import ProjectedPoint
 from slipstream.simulator.project.published import project_request
 from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
 from slipstream.simulator.project.runs import PAPER_SOURCE, project_speedup
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.statistics import Spread
+from slipstream.types import Arm, LoopMode
 
 FetchRun = Callable[[str, str], RunRecord]
 """Reads the records that an execution logged, from its name and the tracking server's address."""
@@ -52,12 +54,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="of a response; 0 keeps the layout's")
     projected.set_defaults(run=_project)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
-    source = calibrated.add_mutually_exclusive_group(required=True)
+    source = _add_run_options(calibrated, fetch_run)
+    source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
+    calibrated.set_defaults(run=_calibrate)
+    balanced = inner.add_parser("balance", help="which split into generation and training a run's times suggest")
+    _add_run_options(balanced, fetch_run)
+    balanced.add_argument("--lag", type=int, default=1, help="policy lag in steps")
+    loops = [mode.value for mode in LoopMode if mode is not LoopMode.SYNCHRONOUS]
+    balanced.add_argument("--mode", choices=loops, default=LoopMode.IN_FLIGHT.value, help="of the loop")
+    balanced.add_argument("--gpus-per-node", type=int, default=1, help="list splits in whole nodes of so many alone")
+    balanced.set_defaults(run=_balance)
+
+
+def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> argparse._MutuallyExclusiveGroup:
+    """Where a command reads a run from."""
+    source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="run_path", help=f"directory of a run or of its report, or {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")
-    source.add_argument("--paper", action="store_true", help="the 16 generation times of arXiv 2604.26779")
-    calibrated.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
-    calibrated.set_defaults(run=_calibrate, fetch_run=fetch_run)
+    parser.add_argument("--uri", default="sqlite:///runs/mlflow.db", help="tracking server of --mlflow-run")
+    parser.set_defaults(fetch_run=fetch_run)
+    return source
 
 
 def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> list[str]:
@@ -122,6 +138,30 @@ def point_lines(points: Sequence[ProjectedPoint]) -> list[str]:
     return [heading, *rows]
 
 
+def balance_lines(record: BalanceRecord) -> list[str]:
+    """The table of `simulate balance`: a line a split, what each arm's step is bound by, its best split marked."""
+    arms = [arm for arm in Arm if any(row.arm is arm for row in record.rows)]
+    measured = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in record.synchronous_step_s.items())
+    by_split: dict[tuple[int, int], dict[Arm, BalanceRow]] = {}
+    for row in record.rows:
+        by_split.setdefault((row.generation, row.training), {})[row.arm] = row
+    lines = [
+        f"synchronous step, measured: {measured}",
+        f"projected, {record.mode.value}, lag {record.lag}; {record.unit}s for generation : training, * the best",
+        "",
+        f"{'split':>13}" + "".join(f" {arm.value + ' step s':>21}   {'exposed s':>9} {'bound by':<18}" for arm in arms),
+    ]
+    best = {arm: record.best(arm) for arm in arms}
+    for (generation, training), rows in by_split.items():
+        cells = "".join(
+            f" {rows[arm].step_s:21.3f} {'*' if rows[arm] == best[arm] else ' '} {rows[arm].exposed_s:9.3f} "
+            f"{rows[arm].bound:<18}"
+            for arm in arms
+        )
+        lines.append(f"{f'{generation} : {training}':>13}{cells}")
+    return lines
+
+
 def _project(options: argparse.Namespace) -> int:
     request = ProjectionRequest(
         model=options.model,
@@ -143,8 +183,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     if options.paper:
         _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
         return 0
-    by_name = options.run_path is None
-    run = options.fetch_run(options.mlflow_run, options.uri) if by_name else _read_run(Path(options.run_path))
+    run = _asked_run(options)
     require(
         run.layout is not None,
         "--run",
@@ -156,6 +195,18 @@ def _calibrate(options: argparse.Namespace) -> int:
     _show([*calibration_lines(found.run_calibration), "", *check_lines(found.run_check), ""])
     _show(point_lines(found.from_run))
     return 0
+
+
+def _balance(options: argparse.Namespace) -> int:
+    mode = LoopMode(options.mode)
+    _show(balance_lines(balance(_asked_run(options), lag=options.lag, mode=mode, gpus_per_node=options.gpus_per_node)))
+    return 0
+
+
+def _asked_run(options: argparse.Namespace) -> RunRecord:
+    if options.run_path is None:
+        return options.fetch_run(options.mlflow_run, options.uri)
+    return _read_run(Path(options.run_path))
 
 
 def _read_run(path: Path) -> RunRecord:

@@ -289,7 +289,7 @@ def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
     """
     if recipe.simulator is None or recipe.draft.method is not DraftMethod.EAGLE3:
         return None
-    engine = recipe.engine
+    engine, placement = recipe.engine, recipe.layout.placement
     return LayoutRecord(
         model=recipe.simulator.model,
         hardware=recipe.simulator.hardware,
@@ -298,6 +298,7 @@ def recipe_layout(recipe: Recipe) -> LayoutRecord | None:
         num_gpus=recipe.layout.num_gpus,
         gpus_per_engine=engine.tensor_parallel_size,
         max_response_tokens=recipe.sampling.max_response_tokens,
+        generation_gpus=placement.generation_nodes * placement.gpus_per_node,
     )
 
 

@@ -125,18 +125,16 @@ def _pace(lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Tr
         return np.maximum((longest * token_s_R + busy_s) / (1 + lag), per_engine * mean * token_s_R / running_R)
 
     running_R = np.linspace(1.0, caps[bound], _POINTS)
-    for _ in range(2):
-        period_s_R = period_s(running_R)
-        best = int(period_s_R.argmin())
-        nearby = running_R[max(0, best - 1)], running_R[min(_POINTS - 1, best + 1)]
-        found = _Pace(
-            seconds=float(period_s_R[best]),
-            running=float(running_R[best]),
-            bound=bound if running_R[best] == caps[bound] else Bound.LAG,
-        )
-        running_R = np.unique(np.append(np.linspace(*nearby, _POINTS - 1), running_R[best]))
-        running_R = np.pad(running_R, (0, _POINTS - len(running_R)), mode="edge")
-    return found
+    nearest = int(period_s(running_R).argmin())
+    nearby = running_R[max(0, nearest - 1)], running_R[min(_POINTS - 1, nearest + 1)]
+    running_R = np.append(np.linspace(*nearby, _POINTS), running_R[nearest])
+    period_s_R = period_s(running_R)
+    best = int(period_s_R.argmin())
+    return _Pace(
+        seconds=float(period_s_R[best]),
+        running=float(running_R[best]),
+        bound=bound if running_R[best] == caps[bound] else Bound.LAG,
+    )
 
 
 def _caps(lengths: Lengths, shape: RolloutShape, lag: int) -> dict[Bound, float]:

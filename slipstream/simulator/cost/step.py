@@ -65,7 +65,7 @@ def learner_stages(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EfficiencyRatio:
-    """How efficient a learner is believed to be over another; nothing is uncertain (`log_sd` 0) if they are alike."""
+    """How efficient a learner is believed to be over another; `log_sd` is 0 where they are alike."""
 
     median: float
     log_sd: float

@@ -1,4 +1,4 @@
-"""The asynchronous arms of a run on two cores, engine on one and learner on the other: from its synchronous arms.
+"""The asynchronous arms of a run on two cores, engine and learner on one each, from its synchronous arms.
 
 A stage takes longer on one core than on the two that it has in a synchronous run: by how much are the only figures that
 do not come from the synchronous arms. Stages are joined step by step, then averaged: a long rollout beside a short

@@ -38,7 +38,7 @@ def project_speedup(
     """
     from_paper, run = calibrate_paper(), None
     if layout is not None:
-        run = calibrate_run(arms, tuning, run_setting(layout), target=_target(layout.hardware))
+        run = calibrate_run(arms, tuning, run_setting(layout), target=target_of(layout.hardware))
     drawn = published_scenario(k=_DRAWN_K, acceptance_length=_DRAWN_LENGTH)
     ks = sorted({point.k for point in tuning.points if point.k > 0})
     return ProjectionRecord(
@@ -63,7 +63,7 @@ def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
 
 def run_setting(layout: LayoutRecord) -> Setting:
     """The layout of a run. What it does not hold (prompts, spread of lengths) is assumed as for its kind of machine."""
-    base = load_setting(_CPU_SETTING if _target(layout.hardware) == "cpu" else PAPER_SETTING)
+    base = load_setting(_CPU_SETTING if target_of(layout.hardware) == "cpu" else PAPER_SETTING)
     return replace(
         base,
         model=layout.model,
@@ -77,7 +77,7 @@ def run_setting(layout: LayoutRecord) -> Setting:
     )
 
 
-def _target(hardware: str) -> str:
+def target_of(hardware: str) -> str:
     """Whose priors a calibration starts from."""
     return "cpu" if hardware.startswith("cpu") else "gpu"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +11,8 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
-from slipstream.records import (
-    ArmRecord,
-    CertificateRecord,
-    DraftRecord,
-    GreedyRecord,
-    PolicyRecord,
-    RunRecord,
-    TuningRecord,
-    write_record,
-)
+from slipstream.records import RunRecord, write_record
 from slipstream.simulator.cli import add_parser
-from slipstream.stages.support import recipe_layout
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
 
@@ -64,72 +53,6 @@ def test_calibrate_paper_prints_variants_and_their_free_parameters(capsys: pytes
     assert sum("rl_think" in line for line in out) == 8
 
 
-@pytest.fixture
-def run(demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord) -> RunRecord:
-    return RunRecord(
-        recipe="tiny",
-        workload="rl_zero",
-        execution="recorded",
-        tracking_uri="sqlite:///none.db",
-        versions={},
-        machine="two cores",
-        policy=PolicyRecord(
-            model="tiny",
-            architecture="Qwen3",
-            num_parameters=1,
-            vocab_size=1,
-            max_position_embeddings=1,
-            eos_token_id=0,
-            pretrain_steps=0,
-            pretrain_loss=0.0,
-            pretrain_losses=(),
-            elapsed_s=0.0,
-        ),
-        data=(),
-        draft=DraftRecord(
-            method="eagle3",
-            init="in_domain",
-            num_parameters=1,
-            num_training_tokens=1,
-            num_steps=1,
-            losses=(),
-            heldout_rate_by_position=(),
-            heldout_mean_acceptance_length=1.0,
-            elapsed_s=0.0,
-        ),
-        tuning=demo_tuning,
-        arms=demo_arms(1.0),
-        evaluations=(),
-        certificate=CertificateRecord(
-            verdict="lossless",
-            reason="",
-            claim="",
-            family_level=0.01,
-            power=0.9,
-            max_detectable_bias=0.1,
-            num_speculative_tokens=5,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            seed=0,
-            num_tokens=1,
-            num_baseline_tokens=1,
-            findings=(),
-            control=(),
-            detectable=(),
-            greedy=GreedyRecord(num_responses=0, num_equal=0, num_near_ties=0, largest_gap_nats=0.0, near_tie_nats=0.0),
-            pit_histograms={},
-            policy_fingerprint="",
-            draft_fingerprint="",
-            versions={},
-            elapsed_s=0.0,
-        ),
-        layout=recipe_layout(
-            load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
-        ),
-    )
-
-
 def test_a_run_is_read_from_its_own_directory_its_reports_or_the_file(
     run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -168,6 +91,27 @@ def test_a_directory_without_a_report_is_refused_in_one_line(
     assert "--run must be a run's directory, its report's, or the report's run.json, got " in error
     assert error.endswith("; give one whose report is written\n")
     assert error.count("\n") == 1
+
+
+def test_balance_marks_the_best_split_and_says_what_binds_it(
+    run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = write_record(run, tmp_path / "run.json")
+    assert main(["simulate", "balance", "--run", str(written), "--mode", "one_step_off", "--lag", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("synchronous step, measured: autoregressive ")
+    assert lines[1] == "projected, one_step_off, lag 2; cores for generation : training, * the best"
+    assert lines[3].split()[:5] == ["split", "autoregressive", "step", "s", "exposed"]
+    assert lines[4].startswith("        1 : 1")
+    assert lines[4].count("*") == 2
+
+
+def test_balance_of_a_loop_without_a_lag_is_refused(
+    run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = write_record(run, tmp_path / "run.json")
+    assert main(["simulate", "balance", "--run", str(written), "--lag", "0"]) == 2
+    assert "--lag must be >= 1, got 0" in capsys.readouterr().err
 
 
 def test_an_unknown_simulator_model_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.simulator.cost.data_files import section_names
 from slipstream.simulator.cost.hardware import Precision
-from slipstream.simulator.cost.iteration import CostModel, Drafting, IterationCost
+from slipstream.simulator.cost.iteration import CostModel, Drafting, IterationCost, network_collective
 from slipstream.simulator.cost.parameters import IDEAL, CostParameters, Regime
 from slipstream.simulator.cost.rollout import batch_continuously
 from slipstream.simulator.cost.settings import Setting, load_setting
@@ -152,3 +152,21 @@ def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: float) -> None:
     found = cost("qwen3-8b", PARAMETERS, 16, 1000, k, Regime.TILE)
     plain = cost("qwen3-8b", PARAMETERS, 16, 1000, 0, Regime.TILE)
     assert found.regime_s[0] == pytest.approx(extra_tiles * plain.attention_s[0])
+
+
+def test_an_engine_across_domains_reduces_over_the_network_too() -> None:
+    # 16 H100 in two domains of 8: two all-reduces in each of 36 layers, over NVLink and then over the network.
+    ideal = {"parameters": IDEAL, "regime": Regime.SMOOTH, "network_collective_s": 3e-5}
+    inside, across = (replace(DENSE, hardware="h100", gpus_per_engine=gpus, num_gpus=64) for gpus in (8, 16))
+    batch = {"batch_S": np.array([10.0]), "context_S": np.array([0.0]), "k": 0}
+    nvlink_s = 10e-6 + 2 * 7 / 8 * 10 * 4096 * 2 / 0.45e12
+    network_s = 3e-5 + 10 * 4096 * 2 / (8 * 50e9)
+    found = [CostModel(setting=setting, **ideal).iteration(**batch).host_s[0] for setting in (inside, across)]
+    assert found[0] == pytest.approx(2 * 36 * nvlink_s)
+    assert found[1] == pytest.approx(2 * 36 * (nvlink_s + network_s))
+
+
+def test_the_latency_between_domains_is_a_belief_with_a_source() -> None:
+    assert (network_collective().median, network_collective().log_sd) == (3e-5, 0.5)
+    model = CostModel(setting=DENSE, parameters=IDEAL, regime=Regime.SMOOTH)
+    assert model.network_collective_s == network_collective().median

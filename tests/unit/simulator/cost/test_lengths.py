@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.simulator.cost.lengths import Lengths, lengths_with_mean, log_sd_of_truncation, longest_of, stratified
+from slipstream.simulator.cost.lengths import (
+    Lengths,
+    lengths_with_mean,
+    log_sd_of_truncation,
+    longest_of,
+    mean_longest_of,
+    stratified,
+)
 
 
 def test_the_longest_of_one_is_the_median() -> None:
@@ -26,3 +33,10 @@ def test_the_truncated_share_gives_the_spread_back() -> None:
     share = float(np.mean(stratified(lengths, 100_000, longest_of_count=100_000) >= 160.0))
     found = log_sd_of_truncation(mean=70.0, max_tokens=160.0, truncated_fraction=share)
     assert found == pytest.approx(0.45, abs=0.005)
+
+
+def test_the_longest_of_more_responses_is_longer_on_average() -> None:
+    lengths = Lengths(median=100.0, log_sd=0.5, max_tokens=1e6)
+    assert mean_longest_of(lengths, 1) == pytest.approx(lengths.mean_tokens)
+    assert lengths.mean_tokens < mean_longest_of(lengths, 8) < mean_longest_of(lengths, 32)
+    assert mean_longest_of(Lengths(median=100.0, log_sd=0.0, max_tokens=100.0), 8) == 100.0

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.simulator.cost.lengths import Lengths
-from slipstream.simulator.cost.rollout import RolloutShape, batch_continuously, slowest_engine, steady_state
+from slipstream.simulator.cost.rollout import (
+    RolloutShape,
+    batch_continuously,
+    batch_in_slots,
+    cached_sequences,
+    slowest_engine,
+    steady_state,
+)
 
 
 def test_the_running_batch_shrinks_to_the_longest() -> None:
@@ -52,3 +59,33 @@ def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> No
         Lengths(median=100.0, log_sd=0.5, max_tokens=1e6), running_S=np.array([1.0]), prompt_tokens=0.0
     )
     assert spread.context_S[0] > 0.55 * spread.tokens_S[0]
+
+
+def test_a_sequence_starts_where_another_has_ended() -> None:
+    # Two slots: 4 and 2 start, 3 follows the 2 and ends at 5.
+    trace = batch_in_slots(np.array([4.0, 2.0, 3.0]), prompt_tokens=10.0, num_slots=2)
+    assert trace.tokens_S.tolist() == [2.0, 2.0, 1.0]
+    assert trace.batch_S.tolist() == [2.0, 2.0, 1.0]
+    # Half-way through each span: 1 + 1, then 3 + 1, then 2.5 tokens beside the prompts.
+    assert trace.context_S.tolist() == [22.0, 24.0, 12.5]
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 40))
+def test_slots_lose_no_token_and_fewer_never_end_sooner(lengths: list[int], num_slots: int) -> None:
+    lengths_B = np.array(lengths, dtype=float)
+    few, more = (
+        batch_in_slots(lengths_B, prompt_tokens=0.0, num_slots=number) for number in (num_slots, num_slots + 1)
+    )
+    assert few.tokens_S @ few.batch_S == pytest.approx(sum(lengths))
+    assert few.batch_S.max() <= num_slots
+    assert few.tokens_S.sum() >= more.tokens_S.sum() - 1e-9
+
+
+def test_memory_that_does_not_bind_changes_nothing() -> None:
+    lengths = Lengths(median=100.0, log_sd=0.0, max_tokens=100.0)
+    shape = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=4 * 60.0)
+    assert cached_sequences(lengths, shape) == pytest.approx(4.0)
+    assert slowest_engine(lengths, shape).batch_S.max() == 4
+    tight = RolloutShape(num_rollouts=8, num_engines=2, prompt_tokens=10.0, cache_tokens=2 * 60.0)
+    assert slowest_engine(lengths, tight).batch_S.max() == 2
+    assert slowest_engine(lengths, tight).tokens_S.sum() == pytest.approx(200.0)

@@ -46,3 +46,18 @@ def test_an_engine_without_a_response_makes_no_other_faster() -> None:
     assert setting.shape(2).num_engines == 2
     assert setting.shape(2).per_engine == 2
     assert setting.shape().num_engines == 3  # of 32
+
+
+def test_key_value_memory_is_what_the_weights_leave() -> None:
+    # Qwen3-8B in bf16 on two GB200: 0.92 x 372 GB less the weights, 2 x 36 x 8 x 128 elements of 2 bytes a token.
+    setting = load_setting("paper-8b")
+    weights = 2 * setting.model_shape.total_parameters
+    assert setting.cache_tokens == pytest.approx((0.92 * 372e9 - weights) / 147456)
+    assert setting.shape().cache_tokens == setting.cache_tokens
+    assert replace(setting, memory_share=weights / 372e9).cache_tokens == 1.0
+
+
+@pytest.mark.parametrize(("field", "value"), [("group_size", 0), ("memory_share", 0.0), ("memory_share", 1.1)])
+def test_a_layout_that_cannot_be_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"setting.{field} must"):
+        replace(load_setting("paper-8b"), **{field: value})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import learner_efficiency, learner_stages
+from slipstream.simulator.cost.step import learner_efficiency, learner_stages, relative_efficiency
 from slipstream.types import StageTimes
 
 MEASURED = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=50.0, logprob_s=4.0, train_s=16.0)
@@ -23,3 +25,26 @@ def test_a_run_without_the_pass_for_logprobs_is_projected_without_it() -> None:
     efficiency = learner_efficiency(replace(MEASURED, logprob_s=0.0), setting)
     assert efficiency.logprob is None
     assert learner_stages(efficiency, setting, num_gpus=setting.num_gpus).logprob_s == 0.0
+
+
+def test_a_learner_is_as_efficient_as_measured_on_what_it_was_measured() -> None:
+    setting = load_setting("paper-8b")
+    ratio = relative_efficiency(replace(setting, num_gpus=8), setting)
+    assert (ratio.median, ratio.log_sd) == (1.0, 0.0)
+    same = learner_stages(learner_efficiency(MEASURED, setting), setting, num_gpus=32, deviation=2.0)
+    assert same.train_s == pytest.approx(MEASURED.train_s)
+
+
+def test_experts_leave_three_tenths_of_the_efficiency_and_other_hardware_its_own() -> None:
+    dense, sparse = load_setting("paper-8b"), load_setting("paper-235b")
+    ratio = relative_efficiency(sparse, dense)
+    assert (ratio.median, ratio.log_sd) == (pytest.approx(0.3), pytest.approx(0.5))
+    assert relative_efficiency(dense, sparse).median == pytest.approx(1 / 0.3)
+    h100 = replace(dense, hardware="h100")
+    assert relative_efficiency(h100, dense).median == pytest.approx(0.38 / 0.32)
+    assert relative_efficiency(h100, dense).log_sd == pytest.approx((0.2**2 + 0.2**2) ** 0.5)
+    # One standard deviation more efficient takes that much less time.
+    learner = learner_efficiency(MEASURED, dense)
+    middle, above = (learner_stages(learner, sparse, num_gpus=512, deviation=each) for each in (0.0, 1.0))
+    assert middle.train_s / above.train_s == pytest.approx(2.718281828**0.5)
+    assert middle.data_s == above.data_s == MEASURED.data_s

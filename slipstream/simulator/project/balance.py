@@ -1,0 +1,161 @@
+"""Which split of the GPUs (or of two cores) into generation and training a run's measured times suggest.
+
+The cost model is fitted to the run and brought to each arm's own generation time by one factor; then every split in
+whole engines is played with it, the learner at its measured efficiency on what is left. Only the heading's synchronous
+steps are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from slipstream.config import require
+from slipstream.records import ArmRecord, LayoutRecord, RunRecord
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.asynchronous import overlap
+from slipstream.simulator.cost.rollout import Trace, slowest_engine
+from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise
+from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
+from slipstream.simulator.project.asynchronous import CoreSlowdowns, measured_slowdowns, predict_asynchronous
+from slipstream.simulator.project.runs import run_setting, target_of
+from slipstream.types import Arm, LoopMode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceRow:
+    """One arm on one split, projected: seconds of a step, and of its generation what the trainer waits for."""
+
+    arm: Arm
+    generation: int
+    training: int
+    step_s: float
+    exposed_s: float
+    bound: str  # `Bound`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceRecord:
+    """All splits of a run's machine. `synchronous_step_s` is measured, by arm; everything in `rows` is projected."""
+
+    unit: str  # what is split: "GPU" or "core"
+    mode: LoopMode
+    lag: int
+    synchronous_step_s: dict[str, float]
+    rows: tuple[BalanceRow, ...]
+
+    def best(self, arm: Arm) -> BalanceRow:
+        """The fastest split for an arm; of equals the one with the fewest for generation."""
+        return min((row for row in self.rows if row.arm is arm), key=lambda row: (row.step_s, row.generation))
+
+
+def balance(
+    run: RunRecord, *, lag: int = 1, mode: LoopMode = LoopMode.IN_FLIGHT, gpus_per_node: int = 1
+) -> BalanceRecord:
+    """The predicted step of every split of the run's GPUs in whole engines, for each of its synchronous arms.
+
+    Args:
+        gpus_per_node: splits in whole nodes alone, as `placement.generation_nodes` needs them; 1 lists them all.
+    Raises:
+        ConfigError: the run does not say on what it ran, its GPUs cannot be split, or the lag is below 1.
+    """
+    require(lag >= 1, "--lag", "must be >= 1", lag, "with a lag of 0 engines and learner share all GPUs")
+    require(mode is not LoopMode.SYNCHRONOUS, "--mode", "must be asynchronous", mode.value)
+    layout = run.layout
+    require(
+        layout is not None,
+        "--run",
+        "must be of a recipe that names its simulator.model and simulator.hardware",
+        run.recipe,
+    )
+    assert layout is not None
+    on_cores = target_of(layout.hardware) == "cpu"
+    rows = _of_cores(run, lag, mode) if on_cores else _of_gpus(run, layout, lag, mode, gpus_per_node)
+    return BalanceRecord(
+        unit="core" if on_cores else "GPU",
+        mode=mode,
+        lag=lag,
+        synchronous_step_s={arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in run.arms},
+        rows=tuple(rows),
+    )
+
+
+def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
+    """Two cores have one split."""
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=_slowdowns(run))
+    return [
+        BalanceRow(
+            arm=arm.arm, generation=1, training=1, step_s=arm.step_s, exposed_s=arm.exposed_s, bound=arm.bound.value
+        )
+        for arm in predicted.arms
+    ]
+
+
+def _slowdowns(run: RunRecord) -> dict[Arm, CoreSlowdowns]:
+    beside = {arm.arm: arm for arm in run.asynchronous}
+    pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
+    return {arm: factors for arm, factors in pairs if factors is not None}
+
+
+def _of_gpus(run: RunRecord, layout: LayoutRecord, lag: int, mode: LoopMode, gpus_per_node: int) -> list[BalanceRow]:
+    require(gpus_per_node >= 1, "--gpus-per-node", "must be >= 1", gpus_per_node)
+    all_gpus = run_setting(layout)
+    generating = layout.generation_gpus or layout.num_gpus
+    training = layout.num_gpus - layout.generation_gpus
+    # Measured on the GPUs that each stage had.
+    found = calibrate_run(
+        run.arms, run.tuning, replace(all_gpus, num_gpus=generating), target=target_of(layout.hardware)
+    )
+    splits = [
+        gpus
+        for gpus in range(all_gpus.gpus_per_engine, layout.num_gpus, all_gpus.gpus_per_engine)
+        if gpus % gpus_per_node == 0 and (layout.num_gpus - gpus) % gpus_per_node == 0
+    ]
+    rule = f"must leave a GPU for training beside an engine of {all_gpus.gpus_per_engine}, in nodes of {gpus_per_node}"
+    require(bool(splits), "--run", rule, layout.num_gpus)
+    return [row for arm in run.arms for row in _of_arm(arm, found, splits, layout.num_gpus, training, lag, mode)]
+
+
+def _of_arm(  # an arm, a machine, a loop
+    arm: ArmRecord,
+    found: RunCalibration,
+    splits: Sequence[int],
+    num_gpus: int,
+    measured_training: int,
+    lag: int,
+    mode: LoopMode,
+) -> list[BalanceRow]:
+    setting, lengths = found.setting, found.setting.lengths(found.mean_tokens)
+    k = arm.num_speculative_tokens
+    accepted = found.profile.length(k) if k else 1.0
+    model = found.ensemble.best.model(setting)
+
+    def fitted_s(trace: Trace) -> Array:
+        return model.span_s(trace, k=k, tokens_per_iteration=accepted)
+
+    generation_s = fmean(step.times.generation_s for step in arm.timed_steps)
+    factor = generation_s / float(fitted_s(slowest_engine(lengths, setting.shape())).sum())
+    stages = stagewise(fmean, [step.times for step in arm.timed_steps])
+    learner = learner_efficiency(stages, replace(setting, num_gpus=measured_training))
+    rows = []
+    for gpus in splits:
+        joined = overlap(
+            learner_stages(learner, setting, num_gpus=num_gpus - gpus),
+            lengths=lengths,
+            shape=setting.shape(gpus),
+            lag=lag,
+            seconds=lambda trace: factor * fitted_s(trace),
+            mode=mode,
+        )
+        rows.append(
+            BalanceRow(
+                arm=arm.arm,
+                generation=gpus,
+                training=num_gpus - gpus,
+                step_s=joined.step.step_s,
+                exposed_s=joined.step.generation_s,
+                bound=joined.bound.value,
+            )
+        )
+    return rows
