@@ -11,7 +11,7 @@ export $(shell sed -n 's/^\([A-Z_]*\)=.*/\1/p' scripts/env)
 .DEFAULT_GOAL := help
 PORT := 5000
 
-.PHONY: help setup check format test test-fast demo ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
+.PHONY: help setup check format test test-fast demo demo-async ablation bakeoff mlflow bench bench-learning bench-setup mutants mutants-setup lock register clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ format: setup ## format the code and fix what ruff can fix
 # One thread a process and no hub: tests share the cores with the engine, and must not depend on a network.
 test test-fast mutants: export OMP_NUM_THREADS := 1
 test test-fast mutants: export FLYTE_LOCAL_CACHE_ENABLED := false
-test test-fast demo ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
+test test-fast demo demo-async ablation bakeoff bench bench-learning mutants: export HF_HUB_OFFLINE := 1
 
 test: setup ## run all tests that need no GPU; select with ARGS="-k name"
 	$(PYTHON_IN_VENV) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
@@ -43,6 +43,9 @@ test-fast: setup ## run the unit tests alone
 
 demo: setup ## run the whole chain on this machine and report the speedup
 	$(VENV)/bin/slipstream demo $(ARGS)
+
+demo-async: setup ## the same with generation and training at the same time: four arms
+	$(VENV)/bin/slipstream demo --recipe tiny_async $(ARGS)
 
 ablation: setup ## rank draft initialisations and lengths, 2 x 2 (ARGS="--draft-lengths 0 5 --seeds 0 1")
 	$(VENV)/bin/slipstream ablation $(ARGS)

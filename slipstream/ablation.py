@@ -80,7 +80,7 @@ def launched(options: argparse.Namespace) -> AblationLaunch:
         seeds=tuple(options.seeds),
         workloads=tuple(map(Workload, options.workloads)),
     )
-    changes = requested(options.overrides, num_steps=options.num_steps, seed=grid.seeds[0], max_off_policy_steps=0)
+    changes = requested(options.overrides, num_steps=options.num_steps, seed=grid.seeds[0])
     for variant in grid.variants():
         variant_recipe(options.recipe, variant, changes)
     return AblationLaunch(

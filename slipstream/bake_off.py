@@ -83,7 +83,7 @@ def launched(options: argparse.Namespace) -> BakeOffLaunch:
     """
     methods, inits = tuple(map(DraftMethod, options.methods)), tuple(map(DraftInit, options.inits))
     online, workload = tuple(map(DraftOnline, options.online)), Workload(options.workload)
-    changes = requested(options.overrides, num_steps=options.num_steps, seed=options.seed, max_off_policy_steps=0)
+    changes = requested(options.overrides, num_steps=options.num_steps, seed=options.seed)
     recipe = load_recipe(options.recipe, workload=workload, overrides=changes)
     for entrant in entrants(methods, inits, online):
         entrant_recipe(recipe, entrant, options.num_speculative_tokens)

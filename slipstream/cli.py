@@ -90,7 +90,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/speculative_rl.py speculative_rl --recipe tiny`, then the table."""
+    """The same as `pyflyte run workflows/speculative_rl.py speculative_rl --recipe tiny`, then the table.
+
+    A recipe with an asynchronous loop runs `asynchronous_rl`.
+    """
     root = Path(options.run_root).resolve()
     if options.resume is not None:
         launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.config import require
-from slipstream.recipe import load_recipe
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe
 from slipstream.supervisor import Outcome, supervise
@@ -65,11 +65,12 @@ class Launch:
     execution: str
     is_resumed: bool = False
     reuse_stored: bool = True
+    workflow: str = "speculative_rl"
 
     def command(self, root: Path) -> list[str]:
         """`pyflyte run` and the workflow's inputs."""
         return [
-            *pyflyte_run("speculative_rl"),
+            *pyflyte_run(self.workflow),
             *("--recipe", self.recipe),
             *("--workload", self.workload.value),
             *("--num_steps", str(self.num_steps)),
@@ -125,6 +126,7 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
         execution=name,
         is_resumed=True,
         reuse_stored=reuse_stored,
+        workflow=workflow_of(recipe),
     )
 
 
@@ -134,7 +136,7 @@ def started(recipe: str, workload: Workload, *, num_steps: int, seed: int, reuse
     Raises:
         ConfigError: the recipe breaks a rule.
     """
-    load_recipe(recipe, workload=workload)
+    loaded = load_recipe(recipe, workload=workload)
     return Launch(
         recipe=recipe,
         workload=workload,
@@ -142,7 +144,13 @@ def started(recipe: str, workload: Workload, *, num_steps: int, seed: int, reuse
         seed=seed,
         execution=new_execution(recipe),
         reuse_stored=reuse_stored,
+        workflow=workflow_of(loaded),
     )
+
+
+def workflow_of(recipe: Recipe) -> str:
+    """The workflow that runs the whole chain for the recipe: with an asynchronous loop it has twice as many arms."""
+    return "speculative_rl" if recipe.loop.is_synchronous else "asynchronous_rl"
 
 
 def _unfinished(root: Path) -> list[str]:

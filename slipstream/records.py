@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.config import from_mapping
-from slipstream.types import Arm, LoopMode, StageTimes
+from slipstream.types import Arm, ArmLoop, LoopMode, StageTimes, arm_name
 
 R = TypeVar("R")
 _READABLE = 0o644
@@ -189,9 +190,22 @@ class ArmRecord:
     max_off_policy_steps: int = 0
 
     @property
+    def name(self) -> str:
+        """What its task, its policy and its results are called."""
+        is_synchronous = self.loop == LoopMode.SYNCHRONOUS.value
+        return arm_name(self.arm, ArmLoop.SYNCHRONOUS if is_synchronous else ArmLoop.ASYNCHRONOUS)
+
+    @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
         """The steps whose times count: all but the warm-up, unless there is nothing else."""
         return self.steps[NUM_WARMUP_STEPS:] or self.steps
+
+
+def by_loop(arms: Iterable[ArmRecord]) -> tuple[tuple[ArmRecord, ...], tuple[ArmRecord, ...]]:
+    """The synchronous arms, and those of an asynchronous loop."""
+    records = tuple(arms)
+    asynchronous = tuple(arm for arm in records if arm.name != arm.arm.value)
+    return tuple(arm for arm in records if arm not in asynchronous), asynchronous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +267,7 @@ class TuningRecord:
 class EvaluationRecord:
     """Accuracy of one policy on a set of problems, `k` samples a problem."""
 
-    policy: str  # "start", "autoregressive" or "speculative"
+    policy: str  # "start", or the name of an arm
     num_problems: int
     k: int
     avg_at_k: float  # expected pass@1

@@ -40,6 +40,18 @@ class LoopMode(StrEnum):
     IN_FLIGHT = "in_flight"  # engines never stop: new weights enter between two of their iterations
 
 
+class ArmLoop(StrEnum):
+    """Which of an execution's two loops an arm is trained in."""
+
+    SYNCHRONOUS = "synchronous"
+    ASYNCHRONOUS = "asynchronous"  # the recipe's own, which lets generation and training overlap
+
+
+def arm_name(arm: Arm, loop: ArmLoop = ArmLoop.SYNCHRONOUS) -> str:
+    """An arm of an execution, as its task, its policy and its results are called: no two share a name."""
+    return arm.value if loop is ArmLoop.SYNCHRONOUS else f"{arm.value}_{loop.value}"
+
+
 class Dtype(StrEnum):
     """Floating-point type of weights and activations; reductions and the optimizer stay in float32."""
 

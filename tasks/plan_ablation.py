@@ -60,7 +60,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
         grid,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution=execution_name(recipe),
-        requested=requested(overrides, num_steps=num_steps, seed=grid.seeds[0], max_off_policy_steps=0),
+        requested=requested(overrides, num_steps=num_steps, seed=grid.seeds[0]),
         cluster=CLUSTER,
         reuse_stored=reuse_stored,
     )

@@ -13,7 +13,7 @@ from slipstream.cluster.launch import shared_root
 from slipstream.stages import launch
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
-from slipstream.types import Workload
+from slipstream.types import ArmLoop, Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
 
@@ -39,10 +39,15 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     run_root: str,
     resume_execution: str,
     reuse_stored: bool,
+    loop: ArmLoop | None,
 ) -> StartedRun:
-    """Raises before anything expensive starts if the recipe breaks a rule, or the cluster cannot hold it."""
+    """Raises before anything expensive starts if the recipe breaks a rule, or the cluster cannot hold it.
+
+    `loop` is what the workflow is there for; None of one that trains no arm.
+    """
     logs.configure()
-    changes = launch.requested(overrides, num_steps=num_steps, seed=seed, max_off_policy_steps=max_off_policy_steps)
+    changes = launch.requested(overrides, num_steps=num_steps, seed=seed)
+    changes = launch.with_lag(changes, recipe, workload=workload, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(
         recipe,
         workload=workload,
@@ -52,6 +57,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
         resume=bool(resume_execution),
         reuse_stored=reuse_stored,
         cluster=CLUSTER,
+        loop=loop,
     )
     return StartedRun(context=context, recipe=FlyteFile(str(resolved)))
 

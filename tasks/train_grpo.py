@@ -1,4 +1,4 @@
-"""Train one arm with synchronous GRPO."""
+"""Train one arm with GRPO, in the synchronous loop or the recipe's own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
-from slipstream.stages.context import RunContext
-from slipstream.types import Arm
+from slipstream.stages.context import RunContext, arm_node
+from slipstream.types import Arm, ArmLoop
 from tasks.deliverables import handed_on, model_of, records_of
 from tasks.recoverable import recoverable
 from tasks.resources import TRAINING, on_gpus
@@ -35,6 +35,7 @@ def train_grpo(
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
     arm: Arm,
+    loop: ArmLoop,
 ) -> Trained:
     """arm.json with every step, and the final policy under `policy/`; a retry goes on from the last checkpoint."""
     logs.configure()
@@ -47,7 +48,8 @@ def train_grpo(
         data=records_of(data),
         draft=model_of(context, draft),
         tuning=records_of(tuning),
+        loop=loop,
     )
     return Trained(
-        trained=handed_on(context, f"train_grpo_{arm.value}", directory, records=("arm.json",), weights=("policy",))
+        trained=handed_on(context, arm_node(arm, loop), directory, records=("arm.json",), weights=("policy",))
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from flytekit import WorkflowFailurePolicy, workflow
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.types import Workload
+from slipstream.types import ArmLoop, Workload
 from tasks.bake_off import BakeOff, check_drafters, fail_bake_off
 from tasks.bake_off import bake_off as compare
 from tasks.prepare_data import prepare_data
@@ -61,6 +61,7 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         run_root=run_root,
         resume_execution="",
         reuse_stored=reuse_stored,
+        loop=ArmLoop.SYNCHRONOUS,
     ).with_overrides(name="check the recipe", node_name="start-run")
     field = {
         "methods": methods,

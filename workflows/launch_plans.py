@@ -15,6 +15,7 @@ from slipstream.cluster.pods import PREFLIGHT_ACCOUNT
 from slipstream.types import Workload
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation as ablation_workflow
+from workflows.asynchronous_rl import asynchronous_rl
 from workflows.bake_off import bake_off as bake_off_workflow
 from workflows.losslessness import certify as certify_workflow
 from workflows.on_cluster import on_cluster
@@ -26,6 +27,12 @@ tiny_smoke = LaunchPlan.get_or_create(
     workflow=speculative_rl,
     name="tiny-smoke",
     fixed_inputs={"recipe": "tiny"},
+    **on_cluster(),
+)
+tiny_async = LaunchPlan.get_or_create(
+    workflow=asynchronous_rl,
+    name="tiny-async",
+    fixed_inputs={"recipe": "tiny_async"},
     **on_cluster(),
 )
 rl_zero_8b = LaunchPlan.get_or_create(
@@ -41,12 +48,12 @@ rl_think_8b = LaunchPlan.get_or_create(
     **on_cluster(),
 )
 rl_think_8b_async = LaunchPlan.get_or_create(
-    workflow=speculative_rl,
+    workflow=asynchronous_rl,
     name="rl-think-8b-async",
     fixed_inputs={
         "recipe": CLUSTER.recipe_8b,
         "workload": Workload.RL_THINK,
-        "max_off_policy_steps": 1,  # refused by start_run until there is a loop for it
+        "max_off_policy_steps": 1,
         "overrides": [
             "placement.mode=split",
             "placement.nodes=16",
@@ -54,6 +61,8 @@ rl_think_8b_async = LaunchPlan.get_or_create(
             "placement.training_nodes=4",
             "engine.num_engines=48",
             "learner.parallel.data=4",
+            "grpo.loss.correction=token",
+            "grpo.loss.truncated_importance_sampling=2.0",
         ],
     },
     **on_cluster(),

@@ -53,6 +53,7 @@ def certify(
         run_root=run_root,
         resume_execution="",
         reuse_stored=True,
+        loop=None,
     ).with_overrides(name="check the recipe", node_name="start-run")
     shared = {"context": run.context, "recipe": run.recipe}
     data = prepare_data_for(**shared, policy=policy).with_overrides(name="prepare data", node_name="prepare-data").data

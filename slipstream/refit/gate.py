@@ -110,6 +110,7 @@ class RefitGate:
             self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
         self._trains_draft = trains_draft
         self._num_refits = 0
+        self._draft_version: int | None = None  # that was asked for last
 
     def engines_changed(self) -> None:
         """Some engines are new: what they hold is known from the next refit on, which is checked in full."""
@@ -125,6 +126,7 @@ class RefitGate:
                 holds other weights.
         """
         sent_draft = draft_version if self._needs_draft(draft_version) else None
+        self._draft_version = draft_version
         delivery = self._channel.send(version, draft_version=sent_draft)
         self._check_states(self._states, delivery, version, sent_draft)
         self._states = delivery.states
@@ -136,6 +138,22 @@ class RefitGate:
         num_tensors = self._check_policy(version, turn) + self._check_draft(turn if sent_draft is None else ALL)
         difference = self._check_probes(version) if self._dtypes is None and turn.index == 0 else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
+
+    def deliver_again(self, version: int) -> bool:
+        """Bring new engines to what the others hold, without the learner, which may have moved on; False: nobody can.
+
+        All engines read it, and the bytes are compared. The tensors are not: the learner has others by now.
+
+        Raises:
+            RefitError: see `refit`.
+        """
+        draft = self._draft_version if self._needs_draft(self._draft_version) else None
+        delivery = self._channel.send_again(with_draft=draft is not None)
+        if delivery is None:
+            return False
+        self._check_states(self._states, delivery, version, draft)
+        self._states = delivery.states
+        return True
 
     def _needs_draft(self, draft_version: int | None) -> bool:
         return self._trains_draft and any(state.draft_version != draft_version for state in self._states)

@@ -21,6 +21,8 @@ HEADINGS = (
     "k",
     "generation speedup",
     "step speedup",
+    "asynchronous step, AR",
+    "asynchronous step, spec",
     "reward, AR",
     "reward, spec",
     "difference",
@@ -66,6 +68,7 @@ def cells(execution: Execution) -> list[str]:
         _number(execution, "num_speculative_tokens", ".0f"),
         _ratio(execution, "generation_speedup"),
         _ratio(execution, "step_speedup"),
+        *(_ratio(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm),
         _number(execution, f"reward_{Arm.AUTOREGRESSIVE.value}", ".3f"),
         _number(execution, f"reward_{Arm.SPECULATIVE.value}", ".3f"),
         _number(execution, "reward_difference", "+.3f"),
@@ -87,7 +90,8 @@ def answer(execution: Execution) -> str:
     if k == 0:
         return "speculation lost in tuning, so both arms ran without it."
     ratios = f"generation {speedup(generation.value)} ({interval(generation)}), step {speedup(step.value)}"
-    return f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}."
+    said = f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}"
+    return f"{said}{_asynchronous(execution)}."
 
 
 def differences(executions: Sequence[Execution]) -> list[Difference]:
@@ -98,6 +102,15 @@ def differences(executions: Sequence[Execution]) -> list[Difference]:
     columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
     columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
     return [Difference(name=name, values=tuple(values)) for name, values in columns.items() if len(set(values)) > 1]
+
+
+def _asynchronous(execution: Execution) -> str:
+    """What the other loop did to the step of each arm; empty for an execution that has none."""
+    found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
+    ratios = [
+        f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
+    ]
+    return f"; asynchronous step against the same arm in turn: {', '.join(ratios)}" if ratios else ""
 
 
 def _faster(generation: Estimate) -> str:

@@ -29,6 +29,8 @@ RATIOS = {
     "mean_acceptance_length": "mean acceptance length",
     "tokens_per_s_autoregressive": "generated tokens a second, autoregressive",
     "tokens_per_s_speculative": "generated tokens a second, speculative",
+    "asynchronous_step_speedup_autoregressive": "asynchronous step over the synchronous one, autoregressive",
+    "asynchronous_step_speedup_speculative": "asynchronous step over the synchronous one, speculative",
 }
 """Results whose smallest change that counts is a part of their mean."""
 FRACTIONS = {
@@ -37,6 +39,10 @@ FRACTIONS = {
     "reward_difference": "reward, speculative - autoregressive",
     "aime24_autoregressive": "AIME, autoregressive",
     "aime24_speculative": "AIME, speculative",
+    "reward_autoregressive_asynchronous": "reward, autoregressive, asynchronous",
+    "reward_speculative_asynchronous": "reward, speculative, asynchronous",
+    "aime24_autoregressive_asynchronous": "AIME, autoregressive, asynchronous",
+    "aime24_speculative_asynchronous": "AIME, speculative, asynchronous",
 }
 """Results between 0 and 1, or differences of such: for them it is absolute."""
 LABELS = RATIOS | FRACTIONS

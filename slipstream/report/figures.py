@@ -257,6 +257,7 @@ def _sweep_lengths(ax: Axes, points: Sequence[SweepPoint]) -> None:
 
 def _accuracies(ax: Axes, evaluations: Sequence[EvaluationRecord]) -> None:
     colours = {"start": "#c4c9d1", **{arm.value: colour for arm, colour in ARM_COLOURS.items()}}
+    evaluations = [evaluation for evaluation in evaluations if evaluation.policy in colours]  # of the synchronous arms
     for x, evaluation in enumerate(evaluations):
         value, (low, high) = evaluation.avg_at_k, evaluation.ci95
         ax.bar(x, value, width=0.55, color=colours[evaluation.policy])

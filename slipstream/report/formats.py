@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.statistics import Estimate
-from slipstream.types import Arm
+from slipstream.types import Arm, ArmLoop, arm_name
 
 STAGE_LABELS = {
     "data": "data",
@@ -13,7 +13,10 @@ STAGE_LABELS = {
     "train": "train",
 }
 WORKLOAD_LABELS = {"rl_zero": "RL-Zero", "rl_think": "RL-Think"}
-POLICY_LABELS = {"start": "before RL", Arm.AUTOREGRESSIVE.value: "autoregressive", Arm.SPECULATIVE.value: "speculative"}
+POLICY_LABELS = {
+    "start": "before RL",
+    **{arm_name(arm, loop): arm_name(arm, loop).replace("_", ", ") for loop in ArmLoop for arm in Arm},
+}
 
 
 def seconds(value: float) -> str:

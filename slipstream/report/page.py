@@ -13,6 +13,11 @@ from markupsafe import Markup
 
 from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
+from slipstream.report.asynchronous import compare_loops
+from slipstream.report.asynchronous_figures import loop_learning, step_lanes
+from slipstream.report.asynchronous_prediction import predicted, prediction_table
+from slipstream.report.asynchronous_results import bound_text, loops_as_json
+from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
 from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.drift_table import drift_table
@@ -53,6 +58,7 @@ def render(
     run = summarise_run(record)
     workload = reference.workloads.get(record.workload)
     drawn = draw(record, reference, projection) if drawn is None else drawn
+    compared = compare_loops(record)
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -68,6 +74,8 @@ def render(
         headline=_headline(record, run),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=_tables(record, run, reference) | _projection_tables(projection),
+        compared=compared,
+        bound_text="" if compared is None else bound_text(compared),
         drift=drift,
         drift_table=drift_table(drift) if drift is not None and drift.findings else None,
         projection=projection,
@@ -143,7 +151,11 @@ def write_report(
     for path, svg in files.items():
         write_atomic(path, svg.encode())
     write_atomic(paths.html, render(record, reference, projection, drift=drift, drawn=drawn).encode())
-    summary = summarise(record) | ({} if drift is None else {"drift": asdict(drift)})
+    compared = compare_loops(record)
+    summary = summarise(record)
+    if compared is not None:
+        summary["asynchronous"] = loops_as_json(compared, predicted(record, compared))
+    summary |= {} if drift is None else {"drift": asdict(drift)}
     write_atomic(paths.json, json.dumps(summary, indent=1, allow_nan=False).encode())
     return paths
 
@@ -154,6 +166,7 @@ def _headline(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
     if run.comparison is not None:
         for name, estimate in (("generation", run.comparison.generation), ("GRPO step", run.comparison.step)):
             items.append((formats.speedup(estimate.value), f"{name} speedup", formats.interval(estimate, "95 %: ")))
+    items += _asynchronous_headline(record)
     if run.acceptance is not None and run.speculative is not None:
         length = f"{run.acceptance.mean_acceptance_length:.2f}"
         items.append((length, "tokens a verification", f"mean acceptance length, at most {run.speculative.k + 1}"))
@@ -161,6 +174,20 @@ def _headline(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
         change = f"mean of the last quarter of steps; first {arm.reward_first_quarter:.2f}"
         items.append((f"{arm.reward_last_quarter:.2f}", f"reward, {arm.arm.value}", change))
     return items
+
+
+def _asynchronous_headline(record: RunRecord) -> list[tuple[str, str, str]]:
+    """What the asynchronous loop adds, without speculation and with it."""
+    compared = compare_loops(record)
+    return [
+        (
+            formats.speedup(arm.over_baseline.value),
+            f"GRPO step speedup, asynchronous {arm.arm.value}",
+            formats.interval(arm.over_baseline, "95 %: "),
+        )
+        for arm in (() if compared is None else compared.asynchronous)
+        if arm.over_baseline is not None
+    ]
 
 
 def _figures(record: RunRecord, run: RunSummary, reference: Reference) -> dict[str, str]:
@@ -179,6 +206,9 @@ def _figures(record: RunRecord, run: RunSummary, reference: Reference) -> dict[s
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
     if draft_training(record) is not None:
         drawn["draft_training"] = decisions(record)
+    compared = compare_loops(record)
+    if compared is not None:
+        drawn |= {"loops": step_lanes(compared), "loop_learning": loop_learning(record, compared)}
     return drawn
 
 
@@ -193,6 +223,16 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
         "draft": tables.draft_table(record),
         "certificate": tables.certificate_table(record.certificate),
     }
+    compared = compare_loops(record)
+    if compared is not None:
+        built |= {
+            "loops": loop_table(compared),
+            "lags": lag_table(compared),
+            "loop_learning": loop_learning_table(compared, record.evaluations),
+        }
+        prediction = predicted(record, compared)
+        if prediction is not None:
+            built["prediction"] = prediction_table(prediction, compared)
     if record.tuning.running:
         built["running"] = running_table(record)
     if run.comparison is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records import ArmRecord, CertificateRecord, RunRecord
+from slipstream.report.asynchronous import compare_loops
+from slipstream.report.asynchronous_results import loop_metrics
 from slipstream.report.formats import POLICY_LABELS, interval, speedup
 from slipstream.report.page import verdict
 from slipstream.report.summary import RunSummary, last_quarter, summarise_run
@@ -29,6 +31,7 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
     for evaluation in record.evaluations:
         accuracy = Estimate(value=evaluation.avg_at_k, ci95=(evaluation.ci95[0], evaluation.ci95[1]))
         metrics |= _with_ends(f"aime24_{evaluation.policy}", accuracy)
+    metrics |= loop_metrics(record)
     return {f"result/{name}": value for name, value in metrics.items()} | certificate_metrics(record.certificate)
 
 
@@ -65,12 +68,27 @@ def _rows(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
             ("reward, speculative - autoregressive", f"{difference.value:+.3f}", _ends(difference)),
         ]
     rows += [(f"reward, {arm.arm.value}", f"{arm.reward_last_quarter:.3f}", "") for arm in run.arms]
+    rows += _asynchronous_rows(record)
     for evaluation in record.evaluations:
         label = f"AIME-2024 avg@{evaluation.k}, {POLICY_LABELS[evaluation.policy]}"
         rows.append((label, f"{evaluation.avg_at_k:.3f}", f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}"))
     length = f"{run.acceptance.mean_acceptance_length:.2f}" if run.acceptance else "1.00"
     rows.append(("mean acceptance length", length, ""))
     return [*rows, ("losslessness", record.certificate.verdict, "")]
+
+
+def _asynchronous_rows(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Of the arms of the other loop, against the synchronous autoregressive one."""
+    compared = compare_loops(record)
+    return [
+        row
+        for arm in (() if compared is None else compared.asynchronous)
+        if arm.over_baseline is not None
+        for row in (
+            (f"step speedup, {POLICY_LABELS[arm.name]}", speedup(arm.over_baseline.value), interval(arm.over_baseline)),
+            (f"reward, {POLICY_LABELS[arm.name]}", f"{arm.reward_last_quarter:.3f}", ""),
+        )
+    ]
 
 
 def _rewards(arm: ArmRecord) -> dict[int, float]:

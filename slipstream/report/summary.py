@@ -111,8 +111,8 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "stages_left_out": {arm.arm.value: list(arm.left_out) for arm in run.arms},
         "step_wall_s": {arm.arm.value: _seconds(arm.step) for arm in run.arms},
         "speedup": {
-            "generation": _estimate(comparison.generation if comparison else None),
-            "step": _estimate(comparison.step if comparison else None),
+            "generation": estimate_json(comparison.generation if comparison else None),
+            "step": estimate_json(comparison.step if comparison else None),
         },
         "acceptance": {
             "k": run.speculative.k if run.speculative else 0,
@@ -137,6 +137,13 @@ def summarise(record: RunRecord) -> dict[str, Any]:
 def last_quarter(values: Sequence[T]) -> Sequence[T]:
     """The last quarter of `values`, rounded down, and at least one of them."""
     return values[-_quarter(values) :]
+
+
+def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
+    """Its value and the ends of its interval; what there is not is null."""
+    if estimate is None:
+        return {"value": None, "ci95": None}
+    return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
 
 
 def _quarter(values: Sequence[Any]) -> int:
@@ -187,12 +194,6 @@ def _compare(base: ArmRecord | None, spec: ArmRecord | None, acceptance: Accepta
 
 def _seconds(times: Spread) -> dict[str, float]:
     return {f"{name}_s": value for name, value in asdict(times).items()}
-
-
-def _estimate(estimate: Estimate | None) -> dict[str, Any]:
-    if estimate is None:
-        return {"value": None, "ci95": None}
-    return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
 
 
 def _accuracy(evaluation: EvaluationRecord) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from slipstream.records import NumericsRecord, RunRecord
+from slipstream.records import EvaluationRecord, NumericsRecord, RunRecord
+from slipstream.report.asynchronous import compare_loops
 from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, interval, percent, seconds, speedup
 from slipstream.report.summary import ArmSummary, Comparison, RunSummary, summarise_run
-from slipstream.types import STAGES
+from slipstream.types import STAGES, Arm
 
 _LABEL_WIDTH = 36
 _COLUMN_WIDTH = 16
 _WIDTH = _LABEL_WIDTH + 4 * _COLUMN_WIDTH
+_SYNCHRONOUS = ("start", *(arm.value for arm in Arm))  # policies
 
 
 def speedup_table(record: RunRecord) -> str:
@@ -21,17 +23,10 @@ def speedup_table(record: RunRecord) -> str:
     lines += _speedup_lines(run.comparison)
     lines += _acceptance_lines(record, run)
     lines += [_reward_line(arm) for arm in run.arms]
-    lines += [
-        _row(
-            f"AIME-2024-like, {POLICY_LABELS[evaluation.policy]}",
-            f"{evaluation.avg_at_k:.3f}",
-            f"[{evaluation.ci95[0]:.3f}, {evaluation.ci95[1]:.3f}]",
-            f"avg@{evaluation.k} of {evaluation.num_problems} problems",
-        )
-        for evaluation in record.evaluations
-    ]
+    lines += [_accuracy_line(e) for e in record.evaluations if e.policy in _SYNCHRONOUS]
     weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
     lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
+    lines += _asynchronous_lines(record)
     if record.numerics is not None:
         lines.append(_row("computed in", record.numerics.dtype, _multiplication(record.numerics)))
     return "\n".join(line.rstrip() for line in lines)
@@ -73,6 +68,44 @@ def _acceptance_lines(record: RunRecord, run: RunSummary) -> list[str]:
     by_position = " ".join(percent(rate) for rate in run.acceptance.rate_by_position)
     length = f"{run.acceptance.mean_acceptance_length:.2f}"
     return [_row("mean acceptance length", length, f"of at most {k + 1} (k = {k}); by position {by_position}")]
+
+
+def _accuracy_line(evaluation: EvaluationRecord, label: str = "") -> str:
+    return _row(
+        label or f"AIME-2024-like, {POLICY_LABELS[evaluation.policy]}",
+        f"{evaluation.avg_at_k:.3f}",
+        f"[{evaluation.ci95[0]:.3f}, {evaluation.ci95[1]:.3f}]",
+        f"avg@{evaluation.k} of {evaluation.num_problems} problems",
+    )
+
+
+def _asynchronous_lines(record: RunRecord) -> list[str]:
+    """The arms of the other loop: step, speedup over the same arm in turn, what is exposed and hidden."""
+    compared = compare_loops(record)
+    if compared is None:
+        return []
+    lines = ["-" * _WIDTH]
+    for arm in compared.asynchronous:
+        assert arm.over_synchronous is not None and arm.over_baseline is not None
+        lag = f"{arm.loop}, lag at most {arm.max_off_policy_steps}, mean {arm.mean_lag:.2f}"
+        lines += [
+            _row(f"asynchronous, {arm.arm.value}", f"{seconds(arm.step.median)} s", lag),
+            _row(
+                "  speedup over the same arm in turn",
+                speedup(arm.over_synchronous.value),
+                interval(arm.over_synchronous),
+            ),
+            _row(
+                "  over the baseline, in turn, no draft", speedup(arm.over_baseline.value), interval(arm.over_baseline)
+            ),
+            _row(
+                "  generation, exposed and hidden", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"
+            ),
+            _row("  idle, engines and learner", percent(arm.engine_idle_fraction), percent(arm.learner_idle_fraction)),
+            _row("  reward", f"{arm.reward_last_quarter:.3f}", f"first quarter {arm.reward_first_quarter:.3f}"),
+            *(_accuracy_line(e, "  AIME-2024-like") for e in record.evaluations if e.policy == arm.name),
+        ]
+    return lines
 
 
 def _reward_line(arm: ArmSummary) -> str:

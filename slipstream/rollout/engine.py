@@ -42,7 +42,8 @@ class GenerationResult:
     `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
     and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
     `generation_s` that engines spent without work, over all engines: 0 for a single one. `num_engine_restarts` counts
-    engines that were lost and replaced since the call before. `running` are the engines' steps by running batch, and
+    engines that were lost and replaced since the call before, and `num_regenerated` the rollouts that were therefore
+    asked for more than once. `running` are the engines' steps by running batch, and
     `autopilot` is what decided whether to draft, None where nothing does.
     """
 
@@ -50,6 +51,7 @@ class GenerationResult:
     acceptance: AcceptanceStats | None
     generation_s: float
     num_engine_restarts: int = 0
+    num_regenerated: int = 0
     engine_idle_fraction: float = 0.0
     running: tuple[RunningTime, ...] = ()
     autopilot: AutopilotStep | None = None

@@ -21,7 +21,8 @@ from slipstream.config import ConfigError, merge, require
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.report.ablation_records import Setting, Variant
-from slipstream.types import Workload
+from slipstream.stages.launch import require_loop
+from slipstream.types import ArmLoop, Workload
 
 MAX_VARIANTS = 64
 _OWN_INPUTS = {
@@ -145,9 +146,11 @@ def variant_recipe(name: str, variant: Variant, requested: Mapping[str, Any]) ->
     if setting.num_speculative_tokens:  # the engine must have room for it
         own["tuning"] = {"candidate_ks": [0, setting.num_speculative_tokens]}
     try:
-        return load_recipe(name, workload=setting.workload, overrides=merge(requested, own))
+        recipe = load_recipe(name, workload=setting.workload, overrides=merge(requested, own))
+        require_loop(recipe, ArmLoop.SYNCHRONOUS)
     except ConfigError as error:
         raise ConfigError(f"variant {variant.name}: {error}") from error
+    return recipe
 
 
 def require_free(requested: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.drafts.methods import TRAITS, Training, require_package
 from slipstream.recipe import Recipe
 from slipstream.report.bake_off_records import Entrant
+from slipstream.stages.launch import require_loop
+from slipstream.types import ArmLoop
 
 MAX_ENTRANTS = 24
 
@@ -46,6 +48,7 @@ def entrant_recipe(recipe: Recipe, entrant: Entrant, k: int) -> Recipe:
     require(k >= 1, "num_speculative_tokens", "must be >= 1", k)
     init = recipe.draft.init if entrant.init is None else entrant.init
     try:
+        require_loop(recipe, ArmLoop.SYNCHRONOUS)  # steps in turn are one after another
         require_package(entrant.method)
         return replace(
             recipe,

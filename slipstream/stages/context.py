@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from slipstream.types import Arm, ArmLoop, arm_name
+
 EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
 """Environment variable that names a local execution before it starts."""
 
@@ -23,6 +25,11 @@ def recorded_recipe(root: Path, execution: str) -> Path:
 def is_finished(root: Path, execution: str) -> bool:
     """Whether an execution came to its report."""
     return (root / execution / "report_speedup" / "report.json").is_file()
+
+
+def arm_node(arm: Arm, loop: ArmLoop = ArmLoop.SYNCHRONOUS) -> str:
+    """The node that trains an arm: its directory, its deliverable and the key of its MLflow run are called so."""
+    return f"train_grpo_{arm_name(arm, loop)}"
 
 
 @dataclass(frozen=True)

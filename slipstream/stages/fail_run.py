@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,34 +13,22 @@ from slipstream.records import (
     CertificateRecord,
     EvaluationRecord,
     TuningRecord,
+    by_loop,
     read_record,
     write_atomic,
     write_record,
 )
 from slipstream.report.summary import summarise_arms
-from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.support import execution_run
+from slipstream.statistics import spread
 from slipstream.tracking import RunStatus, end_open_runs
+from slipstream.types import Arm, ArmLoop, arm_name
 
 logger = logging.getLogger(__name__)
 
 _NODE = "fail_run"
 _MAX_TAG_CHARACTERS = 5000
-# What each stage leaves when it is done.
-_ENDINGS = {
-    "prepare_data": "manifest.json",
-    "prepare_policy": "policy/policy.json",
-    "pretrain_draft": "draft.json",
-    "tune_draft_length": "tuning.json",
-    "train_grpo_autoregressive": "arm.json",
-    "train_grpo_speculative": "arm.json",
-    "evaluate_aime_start": "evaluation.json",
-    "evaluate_aime_autoregressive": "evaluation.json",
-    "evaluate_aime_speculative": "evaluation.json",
-    "certify_losslessness": "certificate.json",
-    "project_speedup": "projection.json",
-    "report_speedup": "report.json",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +53,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
         return None
     recipe = load_recipe(str(path))
     context = RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
-    record = _record(root / execution, execution, node=node, message=message)
+    record = _record(root / execution, recipe, execution, node=node, message=message)
     directory = context.directory(_NODE)
     write_record(record, directory / "failure.json")
     write_atomic(directory / "failure.md", _page(record, recipe, root / execution).encode())
@@ -78,8 +67,25 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
     return directory
 
 
-def _record(directory: Path, execution: str, *, node: str, message: str) -> FailureRecord:
-    finished = {name: (directory / name / ending).is_file() for name, ending in _ENDINGS.items()}
+def _endings(recipe: Recipe) -> dict[str, str]:
+    """What each stage of the execution leaves when it is done."""
+    loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
+    arms = [(arm, loop) for loop in loops for arm in Arm]
+    return {
+        "prepare_data": "manifest.json",
+        "prepare_policy": "policy/policy.json",
+        "pretrain_draft": "draft.json",
+        "tune_draft_length": "tuning.json",
+        **{arm_node(arm, loop): "arm.json" for arm, loop in arms},
+        **{f"evaluate_aime_{name}": "evaluation.json" for name in ("start", *(arm_name(*each) for each in arms))},
+        "certify_losslessness": "certificate.json",
+        "project_speedup": "projection.json",
+        "report_speedup": "report.json",
+    }
+
+
+def _record(directory: Path, recipe: Recipe, execution: str, *, node: str, message: str) -> FailureRecord:
+    finished = {name: (directory / name / ending).is_file() for name, ending in _endings(recipe).items()}
     return FailureRecord(
         execution=execution,
         node=node,
@@ -109,13 +115,8 @@ def _results(record: FailureRecord, directory: Path) -> list[str]:
     if "tune_draft_length" in record.finished:
         lines.append(read_record(TuningRecord, directory / "tune_draft_length" / "tuning.json").reason)
     arms = [name for name in record.finished if name.startswith("train_grpo")]
-    summary = summarise_arms([read_record(ArmRecord, directory / name / "arm.json") for name in arms])
-    for arm in summary.arms:
-        reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
-        lines.append(f"{arm.arm.value}, k={arm.k}: {arm.num_steps} steps of {arm.step.median:.2f} s (median), {reward}")
-    if summary.comparison is not None:
-        generation, step = summary.comparison.generation, summary.comparison.step
-        lines.append(f"speculative against autoregressive: generation {generation.value:.2f}x, step {step.value:.2f}x")
+    synchronous, asynchronous = by_loop(read_record(ArmRecord, directory / name / "arm.json") for name in arms)
+    lines += [*_arm_results(synchronous), *map(_asynchronous_result, asynchronous)]
     for name in (name for name in record.finished if name.startswith("evaluate_aime")):
         scored = read_record(EvaluationRecord, directory / name / "evaluation.json")
         lines.append(f"{scored.policy}: avg@{scored.k} {scored.avg_at_k:.3f}")
@@ -123,3 +124,22 @@ def _results(record: FailureRecord, directory: Path) -> list[str]:
         certificate = read_record(CertificateRecord, directory / "certify_losslessness" / "certificate.json")
         lines.append(f"losslessness: {certificate.verdict}: {certificate.reason}")
     return lines or ["none yet"]
+
+
+def _arm_results(arms: Sequence[ArmRecord]) -> list[str]:
+    """Of the synchronous arms."""
+    lines = []
+    summary = summarise_arms(arms)
+    for arm in summary.arms:
+        reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
+        lines.append(f"{arm.arm.value}, k={arm.k}: {arm.num_steps} steps of {arm.step.median:.2f} s (median), {reward}")
+    if summary.comparison is not None:
+        generation, step = summary.comparison.generation, summary.comparison.step
+        lines.append(f"speculative against autoregressive: generation {generation.value:.2f}x, step {step.value:.2f}x")
+    return lines
+
+
+def _asynchronous_result(arm: ArmRecord) -> str:
+    step_s = spread([step.times.step_s for step in arm.timed_steps]).median
+    reward = f"last reward {arm.steps[-1].reward_mean:.3f}"
+    return f"{arm.arm.value}, {arm.loop}: {len(arm.steps)} steps of {step_s:.2f} s (median), {reward}"

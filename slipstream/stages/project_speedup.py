@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.recipe import Recipe
-from slipstream.records import ArmRecord, TuningRecord, read_record, write_record
+from slipstream.records import ArmRecord, TuningRecord, by_loop, read_record, write_record
 from slipstream.simulator.project.runs import project_speedup as project
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import recipe_layout, settled
@@ -15,8 +15,9 @@ from slipstream.stages.support import recipe_layout, settled
 def project_speedup(context: RunContext, recipe: Recipe, *, tuning: Path, arms: Sequence[Path]) -> Path:
     """Calibrate the simulator on the run and project from it; a directory with projection.json."""
     directory = context.directory("project_speedup")
+    synchronous, _ = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = project(
-        [read_record(ArmRecord, arm / "arm.json") for arm in arms],
+        synchronous,
         read_record(TuningRecord, tuning / "tuning.json"),
         layout=recipe_layout(settled(context, recipe)),
         execution=context.execution,

@@ -14,6 +14,7 @@ from slipstream.records import (
     PolicyRecord,
     RunRecord,
     TuningRecord,
+    by_loop,
     read_record,
     write_record,
 )
@@ -41,9 +42,13 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     certificate: Path,
     projection: Path,
 ) -> Path:
-    """Bring all records together; the directory, with report.html and three JSON files, is linked as runs/latest."""
+    """Bring all records together; the directory, with report.html and three JSON files, is linked as runs/latest.
+
+    Args:
+        arms: in every loop of the run, in any order.
+    """
     directory = context.directory("report_speedup")
-    trained = tuple(read_record(ArmRecord, arm / "arm.json") for arm in arms)
+    trained, asynchronous = by_loop(read_record(ArmRecord, arm / "arm.json") for arm in arms)
     record = RunRecord(
         recipe=recipe.name,
         workload=context.workload,
@@ -60,6 +65,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
         numerics=numerics(context, recipe),
         layout=recipe_layout(settled(context, recipe)),
+        asynchronous=asynchronous,
     )
     with tracked(context, recipe, "report_speedup") as tracker:
         write_record(record, directory / "run.json")

@@ -15,15 +15,16 @@ from slipstream.drafts.methods import require_package
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE, started_text
+from slipstream.stages.launch import require_loop
 from slipstream.stages.origin import origin_tags
 from slipstream.stages.support import execution_run
 from slipstream.tracking import RunStatus
-from slipstream.types import Workload
+from slipstream.types import ArmLoop, Workload
 
 logger = logging.getLogger(__name__)
 
 
-def start_run(
+def start_run(  # noqa: PLR0913  # what a launch says
     recipe_name: str,
     *,
     workload: Workload | None,
@@ -33,6 +34,7 @@ def start_run(
     resume: bool = False,
     reuse_stored: bool = True,
     cluster: ClusterProfile | None = None,
+    loop: ArmLoop | None = None,
 ) -> tuple[RunContext, Path]:
     """Check the whole recipe before anything expensive starts, write it out in full, and open the parent run.
 
@@ -40,8 +42,11 @@ def start_run(
         resume: go on in the directory of `execution`, which must have been started with the same recipe.
         reuse_stored: take data, policy and draft from the store where another execution made them alike.
         cluster: what the recipe must fit on; None, and one without pods: whatever this machine has.
+        loop: that the workflow is there for; None of one that trains no arm, or that takes every recipe.
     """
     recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
+    if loop is not None:
+        require_loop(recipe, loop)
     if cluster is not None:
         recipe = on_cluster(recipe, cluster)
     if cluster is None or cluster.is_local:  # in a pod it is another image that drafts, and pretraining asks there

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength, described
+from slipstream.grpo.loop import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records import DraftRecord, read_record, write_record
-from slipstream.stages.context import RunContext
+from slipstream.stages.context import RunContext, arm_node
+from slipstream.stages.launch import require_loop
 from slipstream.stages.store import finished
 from slipstream.stages.support import (
     decode,
@@ -26,22 +28,36 @@ from slipstream.stages.support import (
     versions,
 )
 from slipstream.train.arm import ArmPlan, train
-from slipstream.types import Arm
+from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
 from slipstream.workers.cluster import accelerators
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
 
 
-def train_grpo(
-    context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, data: Path, draft: Path, tuning: Path
+def train_grpo(  # one input a record, and which arm
+    context: RunContext,
+    recipe: Recipe,
+    arm: Arm,
+    *,
+    policy: Path,
+    data: Path,
+    draft: Path,
+    tuning: Path,
+    loop: ArmLoop = ArmLoop.SYNCHRONOUS,
 ) -> Path:
-    """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy."""
-    node = f"train_grpo_{arm.value}"
+    """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy.
+
+    Args:
+        loop: the recipe's own, or the synchronous one that it is compared with.
+    Raises:
+        ConfigError: the recipe is synchronous, and the arm is to be asynchronous.
+    """
+    node = arm_node(arm, loop)
     done = finished(context, node, "arm.json")
     if done is not None:
         return done
-    recipe = settled(context, recipe)
+    recipe = in_loop(settled(context, recipe), loop)
     directory = context.directory(node)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
@@ -52,7 +68,7 @@ def train_grpo(
         recipe,
         node,
         labels,
-        name=f"{context.execution} {arm.value}",
+        name=f"{context.execution} {arm_name(arm, loop)}",
         params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
@@ -70,6 +86,18 @@ def train_grpo(
     return directory
 
 
+def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:
+    """The recipe as an arm is trained with it in that loop.
+
+    Raises:
+        ConfigError: it has no asynchronous loop.
+    """
+    if loop is ArmLoop.SYNCHRONOUS:
+        return replace(recipe, loop=LoopConfig())
+    require_loop(recipe, loop)
+    return recipe
+
+
 def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: DraftLength, label: str = "") -> ArmPlan:
     """How an arm is trained that drafts by `length`.
 
@@ -84,7 +112,15 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: Dra
         schedule=length.schedule,
         draft=draft_weights(recipe.draft, draft) if k else None,
         draft_length=known_length(draft, k) if k else None,
-        start_engine=partial(recipe_engine, recipe, policy, draft, k, schedule=length.schedule),
+        start_engine=partial(
+            recipe_engine,
+            recipe,
+            policy,
+            draft,
+            k,
+            schedule=length.schedule,
+            kv_cache=recipe.loop.kv_cache if recipe.loop.mode is LoopMode.IN_FLIGHT else None,
+        ),
         label=label,
     )
 
@@ -106,7 +142,17 @@ def _table(length: DraftLength) -> dict[str, str]:
 
 
 def arm_labels(recipe: Recipe, arm: Arm, length: DraftLength) -> dict[str, str]:
-    """What sets an arm's run apart from the other's: parameters and tags alike. Without drafting it has no draft."""
+    """What sets an arm's run apart from the others': parameters and tags alike. Without drafting it has no draft.
+
+    Args:
+        recipe: of the arm: in its own loop.
+    """
     drafts = {"draft.method": recipe.draft.method.value, "draft.init": draft_init(recipe.draft)}
     speculates = length.num_speculative_tokens > 0
-    return {"arm": arm.value, "k": length.label, **(drafts if speculates else dict.fromkeys(drafts, "none"))}
+    return {
+        "arm": arm.value,
+        "k": length.label,
+        "loop": recipe.loop.mode.value,
+        "max_off_policy_steps": str(recipe.loop.max_off_policy_steps),
+        **(drafts if speculates else dict.fromkeys(drafts, "none")),
+    }

@@ -46,7 +46,9 @@ def experiment_tags(experiment_id: str) -> dict[str, str]:
             f"tags.`{KIND_TAG}` = '{EXECUTION}'", _EXECUTION_COLUMNS, params=("workload", "draft.method", "grpo.seed")
         ),
         f"mlflow.sharedViewState.{ARMS_VIEW}": _view(
-            "params.arm LIKE '%'", _ARM_COLUMNS, params=("arm", "k", "draft.method", "grpo.seed")
+            "params.arm LIKE '%'",
+            _ARM_COLUMNS,
+            params=("arm", "loop", "max_off_policy_steps", "k", "draft.method", "grpo.seed"),
         ),
     }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
@@ -17,17 +16,20 @@ from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.autopilot import PilotedEngines
+from slipstream.train.asynchronous.meeting import Meeting
+from slipstream.train.asynchronous.pending import Pending, Tally
+from slipstream.train.attempt import Attempt
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft, TrainedDraft
-from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock, metrics_of, step_line
-from slipstream.train.recovery import LastingEngines, ReplaceableEngines
+from slipstream.train.recovery import WeightsLostError
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
+from slipstream.workers.cores import shared_cores
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import RemoteLearner, start_learner
+from slipstream.workers.session import own_node
 
 logger = logging.getLogger(__name__)
 
@@ -123,25 +125,34 @@ class _Alone:
 
 
 def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
-    """Train; a learner that lost a rank is started anew from its last checkpoint, beside the same engines."""
-    for restart in range(1, run.recipe.learner.max_restarts + 2):
+    """Train; an attempt that lost a rank of the learner, or weights, is followed by one from the last checkpoint."""
+    num_learners = num_engines = 0  # restarts for the one and for the other
+    config = run.recipe
+    while True:
+        meeting = Meeting()
         try:
-            with start_learner(run.recipe.learner, layout=run.recipe.layout) as learner:
-                return _train(run, engine, learner)
+            with start_learner(config.learner, layout=config.layout) as learner:
+                return _train(run, engine, learner, meeting)
         except LostWorkerError as error:
+            num_learners += 1
             is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engine.engines}
-            if is_engine or restart > run.recipe.learner.max_restarts:
+            if is_engine or num_learners > config.learner.max_restarts:
                 raise
             logger.error(
                 "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
                 error,
-                restart,
-                run.recipe.learner.max_restarts,
+                num_learners,
+                config.learner.max_restarts,
             )
-    raise AssertionError("the last attempt returns or raises")
+        except WeightsLostError as error:
+            num_engines += 1
+            if num_engines > config.engine.max_restarts:
+                raise
+            logger.error("%s; training goes on from its last checkpoint", error)
+        meeting.settle()  # the engines are the next attempt's
 
 
-def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[StepRecord]:
+def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Meeting) -> list[StepRecord]:
     """From the last checkpoint to the end, with the final policy written; returns all steps."""
     recipe, draft = run.recipe, run.plan.draft
     trains_draft = draft is not None and recipe.draft.online is not DraftOnline.OFF
@@ -149,10 +160,12 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
     learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
     if draft is not None and trains_draft:
         learner.continue_draft(draft, run.policy, recipe.draft)
-    history = run.checkpoints.restore(learner)
+    restored = run.checkpoints.restore(learner)
+    history, pending = restored.steps, Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
     with (
         run.checkpoints.finished(learner),
         open_channel(recipe.refit, learner, engine) as channel,
+        nullcontext() if recipe.loop.is_synchronous else shared_cores(own_node(), engine, learner),
         progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
     ):
         gate = RefitGate(
@@ -164,49 +177,43 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner) -> list[Step
             config=recipe.refit,
             probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
         )
-        lasting = LastingEngines(_piloted(run, engine, history), gate, max_restarts=recipe.engine.max_restarts)
 
-        def on_step(record: StepRecord) -> None:
+        def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
             history.append(record)
             run.log(metrics_of(record), record.step)
             bar.advance(text=f"reward {record.reward_mean:.3f}")
             words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
             logger.info("%s: %s", name, ", ".join(words))
             if len(history) % recipe.grpo.checkpoint_every_steps == 0:
-                run.checkpoints.save(learner, history)
+                run.checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
             run.turn.end()
 
         def start_clock() -> StageClock:
             run.turn.begin()
             return StageClock()
 
-        SyncLoop(
+        attempt = Attempt(
+            recipe=recipe,
             arm=run.plan.arm,
-            engine=lasting,
-            learner=learner,
-            prompts=PromptStream(prompts=run.prompts, batch_size=recipe.grpo.prompts_per_step, seed=recipe.grpo.seed),
+            schedule=run.plan.schedule if run.plan.num_speculative_tokens else None,
+            prompts=run.prompts,
             score=run.score,
-            config=recipe.grpo,
-            sampling=recipe.sampling,
-            gate=lasting,
-            on_step=on_step,
+            learner=learner,
+            engines=engine,
+            gate=gate,
             draft=TrainedDraft(recipe.draft, reference=run.plan.draft_length, history=history)
             if trains_draft
             else FixedDraft(version=0 if draft is not None else None),
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+            on_step=on_step,
             start_clock=start_clock,
-        ).run(start_step=len(history))
+            meeting=meeting,
+            tally=Tally(run.directory / "submitted"),
+        )
+        attempt.run(history, pending)
         run.turn.begin()
         learner.save_hf(run.directory / "policy", run.policy)
     return history
-
-
-def _piloted(run: _Run, engine: RemoteEngine, history: Sequence[StepRecord]) -> ReplaceableEngines:
-    """The engines, watched by the autopilot of speculation if the recipe has one and they speculate."""
-    config = run.recipe.draft.autopilot
-    if not run.plan.num_speculative_tokens or not config.enabled:
-        return engine
-    return PilotedEngines(engine, config=config, schedule=run.plan.schedule, history=history)
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[Sequence[int]], str]) -> RewardResult:

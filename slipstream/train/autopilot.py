@@ -9,7 +9,7 @@ from typing import Protocol
 
 from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
 from slipstream.drafts.schedule import constant
-from slipstream.records import AutopilotStep, ScheduleEntry, StepRecord
+from slipstream.records import AutopilotStep, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import ReplaceableEngines
@@ -35,7 +35,7 @@ class PilotedEngines:
 
     Args:
         schedule: of the drafts, while there are any.
-        history: the steps so far.
+        steps: what the generations so far did.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class PilotedEngines:
         *,
         config: AutopilotConfig,
         schedule: Sequence[ScheduleEntry],
-        history: Iterable[StepRecord] = (),
+        steps: Iterable[AutopilotStep | None] = (),
     ) -> None:
         self._engines = engines
         self._config = config
         self._schedule = tuple(schedule)
-        self._steps = [record.autopilot for record in history if record.autopilot is not None]
+        self._steps = [step for step in steps if step is not None]
 
     @property
     def engines(self) -> Sequence[Worker]:

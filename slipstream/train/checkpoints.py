@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any, Protocol
 
 from slipstream.config import from_mapping
 from slipstream.policy.errors import CheckpointError
-from slipstream.records import StepRecord
+from slipstream.records import StepRecord, write_atomic
 
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
+_PENDING = ".pending"
 _GRACE_S = 60.0  # after an error the learner may be the one that hangs
 
 
@@ -36,9 +38,19 @@ class Restorable(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a resumed run begins with beside the learner's state."""
+
+    steps: list[StepRecord]
+    pending: bytes | None = None  # None: none was saved
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """Each holds the learner's whole state and every step's record up to it.
+
+    What was generated and not trained on lies in a file beside it, which is there before it and goes after it.
 
     `recipe` names what they belong to: steps of one recipe must not be continued with another.
     """
@@ -47,13 +59,20 @@ class Checkpoints:
     recipe: str
     keep: int = _KEPT
 
-    def save(self, learner: Restorable, history: Sequence[StepRecord]) -> None:
+    def save(self, learner: Restorable, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
         """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`.
 
         One that is written in the background counts when it is whole: until then the `keep` before it stay.
+
+        Args:
+            pending: what was generated and not trained on.
         """
         path = self.directory / f"step-{len(history):06d}"
-        learner.save_checkpoint(path, {"recipe": self.recipe, "steps": [asdict(record) for record in history]})
+        extra: dict[str, Any] = {"recipe": self.recipe, "steps": [asdict(record) for record in history]}
+        if pending is not None:
+            write_atomic(path.with_suffix(_PENDING), pending)
+            extra["pending"] = _digest(pending)
+        learner.save_checkpoint(path, extra)
         self._drop_oldest()
 
     @contextmanager
@@ -70,8 +89,8 @@ class Checkpoints:
         learner.finish_checkpoint()
         self._drop_oldest()
 
-    def restore(self, learner: Restorable) -> list[StepRecord]:
-        """Load the newest whole checkpoint into the learner, if there is one; returns the steps that it holds.
+    def restore(self, learner: Restorable) -> Restored:
+        """Load the newest whole checkpoint into the learner, if there is one; returns what else it holds.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; or they belong to another recipe.
@@ -80,6 +99,7 @@ class Checkpoints:
         for path in reversed(self._paths()):
             try:
                 extra = learner.load_checkpoint(path)
+                pending = _pending(path, extra)
             except CheckpointError as error:
                 damaged.append(str(error))
                 logger.error("train_grpo: %s; trying the one before it", error)
@@ -91,15 +111,37 @@ class Checkpoints:
                 )
             history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
             logger.info("train_grpo: going on from %s, step %d", path.name, len(history))
-            return history
+            return Restored(steps=history, pending=pending)
         if damaged:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
-        return []
+        return Restored(steps=[])
 
     def _drop_oldest(self) -> None:
-        for old in self._paths()[: -self.keep]:
+        paths = self._paths()
+        for old in paths[: -self.keep]:
             shutil.rmtree(old)
+        for file in self.directory.glob(f"step-??????{_PENDING}"):  # those of newer checkpoints are being written
+            if paths and file < paths[max(0, len(paths) - self.keep)]:
+                file.unlink()
 
     def _paths(self) -> list[Path]:
         """Complete checkpoints, oldest first: a half-written one has another name."""
         return sorted(self.directory.glob("step-??????"))
+
+
+def _pending(path: Path, extra: Mapping[str, Any]) -> bytes | None:
+    """What was generated and not trained on when the checkpoint was written."""
+    if "pending" not in extra:
+        return None
+    file = path.with_suffix(_PENDING)
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {path} must have its rollouts beside it, got no {file.name}") from error
+    if _digest(data) != extra["pending"]:
+        raise CheckpointError(f"the rollouts of checkpoint {path} must be those that were saved, got other bytes")
+    return data
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

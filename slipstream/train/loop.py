@@ -8,21 +8,19 @@ draft may learn beside the policy, from the same forward pass: `draft` says in w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
-from slipstream.grpo.config import Correction, GrpoConfig
-from slipstream.grpo.lags import lag_stats
-from slipstream.records import DraftDecision, RefitCheck, StepRecord
+from slipstream.grpo.config import GrpoConfig
+from slipstream.records import RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine, GenerationResult
+from slipstream.rollout.engine import Engine
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.batch import assemble, mismatch
 from slipstream.train.draft import FixedDraft
-from slipstream.train.metrics import StageClock, step_record
-from slipstream.train.step import Learner, engine_seed, learn
+from slipstream.train.metrics import StageClock
+from slipstream.train.step import Draft, Learner, Trainer, engine_seed
 from slipstream.types import Arm, RolloutGroup
 
 
@@ -31,23 +29,6 @@ class Gate(Protocol):
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         """Bring the engine to the learner's present weights, and to its draft if that changed, or raise."""
-        ...
-
-
-class Draft(Protocol):
-    """Who knows the draft's version, and when it is trained."""
-
-    @property
-    def version(self) -> int | None:
-        """Of the draft that the next rollouts are drawn with; None without one."""
-        ...
-
-    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
-        """Whether this step trains the draft; None: no step does."""
-        ...
-
-    def note(self, record: StepRecord) -> None:
-        """Take note of what the step did."""
         ...
 
 
@@ -70,6 +51,13 @@ class SyncLoop:
 
     def run(self, start_step: int) -> None:
         """Train from `start_step` to the end; `on_step` gets each step's record before the next one starts."""
+        trainer = Trainer(
+            learner=self.learner,
+            config=self.config,
+            temperature=self.sampling.temperature,
+            draft=self.draft,
+            guard=self.guard,
+        )
         for step in range(start_step, self.config.num_steps):
             clock = self.start_clock()
             with clock.stage("data"):
@@ -83,41 +71,7 @@ class SyncLoop:
                     group_size=self.config.group_size,
                     seed=engine_seed(self.config.seed, self.arm, step),
                 )
-            if result.acceptance is not None:
-                self.guard.check(result.acceptance, policy_version=step)
             with clock.stage("data"):
                 rewards = self.score(result.groups)
-                batch = assemble(
-                    result.groups,
-                    rewards.rewards,
-                    policy_version=step,
-                    draft_version=self.draft.version,
-                    scale_by_std=self.config.scale_advantages_by_std,
-                )
-            decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
-            trained, before = learn(
-                self.learner,
-                batch,
-                config=self.config,
-                temperature=self.sampling.temperature,
-                trains_draft=decision is not None and decision.trains,
-                clock=clock,
-            )
-            times = clock.times()
-            gap = mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band)
-            record = step_record(
-                step,
-                times,
-                refit,
-                result=result,
-                rewards=rewards,
-                trained=trained,
-                mismatch=gap,
-                has_logprob_pass=self.config.needs_logprob_pass,
-            )
-            if self.config.loss.corrects is not Correction.NONE:
-                lags = lag_stats(result.groups, batch, before, policy_version=step, loss=self.config.loss)
-                record = replace(record, lags=lags)
-            record = replace(record, draft_decision=decision)
-            self.draft.note(record)
-            self.on_step(record)
+            learned = trainer.learn(step, result, rewards, clock=clock)
+            self.on_step(trainer.record(step, clock.times(), refit, learned))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.grpo.update import Trained
-from slipstream.records import LagStats, Mismatch, RefitCheck, StepRecord
+from slipstream.records import LagStats, Mismatch, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
@@ -34,6 +34,10 @@ class StageClock:
             yield
         finally:
             self._spent_s[name] += self.now_s() - start
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere to the stage `name`."""
+        self._spent_s[name] += seconds
 
     def times(self) -> StageTimes:
         """What was spent so far, and the wall time since the clock was made, measured on its own."""
@@ -86,7 +90,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
     metrics |= {
         "time/step_s": record.times.step_s,
         "rollout/response_tokens": record.num_response_tokens,
-        "rollout/tokens_per_s": record.num_response_tokens / record.times.generation_s,
+        "rollout/tokens_per_s": _tokens_per_s(record),
         "rollout/truncated": record.num_truncated,
         "rollout/engine_restarts": record.num_engine_restarts,
         "rollout/engine_idle_fraction": record.engine_idle_fraction,
@@ -120,7 +124,29 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
-    return metrics | _draft_metrics(record) | _lag_metrics(record.lags)
+    return metrics | _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
+
+
+def _tokens_per_s(record: StepRecord) -> float:
+    """Of the engines while they worked, whether training waited for them or not."""
+    generation_s = record.times.generation_s if record.overlap is None else record.overlap.generation_s
+    return record.num_response_tokens / generation_s if generation_s > 0.0 else 0.0
+
+
+def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
+    """Of a step beside which rollouts were generated."""
+    if overlap is None:
+        return {}
+    return {
+        "overlap/generation_s": overlap.generation_s,
+        "overlap/hidden_generation_s": overlap.hidden_s,
+        "overlap/engine_idle_fraction": overlap.engine_idle_fraction,
+        "overlap/learner_idle_fraction": overlap.learner_idle_fraction,
+        "overlap/score_s": overlap.score_s,
+        "overlap/publish_s": overlap.publish_s,
+        "overlap/restarted_rollouts": overlap.num_restarted,
+        "overlap/regenerated_rollouts": overlap.num_regenerated,
+    }
 
 
 def _draft_metrics(record: StepRecord) -> dict[str, float]:
@@ -177,9 +203,8 @@ def step_line(record: StepRecord, num_steps: int) -> str:
     acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
     if record.autopilot is not None and not record.autopilot.speculates:
         acceptance = ", not drafted"
-    tokens_per_s = record.num_response_tokens / record.times.generation_s
     draft = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
-        f"(generation {record.times.generation_s:.2f} s, {tokens_per_s:.0f} tokens/s){acceptance}{draft}"
+        f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{draft}"
     )

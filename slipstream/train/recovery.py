@@ -38,22 +38,36 @@ class Gate(Protocol):
         """Bring all engines to the learner's present weights."""
         ...
 
+    def deliver_again(self, version: int) -> bool:
+        """Bring new engines to the weights of the last refit, whatever the learner has now; False: it cannot."""
+        ...
+
     def engines_changed(self) -> None:
         """Take note of new engines."""
         ...
+
+
+class WeightsLostError(RuntimeError):
+    """Engines were replaced, and the weights that they should generate with are nowhere any more."""
 
 
 class LastingEngines:
     """What the loop sees of the engines and of the gate: to it none is ever lost, until too many were.
 
     A step's rollouts are drawn again by all engines, from the same seed and weights: the step is the one that it would
-    have been. A lost rank of the learner is not mended here, for its weights are gone.
+    have been. A lost rank of the learner is not recovered here, for its weights are gone.
+
+    Args:
+        is_beside_training: while the engines generate the learner may have other weights than they should.
     """
 
-    def __init__(self, engines: ReplaceableEngines, gate: Gate, *, max_restarts: int) -> None:
+    def __init__(
+        self, engines: ReplaceableEngines, gate: Gate, *, max_restarts: int, is_beside_training: bool = False
+    ) -> None:
         self._engines = engines
         self._gate = gate
         self._max_restarts = max_restarts
+        self._is_beside_training = is_beside_training
         self._num_restarts = 0
         self._num_reported = 0
         self._version = 0
@@ -71,17 +85,34 @@ class LastingEngines:
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """See `Engine.generate`; errors as of `refit`."""
-        result = self._lasting(
-            lambda: self._engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed),
-            refit_anew=True,
-        )
+        """See `Engine.generate`; errors as of `refit`.
+
+        Raises:
+            WeightsLostError: an engine was replaced while the learner trained, and the channel keeps no weights.
+        """
+        num_asked = 0
+
+        def generate() -> GenerationResult:
+            nonlocal num_asked
+            num_asked += 1
+            return self._engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+
+        result = self._lasting(generate, refit_anew=True)
         num_restarts = self._num_restarts - self._num_reported
         self._num_reported = self._num_restarts
-        return replace(result, num_engine_restarts=num_restarts)
+        num_regenerated = (num_asked - 1) * len(prompts) * group_size
+        return replace(result, num_engine_restarts=num_restarts, num_regenerated=num_regenerated)
 
     def _refit(self) -> RefitCheck:
         return self._gate.refit(self._version, draft_version=self._draft_version)
+
+    def _refit_anew(self) -> None:
+        if not self._is_beside_training:
+            self._refit()
+        elif not self._gate.deliver_again(self._version):
+            raise WeightsLostError(
+                f"no engine can be given policy version {self._version} again: the learner has left it"
+            )
 
     def _lasting(self, call: Callable[[], T], *, refit_anew: bool) -> T:
         lost: Sequence[Worker] = ()
@@ -93,7 +124,7 @@ class LastingEngines:
                     self._gate.engines_changed()
                     lost, replaced = (), True
                 if replaced and refit_anew:
-                    self._refit()
+                    self._refit_anew()
                 return call()
             except LostWorkerError as error:  # of those that take the place of lost ones too
                 lost = self._replaceable(error)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from slipstream.grpo.config import GrpoConfig
+from slipstream.grpo.config import Correction, GrpoConfig
+from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.train.metrics import StageClock
-from slipstream.types import Arm, TrainBatch
+from slipstream.records import DraftDecision, Overlap, RefitCheck, StepRecord
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.acceptance_guard import AcceptanceGuard
+from slipstream.train.batch import assemble, mismatch
+from slipstream.train.draft import FixedDraft
+from slipstream.train.metrics import StageClock, step_record
+from slipstream.types import Arm, StageTimes, TrainBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,6 +38,122 @@ class Learner(Protocol):
     def train_step(self, update: Update) -> Trained:
         """One optimizer update, of the draft too if `update` says so; with its own logprobs if `update` has none."""
         ...
+
+
+class Draft(Protocol):
+    """Who knows the draft's version, and when it is trained."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the draft that the next rollouts are drawn with; None without one."""
+        ...
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        """Whether this step trains the draft; None: no step does."""
+        ...
+
+    def note(self, record: StepRecord) -> None:
+        """Take note of what the step did."""
+        ...
+
+
+Versions = tuple[int, int | None]
+"""Of the policy and of the draft that engines hold together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A step that has trained, and whose end is not timed yet."""
+
+    result: GenerationResult
+    rewards: RewardResult
+    batch: TrainBatch
+    trained: Trained
+    before: Sequence[NDArray[np.float32]]
+    decision: DraftDecision | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """From scored rollouts to new weights, and to the step's record.
+
+    Attributes:
+        temperature: that the rollouts were sampled at.
+        max_lag: by how many versions they may be older than the policy that learns from them.
+    """
+
+    learner: Learner
+    config: GrpoConfig
+    temperature: float
+    draft: Draft = field(default_factory=FixedDraft)
+    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
+    max_lag: int = 0
+
+    def learn(
+        self,
+        step: int,
+        result: GenerationResult,
+        rewards: RewardResult,
+        *,
+        clock: StageClock,
+        published: Collection[Versions] | None = None,
+    ) -> Learned:
+        """Train version `step` of the policy on the rollouts, and the draft if it is its turn.
+
+        Args:
+            published: see `assemble`.
+        Raises:
+            AcceptanceCollapse: of the rollouts.
+        """
+        if result.acceptance is not None:
+            self.guard.check(result.acceptance, policy_version=result.groups[0].rollouts[0].policy_version)
+        with clock.stage("data"):
+            batch = assemble(
+                result.groups,
+                rewards.rewards,
+                policy_version=step,
+                draft_version=self.draft.version,
+                scale_by_std=self.config.scale_advantages_by_std,
+                max_lag=self.max_lag,
+                published=published,
+            )
+        decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
+        trained, before = learn(
+            self.learner,
+            batch,
+            config=self.config,
+            temperature=self.temperature,
+            trains_draft=decision is not None and decision.trains,
+            clock=clock,
+        )
+        return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
+
+    def record(
+        self, step: int, times: StageTimes, refit: RefitCheck, learned: Learned, *, overlap: Overlap | None = None
+    ) -> StepRecord:
+        """What the step did; the draft takes note of it."""
+        batch, before, loss = learned.batch, learned.before, self.config.loss
+        is_corrected = loss.corrects is not Correction.NONE or self.max_lag > 0
+        record = step_record(
+            step,
+            times,
+            refit,
+            result=learned.result,
+            rewards=learned.rewards,
+            trained=learned.trained,
+            mismatch=mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band),
+            has_logprob_pass=self.config.needs_logprob_pass,
+        )
+        record = replace(
+            record,
+            draft_decision=learned.decision,
+            lags=lag_stats(learned.result.groups, batch, before, policy_version=step, loss=loss)
+            if is_corrected
+            else (),
+            overlap=overlap,
+        )
+        self.draft.note(record)
+        return record
 
 
 def learn(
@@ -77,3 +200,8 @@ def engine_seed(seed: int, arm: Arm, batch: int) -> int:
     Arms that shared their seeds would share their first draws, and a luck of one would be the other's.
     """
     return int(np.random.SeedSequence([seed, list(Arm).index(arm), batch]).generate_state(1)[0])
+
+
+def recent(published: Collection[Versions], step: int, max_lag: int) -> tuple[Versions, ...]:
+    """Of versions that engines were given, those that rollouts of later steps than this may come from."""
+    return tuple(each for each in published if each[0] > step - max_lag)

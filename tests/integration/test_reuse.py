@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.stages.context import EXECUTION_VARIABLE
-from slipstream.types import Workload
+from slipstream.types import ArmLoop, Workload
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ class Executions:
             run_root=str(self.root),
             resume_execution="",
             reuse_stored=True,
+            loop=ArmLoop.SYNCHRONOUS,
         )
         shared = {"context": started.context, "recipe": started.recipe}
         prepared: Any = prepare_data(**shared)

@@ -1,6 +1,6 @@
 """The whole chain as people launch it, at the smallest size that runs every stage.
 
-RL-Think here; `test_interrupt.py` runs RL-Zero to its end.
+RL-Think in both loops here; `test_interrupt.py` runs RL-Zero to its end, synchronously.
 """
 
 import json
@@ -8,30 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.tracking import read_executions
 from slipstream.types import Workload
 from tests.integration.small_recipe import write_small_recipe
+from tests.unit.lagging import ONE_STEP_OFF
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_workflow_runs_every_stage_and_reports(tmp_path: Path) -> None:
-    from workflows.speculative_rl import speculative_rl
+def test_the_workflow_runs_every_stage_in_both_loops_and_reports(tmp_path: Path) -> None:
+    from workflows.asynchronous_rl import asynchronous_rl
 
-    recipe = write_small_recipe(tmp_path / "smoke.yaml")
-    speculative_rl(recipe=str(recipe), workload=Workload.RL_THINK, run_root=str(tmp_path / "runs"))
+    recipe = write_small_recipe(tmp_path / "smoke.yaml", ONE_STEP_OFF)
+    asynchronous_rl(recipe=str(recipe), workload=Workload.RL_THINK, run_root=str(tmp_path / "runs"))
     latest = tmp_path / "runs" / "latest"
-    report = json.loads((latest / "report.json").read_text())
+    report, run = (json.loads((latest / name).read_text()) for name in ("report.json", "run.json"))
     assert (report["recipe"], report["workload"]) == ("smoke", "rl_think")
     assert set(report["stages"]["autoregressive"]) == {"data", "prepare", "generation", "logprob", "train"}
     assert [len(rewards) for rewards in report["reward"].values()] == [3, 3]
     assert {point["k"] for point in report["sweep"]} == {0, 2}
-    assert set(report["aime24"]) == {"start", "autoregressive", "speculative"}
-    certificate = json.loads((latest / "run.json").read_text())["certificate"]
-    assert certificate["verdict"] == "lossless"
-    assert certificate["num_tokens"] >= 400
-    assert all(
-        step["refit"]["num_tensors"] > 0
-        for arm in json.loads((latest / "run.json").read_text())["arms"]
-        for step in arm["steps"]
-    )
+    arms = ["autoregressive", "speculative", "autoregressive_asynchronous", "speculative_asynchronous"]
+    assert set(report["aime24"]) == {"start", *arms}
+    assert run["certificate"]["verdict"] == "lossless"
+    assert run["certificate"]["num_tokens"] >= 400
+    assert all(step["refit"]["num_tensors"] > 0 for arm in run["arms"] for step in arm["steps"])
     assert (latest / "report.html").stat().st_size > 10_000
+    assert list(report["asynchronous"]["arms"]) == arms
+    for arm in run["asynchronous"]:
+        assert (arm["loop"], arm["max_off_policy_steps"]) == ("one_step_off", 1)
+        # Batch t comes from version t - 1, the first one from the version that it trains.
+        assert [step["policy_version"] for step in arm["steps"]] == [0, 0, 1]
+        assert [[lag["lag"] for lag in step["lags"]] for step in arm["steps"]] == [[0], [1], [1]]
+    nodes = [path.parent.name for path in (tmp_path / "runs").glob("*/train_grpo_*/arm.json")]
+    assert sorted(nodes) == sorted(f"train_grpo_{name}" for name in arms)
+    uri = run["tracking_uri"]
+    assert sum(name.startswith("result/asynchronous_step_speedup") for name in read_executions(uri)[0].metrics) >= 2

@@ -14,6 +14,7 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.types import Workload
+from tests.unit.lagging import ONE_STEP_OFF
 
 
 def execution(root: Path, name: str, *, started_s: int, is_finished: bool = False) -> None:
@@ -66,6 +67,15 @@ def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
         launch = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=reuse_stored)
         assert launch.command(Path("runs"))[-1] == flag
         assert "--resume_execution" not in launch.command(Path("runs"))
+
+
+def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
+    path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
+    begun = demo.started(str(path), Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    for launch in (begun, demo.resumed(tmp_path, "e", reuse_stored=True)):
+        assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
+    plain = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]
 
 
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:

@@ -46,6 +46,10 @@ class WeightChannel(Protocol):
         """
         ...
 
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        """Send what was sent last, although the learner has moved on; None: it is nowhere but in the engines."""
+        ...
+
     def engines_changed(self) -> None:
         """Some engines are new, and have not joined."""
         ...
@@ -118,16 +122,28 @@ class SharedMemoryChannel:
         self._learner = learner
         self._engines = engines
         self._directory = directory
+        self._sent: Snapshot | None = None
+        self._sent_draft: Snapshot | None = None
 
     def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
         """See `WeightChannel.send`."""
-        policy = self._learner.publish(self._directory, policy_version)
-        draft = None if draft_version is None else self._learner.publish_draft(self._directory, draft_version)
+        self._sent = self._learner.publish(self._directory, policy_version)
+        if draft_version is not None:
+            self._sent_draft = self._learner.publish_draft(self._directory, draft_version)
+        return self._hand_over(self._sent, None if draft_version is None else self._sent_draft)
+
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        """See `WeightChannel.send_again`: the files stay until the version after the next is written."""
+        if self._sent is None:
+            return None
+        return self._hand_over(self._sent, self._sent_draft if with_draft else None)
+
+    def _hand_over(self, policy: Snapshot, draft: Snapshot | None) -> Delivery:
         states = self._engines.refit(
             Path(policy.path),
-            policy_version=policy_version,
+            policy_version=policy.version,
             draft=None if draft is None else Path(draft.path),
-            draft_version=draft_version or 0,
+            draft_version=0 if draft is None else draft.version,
         )
         return Delivery(
             states=states,
@@ -173,6 +189,10 @@ class StreamChannel:
             num_bytes=sent.num_bytes + (0 if draft is None else draft.num_bytes),
             origin=f"the {self._channel.value} channel",
         )
+
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        """See `WeightChannel.send_again`: what streams leaves nothing behind."""
+        del with_draft
 
     def close(self) -> None:
         """Part them."""

@@ -1,4 +1,4 @@
-"""What an accelerator can do at most: memory and link bandwidth, floating-point rate by precision."""
+"""What an accelerator can do at most: memory, link and network bandwidth, floating-point rate by precision."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Hardware:
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float  # one direction, to accelerators of the same NVLink domain
+    domain_gpus: int  # accelerators of one NVLink domain
+    network_bytes_per_s: float  # of one accelerator, one direction, between domains
     flops_per_s: dict[str, float]  # dense, by `Precision`
     sources: dict[str, str]
 

@@ -5,14 +5,14 @@ Legend: `S` spans of a trace (any broadcastable shape), `n` = batch x (k + 1) to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.hardware import BYTES, Precision
-from slipstream.simulator.cost.parameters import CostParameters, Regime
+from slipstream.simulator.cost.parameters import CostParameters, Prior, Regime, load_belief
 from slipstream.simulator.cost.rollout import Trace
 from slipstream.simulator.cost.settings import Setting
 
@@ -24,6 +24,11 @@ TILE_FIXED_SHARE = 0.5
 
 COLLECTIVE_S = 10e-6
 """Assumed latency of one all-reduce inside an NVLink domain; two a layer with tensor parallelism."""
+
+
+def network_collective() -> Prior:
+    """Latency in seconds of one all-reduce between NVLink domains, as it is believed to be."""
+    return load_belief("links", "network_collective_s")
 
 
 class Drafting(StrEnum):
@@ -56,6 +61,7 @@ class CostModel:
     setting: Setting
     parameters: CostParameters
     regime: Regime
+    network_collective_s: float = field(default_factory=lambda: network_collective().median)
 
     def span_s(
         self, trace: Trace, *, k: int, tokens_per_iteration: float, drafting: Drafting = Drafting.EAGLE3
@@ -122,10 +128,26 @@ class CostModel:
         return np.zeros_like(tokens_S)
 
     def _collectives(self, tokens_S: Array) -> Array:
-        """Two all-reduces a layer over the engine's GPUs: latency, and the ring's bytes on the links."""
-        num_gpus, model = self.setting.gpus_per_engine, self.setting.model_shape
+        """Two all-reduces a layer over the engine's GPUs: latency, and the ring's bytes on the links.
+
+        An engine that spans NVLink domains reduces inside each of them, then between them: each of a domain's GPUs
+        carries its part of the bytes over the network.
+        """
+        num_gpus, model, hardware = self.setting.gpus_per_engine, self.setting.model_shape, self.setting.accelerator
         if num_gpus == 1:
             return np.zeros_like(tokens_S)
-        share = 2.0 * (num_gpus - 1) / num_gpus
-        bytes_S = share * tokens_S * model.hidden_size * BYTES[Precision.BFLOAT16]
-        return 2.0 * model.num_layers * (COLLECTIVE_S + bytes_S / self.setting.accelerator.link_bytes_per_s)
+        bytes_S = tokens_S * model.hidden_size * BYTES[Precision.BFLOAT16]
+        inside = min(num_gpus, hardware.domain_gpus)
+        one_S = np.zeros_like(tokens_S)
+        if inside > 1:
+            one_S = COLLECTIVE_S + _ring_share(inside) * bytes_S / hardware.link_bytes_per_s
+        domains = -(-num_gpus // inside)
+        if domains > 1:
+            network_S = _ring_share(domains) * bytes_S / (inside * hardware.network_bytes_per_s)
+            one_S = one_S + self.network_collective_s + network_S
+        return 2.0 * model.num_layers * one_S
+
+
+def _ring_share(num: int) -> float:
+    """Of an array's bytes, what each of `num` members of a ring all-reduce sends."""
+    return 2.0 * (num - 1) / num

@@ -85,6 +85,11 @@ def longest_of(lengths: Lengths, count: int) -> float:
     return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
 
 
+def mean_longest_of(lengths: Lengths, count: int) -> float:
+    """Mean of the longest of `count` responses."""
+    return float(np.mean(lengths.at(_LEVELS ** (1.0 / count))))
+
+
 def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
     """`count` typical responses, ascending; the last is the longest of `longest_of_count` >= `count` responses."""
     levels = (np.arange(count) + 0.5) / count

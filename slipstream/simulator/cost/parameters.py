@@ -57,6 +57,13 @@ class Prior:
         require(self.log_sd > 0, "prior.log_sd", "must be > 0", self.log_sd)
 
 
+def load_belief(section_name: str, name: str) -> Prior:
+    """The entry `name` of the section `section_name` of configs/sim/cluster.yaml."""
+    entries = section("cluster", section_name)
+    require(name in entries, f"cluster.{section_name}", "must be a known entry", name, f"known: {', '.join(entries)}")
+    return from_mapping(Prior, entries[name], f"cluster.{section_name}.{name}")
+
+
 def names_of(regime: Regime, *, ngram: bool) -> tuple[str, ...]:
     """Cost parameters that a structural variant fits; n-gram's own only where n-gram runs are among the data."""
     used = [name for name in NAMES if _OF_REGIME.get(name, regime) is regime]

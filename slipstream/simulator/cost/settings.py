@@ -9,7 +9,7 @@ from slipstream.simulator.cost.data_files import section
 from slipstream.simulator.cost.hardware import BYTES, Hardware, Precision, load_hardware
 from slipstream.simulator.cost.lengths import Lengths, lengths_with_mean
 from slipstream.simulator.cost.models import ModelShape, load_model
-from slipstream.simulator.cost.rollout import RolloutShape
+from slipstream.simulator.cost.rollout import RolloutShape, Slots
 
 _NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
 
@@ -24,7 +24,10 @@ class Setting:
     learner_precision: Precision
     num_gpus: int
     gpus_per_engine: int
+    memory_share: float  # of an engine's memory that weights and key-value cache may take
     num_rollouts: int
+    group_size: int
+    slots: Slots
     prompt_tokens: int
     max_response_tokens: int
     mean_response_tokens: dict[str, float]  # by workload
@@ -41,6 +44,8 @@ class Setting:
             f"must be >= gpus_per_engine {self.gpus_per_engine}",
             self.num_gpus,
         )
+        require(self.group_size >= 1, "setting.group_size", "must be >= 1", self.group_size)
+        require(0 < self.memory_share <= 1, "setting.memory_share", "must lie in (0, 1]", self.memory_share)
         needed, memory = self.model_shape.total_parameters * BYTES[self.precision], self.accelerator.memory_bytes
         require(
             needed <= self.gpus_per_engine * memory,
@@ -67,6 +72,14 @@ class Setting:
         """
         return float(self.num_rollouts * (self.prompt_tokens + self.max_response_tokens))
 
+    @property
+    def cache_tokens(self) -> float:
+        """Tokens whose keys and values an engine holds beside the weights; one where the weights leave no room."""
+        width = BYTES[self.precision]
+        room = self.memory_share * self.gpus_per_engine * self.accelerator.memory_bytes
+        room -= self.model_shape.total_parameters * width
+        return max(1.0, room / (self.model_shape.key_value_elements() * width))
+
     def shape(self, num_gpus: int | None = None) -> RolloutShape:
         """The rollouts, over the engines that `num_gpus` GPUs hold (default: all of them)."""
         gpus = self.num_gpus if num_gpus is None else num_gpus
@@ -76,6 +89,9 @@ class Setting:
             num_rollouts=self.num_rollouts,
             num_engines=min(engines, self.num_rollouts),
             prompt_tokens=float(self.prompt_tokens),
+            group_size=self.group_size,
+            slots=self.slots,
+            cache_tokens=self.cache_tokens,
         )
 
     def lengths(self, mean_tokens: float) -> Lengths:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from slipstream.simulator.cost.parameters import load_belief
 from slipstream.simulator.cost.settings import Setting
 from slipstream.types import STAGES, StageTimes
 
@@ -24,6 +26,7 @@ class LearnerEfficiency:
     prepare_s: float
     logprob: float | None
     train: float
+    measured_on: Setting | None = None  # None: the fractions are taken as they are, whatever is projected
 
 
 def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficiency:
@@ -34,12 +37,23 @@ def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficie
         prepare_s=measured.prepare_s,
         logprob=_FORWARD_FLOPS * ideal_s / measured.logprob_s if measured.logprob_s > 0 else None,
         train=_TRAIN_FLOPS * ideal_s / measured.train_s,
+        measured_on=setting,
     )
 
 
-def learner_stages(efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int) -> StageTimes:
-    """A step without its generation: flops over peak and efficiency; data and prepare stay as measured."""
+def learner_stages(
+    efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int, deviation: float = 0.0
+) -> StageTimes:
+    """A step without its generation: flops over peak and efficiency; data and prepare stay as measured.
+
+    Args:
+        deviation: from the believed ratio of the efficiencies here and where it was measured, in standard deviations
+            of its logarithm.
+    """
     ideal_s = _ideal_s(setting, num_gpus)
+    if efficiency.measured_on is not None:
+        ratio = relative_efficiency(setting, efficiency.measured_on)
+        ideal_s /= ratio.median * math.exp(ratio.log_sd * deviation)
     return StageTimes.in_sequence(
         data_s=efficiency.data_s,
         prepare_s=efficiency.prepare_s,
@@ -47,6 +61,29 @@ def learner_stages(efficiency: LearnerEfficiency, setting: Setting, *, num_gpus:
         logprob_s=0.0 if efficiency.logprob is None else _FORWARD_FLOPS * ideal_s / efficiency.logprob,
         train_s=_TRAIN_FLOPS * ideal_s / efficiency.train,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EfficiencyRatio:
+    """How efficient a learner is believed to be over another; nothing is uncertain (`log_sd` 0) where they are alike."""
+
+    median: float
+    log_sd: float
+
+
+def relative_efficiency(setting: Setting, measured_on: Setting) -> EfficiencyRatio:
+    """The learner of `setting` over that of `measured_on`, by their hardware and whether they have experts."""
+    log_ratio, variance = 0.0, 0.0
+    if setting.hardware != measured_on.hardware:
+        here, there = (load_belief("learner", each.hardware) for each in (setting, measured_on))
+        log_ratio += math.log(here.median / there.median)
+        variance += here.log_sd**2 + there.log_sd**2
+    sparse = int(setting.model_shape.num_experts > 0) - int(measured_on.model_shape.num_experts > 0)
+    if sparse:
+        share = load_belief("experts", "share")
+        log_ratio += sparse * math.log(share.median)
+        variance += share.log_sd**2
+    return EfficiencyRatio(median=math.exp(log_ratio), log_sd=math.sqrt(variance))
 
 
 def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[StageTimes]) -> StageTimes:

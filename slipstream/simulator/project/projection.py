@@ -1,7 +1,8 @@
 """Projections with bands: what speculation would give on another model, GPU count, draft length or policy lag.
 
 A band is p10 to p90 over draws of the structural variant, of its parameters, of the layouts that the assumptions
-allow, and of the error that the calibration left; outside the measured ranges that error grows.
+allow, of the learner's efficiency where it was not measured, and of the error that the calibration left; outside the
+measured ranges that error grows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import Overlap, overlap
-from slipstream.simulator.cost.iteration import CostModel
+from slipstream.simulator.cost.iteration import CostModel, network_collective
 from slipstream.simulator.cost.parameters import IDEAL, Regime
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
 from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
@@ -71,14 +72,15 @@ def project(
     batch = max(float(each.shape.per_engine) for each in scenarios)
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
     arms_of = [_arms_of(each, learner) for each in scenarios]
-    arms = [arms_of[index % len(arms_of)](draw) for index, draw in enumerate(sampled)]
+    around = _sample_clusters(num_draws, seed=seed)
+    arms = [arms_of[index % len(arms_of)](*draws) for index, draws in enumerate(zip(sampled, around, strict=True))]
     return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
 def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
     """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
     draw = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
-    arms = [_arms_of(each, learner)(draw) for each in (scenario, *layouts)]
+    arms = [_arms_of(each, learner)(draw, _IDEAL_CLUSTER) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
 
 
@@ -106,23 +108,53 @@ def best_of_map(scenario: Scenario, calibration: Calibration, *, max_k: int = 7)
     return replace(scenario, k=ks[row], acceptance_length=lengths[column])
 
 
-def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw], tuple[Overlap, Overlap]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cluster:
+    """One way the machines around the engines may be."""
+
+    learner_deviation: float  # in standard deviations, see `learner_stages`
+    network_collective_s: float
+
+
+_IDEAL_CLUSTER = _Cluster(learner_deviation=0.0, network_collective_s=0.0)
+
+
+def _sample_clusters(count: int, *, seed: int) -> list[_Cluster]:
+    latency = network_collective()
+    random = np.random.default_rng([seed, 1])  # apart from the calibration's draws
+    return [
+        _Cluster(
+            learner_deviation=float(first),
+            network_collective_s=latency.median * float(np.exp(latency.log_sd * second)),
+        )
+        for first, second in random.standard_normal((count, 2))
+    ]
+
+
+def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, _Cluster], tuple[Overlap, Overlap]]:
     """The autoregressive and the speculative arm of a draw; what no draw changes is worked out once."""
     setting, shape = scenario.setting, scenario.shape
     lengths = setting.lengths(scenario.mean_tokens)
-    trainer = learner_stages(learner, setting, num_gpus=scenario.training_gpus)
 
-    def arm(draw: Draw, k: int, length: float, error: float) -> Overlap:
-        model = CostModel(setting=setting, parameters=draw.parameters, regime=draw.regime)
+    def arm(draw: Draw, cluster: _Cluster, k: int, length: float, error: float) -> Overlap:
+        model = CostModel(
+            setting=setting,
+            parameters=draw.parameters,
+            regime=draw.regime,
+            network_collective_s=cluster.network_collective_s,
+        )
+        trainer = learner_stages(
+            learner, setting, num_gpus=scenario.training_gpus, deviation=cluster.learner_deviation
+        )
 
         def seconds(trace: Trace) -> Array:
             return error * model.span_s(trace, k=k, tokens_per_iteration=length)
 
         return overlap(trainer, lengths=lengths, shape=shape, lag=scenario.lag, seconds=seconds)
 
-    return lambda draw: (
-        arm(draw, 0, 1.0, draw.autoregressive_error),
-        arm(draw, scenario.k, scenario.acceptance_length, draw.speculative_error),
+    return lambda draw, cluster: (
+        arm(draw, cluster, 0, 1.0, draw.autoregressive_error),
+        arm(draw, cluster, scenario.k, scenario.acceptance_length, draw.speculative_error),
     )
 
 

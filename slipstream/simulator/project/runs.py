@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from slipstream.records import ArmRecord, LayoutRecord, TuningRecord
 from slipstream.simulator.cost.hardware import Precision
+from slipstream.simulator.cost.rollout import Slots
 from slipstream.simulator.cost.settings import Setting, load_setting
 from slipstream.simulator.cost.step import learner_efficiency
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
@@ -72,6 +73,7 @@ def run_setting(layout: LayoutRecord) -> Setting:
         num_gpus=layout.num_gpus,
         gpus_per_engine=layout.gpus_per_engine,
         max_response_tokens=layout.max_response_tokens,
+        slots=Slots.RESPONSE,  # of the loops here; the published runs' make room by the group
     )
 
 

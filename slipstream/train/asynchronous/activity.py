@@ -44,13 +44,17 @@ class Activity:
             rest_s, self._rest_s = self._rest_s, 0.0
         return rest_s
 
-    def take(self, start_s: float, end_s: float) -> list[Span]:
-        """The work between two times, that which goes on included. What lies before `end_s` is forgotten."""
+    def between(self, start_s: float, end_s: float) -> list[Span]:
+        """The work between two times, that which goes on included."""
         with self._lock:
             going_on = [] if self._since is None else [(self._since, self._now_s())]
             found = [_cut(span, start_s, end_s) for span in (*self._spans, *going_on)]
-            self._spans = [span for span in self._spans if span[1] > end_s]
         return [span for span in found if span[1] > span[0]]
+
+    def forget(self, end_s: float) -> None:
+        """Nobody asks for what lies before this time any more."""
+        with self._lock:
+            self._spans = [span for span in self._spans if span[1] > end_s]
 
 
 def total_s(spans: Sequence[Span]) -> float:

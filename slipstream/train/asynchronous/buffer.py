@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +52,11 @@ class Buffer:
         self._max_groups = max_groups
         self._waiting = list(waiting)
 
+    @property
+    def waiting(self) -> tuple[Scored, ...]:
+        """All of them; for what runs under the meeting's lock."""
+        return tuple(self._waiting)
+
     def put(self, scored: Scored) -> None:
         """Add something. Raises `Over`."""
 
@@ -96,8 +100,3 @@ def score_all(
         with activity.busy():
             rewards = score(each.result.groups)
         buffer.put(Scored(generated=each, rewards=rewards))
-
-
-def now_s() -> float:
-    """The clock of all spans here."""
-    return time.perf_counter()

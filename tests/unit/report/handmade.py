@@ -13,7 +13,9 @@ from slipstream.records import (
     EvaluationRecord,
     Finding,
     GreedyRecord,
+    LagStats,
     Mismatch,
+    Overlap,
     PolicyRecord,
     Power,
     RefitCheck,
@@ -215,6 +217,66 @@ LOST = replace(
             num_speculative_tokens=0,
             steps=tuple(replace(s, acceptance=None) for s in RECORD.arms[1].steps),
         ),
+    ),
+)
+
+
+def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) -> StepRecord:
+    """A step that waits `exposed_s` for rollouts; after the first one 80 of its 100 tokens lag by one version."""
+    made = step(index, generation_s=exposed_s, reward=reward)
+    step_s = made.times.step_s
+    lags = (
+        LagStats(lag=0, num_tokens=20, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.0, effective_sample_size=1.0),
+        LagStats(
+            lag=1,
+            num_tokens=80,
+            ratio_mean=1.1,
+            ratio_max=2.0 + index,
+            clipped_fraction=0.25,
+            effective_sample_size=0.8,
+        ),
+    )
+    return replace(
+        made,
+        overlap=Overlap(
+            generation_s=exposed_s + hidden_s,
+            hidden_s=hidden_s,
+            engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
+            learner_idle_fraction=1 - 1.7 / step_s,
+            score_s=0.05,
+            publish_s=0.15,
+            num_restarted=1 if index == 0 else 0,
+        ),
+        lags=lags if index else (),
+    )
+
+
+def asynchronous_arm(arm: Arm, *, exposed_s: float, hidden_s: float) -> ArmRecord:
+    """Four steps; the first takes 52 s."""
+    waits = (50.0, exposed_s, exposed_s, exposed_s)
+    steps = [
+        overlapped(index, exposed_s=wait, hidden_s=hidden_s, reward=reward)
+        for index, (wait, reward) in enumerate(zip(waits, (0.1, 0.2, 0.3, 0.4), strict=True))
+    ]
+    return ArmRecord(
+        arm=arm,
+        num_speculative_tokens=2 if arm is Arm.SPECULATIVE else 0,
+        steps=tuple(steps),
+        loop="one_step_off",
+        max_off_policy_steps=1,
+    )
+
+
+ASYNCHRONOUS = replace(
+    RECORD,
+    asynchronous=(
+        asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=2.0, hidden_s=1.5),
+        asynchronous_arm(Arm.SPECULATIVE, exposed_s=0.5, hidden_s=1.5),
+    ),
+    evaluations=(
+        *RECORD.evaluations,
+        evaluation("autoregressive_asynchronous", 0.28),
+        evaluation("speculative_asynchronous", 0.29),
     ),
 )
 ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))

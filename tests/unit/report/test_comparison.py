@@ -10,7 +10,7 @@ from slipstream.report.comparison import answer, cells, comparison_table, differ
 from slipstream.report.comparison_page import render_comparison
 from slipstream.report.results import result_metrics
 from slipstream.tracking import Execution
-from tests.unit.report.handmade import LOST, RECORD
+from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD
 
 DONE = Execution(
     run_id="1",
@@ -42,6 +42,8 @@ def test_a_row_holds_speedups_rewards_and_cost() -> None:
         "2",
         "2.00x [2.00, 3.00]",
         "1.60x [1.60, 2.20]",
+        "-",
+        "-",
         "0.500",
         "0.500",
         "+0.010",
@@ -61,13 +63,22 @@ def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -
     )
 
 
+def test_an_execution_with_both_loops_says_what_the_asynchronous_one_did_to_each_arm() -> None:
+    both = replace(DONE, metrics=result_metrics(ASYNCHRONOUS, hours=1.0, gpu_hours=0.0))
+    assert answer(both).endswith(
+        ", lossless; asynchronous step against the same arm in turn: autoregressive 2.00x (2.00 to 2.75), "
+        "speculative 2.00x (2.00 to 2.00)."
+    )
+    assert cells(both)[5:8] == ["1.60x [1.60, 2.20]", "2.00x [2.00, 2.75]", "2.00x [2.00, 2.00]"]
+
+
 def test_the_answer_says_what_is_wrong() -> None:
     lost = changed(generation_speedup=0.8, generation_speedup_low=0.7, generation_speedup_high=0.9)
     assert answer(lost).startswith("the speculative arm was slower")
     assert answer(changed(generation_speedup_low=0.9)).startswith("no difference beyond the noise")
     assert "ANOTHER reward (+0.010, +0.005 to +0.040)" in answer(changed(reward_difference_low=0.005))
     assert "NOT shown to be lossless" in answer(changed(lossless=0.0))
-    assert cells(changed(lossless=0.0))[12] == "NO"
+    assert cells(changed(lossless=0.0))[14] == "NO"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +91,7 @@ def test_the_answer_says_what_is_wrong() -> None:
 )
 def test_an_execution_without_a_speedup_says_why(execution: Execution, said: str) -> None:
     assert answer(execution).startswith(said)
-    assert cells(replace(RUNNING))[4:] == ["-"] * 11
+    assert cells(replace(RUNNING))[4:] == ["-"] * 13
 
 
 def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:

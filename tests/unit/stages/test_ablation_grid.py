@@ -15,6 +15,7 @@ from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
 from slipstream.stages.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, parts, variant_recipe
 from slipstream.types import Workload
 from tests.unit.conftest import Refusal
+from tests.unit.lagging import ONE_STEP_OFF
 
 ONE: dict[str, Any] = {
     "draft_inits": (DraftInit.IN_DOMAIN,),
@@ -151,3 +152,9 @@ def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed() -> None:
     assert chosen_seeds([], datetime(1970, 1, 31, 23, 59)) == (30,)
     west = timezone(timedelta(hours=-5))
     assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=west)) == (31,)
+
+
+def test_an_asynchronous_recipe_is_refused_for_its_variants_would_be_compared_with_its_loop() -> None:
+    (variant,) = Grid(**ONE).variants()
+    with pytest.raises(ConfigError, match=r"^variant .*: loop.mode must be synchronous here, got 'one_step_off'"):
+        variant_recipe("tiny", variant, ONE_STEP_OFF)

@@ -9,6 +9,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.report.bake_off_records import Entrant
 from slipstream.stages.bake_off_field import entrant_recipe, entrants
+from tests.unit.lagging import ONE_STEP_OFF
 
 OFFLINE = Entrant(method=DraftMethod.EAGLE3, init=DraftInit.GENERAL, online=DraftOnline.OFF)
 
@@ -58,3 +59,9 @@ def test_an_entrant_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -
 def test_what_the_recipe_cannot_do_names_the_drafter(k: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         entrant_recipe(load_recipe("tiny"), OFFLINE, k)
+
+
+def test_steps_in_turn_are_of_no_asynchronous_recipe() -> None:
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
+    with pytest.raises(ConfigError, match=r"^drafter eagle3-general-off: loop\.mode must be synchronous here"):
+        entrant_recipe(recipe, OFFLINE, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.support import execution_run, tracked
 from slipstream.tracking import RunStatus, Tracker, store_uri
+from tests.unit.lagging import ONE_STEP_OFF
+from tests.unit.report.handmade import RECORD
+
+ASYNCHRONOUS = "train_grpo_autoregressive_asynchronous"
 
 
 def _runs(root: Path, uri: str) -> dict[str, Any]:
@@ -68,3 +73,20 @@ def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
 
     status = _runs(tmp_path, store_uri(recipe.tracking, tmp_path))["e"].info.status
     assert status == ("RUNNING" if raised is None else "FAILED")
+
+
+def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
+    write_recipe(recipe, recorded_recipe(tmp_path, "e"))
+    for node, loop in (("train_grpo_autoregressive", "synchronous"), (ASYNCHRONOUS, "one_step_off")):
+        record = replace(RECORD.arms[0], loop=loop, max_off_policy_steps=int(loop != "synchronous"))
+        write_record(record, tmp_path / "e" / node / "arm.json")
+
+    directory = fail_run(tmp_path, "e", node="train-speculative", message="lost")
+
+    assert directory is not None
+    page = (directory / "failure.md").read_text()
+    assert "- train_grpo_speculative_asynchronous: not finished" in page
+    assert "- evaluate_aime_speculative_asynchronous: not finished" in page
+    assert "- autoregressive, k=0: 4 steps of 8.00 s (median), reward 0.100 to 0.500" in page
+    assert "- autoregressive, one_step_off: 4 steps of 8.00 s (median), last reward 0.500" in page

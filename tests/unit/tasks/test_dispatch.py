@@ -31,7 +31,7 @@ from slipstream.records import write_record
 from slipstream.report.bake_off_records import Entrant
 from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext
-from slipstream.types import Arm, Workload
+from slipstream.types import Arm, ArmLoop, Workload
 from tests.unit.tasks.declared import declared_tasks
 
 TASKS = declared_tasks()
@@ -98,7 +98,7 @@ class Stages:
         return stage
 
     def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
-        self.seen |= {"recipe": recipe, "root": inputs["root"], "workload": inputs["workload"]}
+        self.seen |= {"recipe": recipe, "root": inputs["root"], "workload": inputs["workload"], "loop": inputs["loop"]}
         return _context(inputs["root"]), self.recipe
 
     def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
@@ -213,7 +213,11 @@ _FAILED = {"node": "train-speculative", "message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}
 CASES = {
-    "start_run": Case(values=_FORM, seen={"recipe": "tiny", "workload": Workload.RL_THINK}, handed_on=("recipe.yaml",)),
+    "start_run": Case(
+        values={**_FORM, "loop": ArmLoop.SYNCHRONOUS},
+        seen={"recipe": "tiny", "workload": Workload.RL_THINK, "loop": ArmLoop.SYNCHRONOUS},
+        handed_on=("recipe.yaml",),
+    ),
     "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
     "prepare_data_for": Case(
         seen=_marks("policy"), handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")
@@ -224,8 +228,12 @@ CASES = {
         seen=_marks("policy", "data", "draft"), handed_on=(_DELIVERED, "sweep.svg", "tuning.json")
     ),
     "train_grpo": Case(
-        values={"arm": Arm.SPECULATIVE},
-        seen={**_marks("policy", "data", "draft", "tuning"), "others": (Arm.SPECULATIVE,)},
+        values={"arm": Arm.SPECULATIVE, "loop": ArmLoop.ASYNCHRONOUS},
+        seen={
+            **_marks("policy", "data", "draft", "tuning"),
+            "others": (Arm.SPECULATIVE,),
+            "loop": ArmLoop.ASYNCHRONOUS,
+        },
         handed_on=("arm.json", _DELIVERED),
     ),
     "evaluate_aime": Case(

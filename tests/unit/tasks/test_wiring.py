@@ -20,6 +20,7 @@ from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
 from tests.unit.tasks.declared import declared_tasks
 from workflows.ablation import ablation as decorated
+from workflows.asynchronous_rl import asynchronous_rl
 from workflows.bake_off import bake_off
 from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
@@ -41,8 +42,8 @@ def test_every_task_says_which_failures_another_attempt_may_outlive(task: Python
 
 @pytest.mark.parametrize(
     ("workflow", "closes"),
-    [(speculative_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)],
-    ids=["chain", "certify", "bake-off"],
+    [(speculative_rl, fail_run), (asynchronous_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)],
+    ids=["chain", "asynchronous", "certify", "bake-off"],
 )
 def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     workflow: PythonFunctionWorkflow, closes: PythonFunctionTask

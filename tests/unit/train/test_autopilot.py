@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slipstream.drafts.autopilot import AutopilotConfig
-from slipstream.records import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry, StepRecord
+from slipstream.records import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.autopilot import PilotedEngines
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
-from tests.unit.report.handmade import RECORD
 
 CONFIG = AutopilotConfig(enabled=True, patience_steps=2, probe_every_steps=4)
 SAMPLING = SamplingConfig(max_response_tokens=8)
@@ -78,6 +76,9 @@ class NoGate:
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         return RefitCheck(num_tensors=0, elapsed_s=0.0)
 
+    def deliver_again(self, version: int) -> bool:
+        raise AssertionError("the learner is at rest while these engines generate")
+
     def engines_changed(self) -> None:
         pass
 
@@ -127,12 +128,11 @@ def test_speculation_that_pays_again_is_switched_on_and_the_log_says_so(caplog: 
 def test_a_resumed_run_takes_up_the_thread_of_the_records() -> None:
     whole = Switchable(2.0)
     results = generated(PilotedEngines(whole, config=CONFIG, schedule=TABLE), 16)
-    template = RECORD.arms[1].steps[0]
-    records: list[StepRecord] = [replace(template, step=i, autopilot=r.autopilot) for i, r in enumerate(results)]
+    steps = [result.autopilot for result in results]
 
     for stop in range(16):
         resumed = Switchable(2.0)
-        generated(PilotedEngines(resumed, config=CONFIG, schedule=TABLE, history=records[:stop]), 16 - stop)
+        generated(PilotedEngines(resumed, config=CONFIG, schedule=TABLE, steps=steps[:stop]), 16 - stop)
         assert resumed.tables == whole.tables[stop:]
 
 

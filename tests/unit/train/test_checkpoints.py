@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from slipstream.policy.errors import CheckpointError, CheckpointWriteError
 from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import StageTimes
 
 STEP = StepRecord(
@@ -90,26 +91,26 @@ def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
 def test_a_half_written_one_is_neither_counted_nor_read(tmp_path: Path) -> None:
     (tmp_path / "step-000009.part").mkdir()
     checkpoints = saved(tmp_path, 1, 2)
-    assert len(checkpoints.restore(FileLearner())) == 2
+    assert len(checkpoints.restore(FileLearner()).steps) == 2
     assert "step-000009.part" in names(tmp_path)
 
 
 def test_the_newest_comes_back_with_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, learner = saved(tmp_path, 2, 3), FileLearner()
     with caplog.at_level(logging.INFO):
-        assert checkpoints.restore(learner) == HISTORY[:3]
+        assert checkpoints.restore(learner) == Restored(steps=HISTORY[:3])
     assert learner.loaded == ["step-000003"]
     assert caplog.messages == ["train_grpo: going on from step-000003, step 3"]
 
 
 def test_without_checkpoints_a_run_starts_at_the_first_step(tmp_path: Path) -> None:
-    assert saved(tmp_path).restore(FileLearner()) == []
+    assert saved(tmp_path).restore(FileLearner()) == Restored(steps=[])
 
 
 def test_a_damaged_one_is_named_and_the_one_before_it_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, learner = saved(tmp_path, 2, 3), FileLearner()
     (tmp_path / "step-000003" / "damaged").touch()
-    assert checkpoints.restore(learner) == HISTORY[:2]
+    assert checkpoints.restore(learner) == Restored(steps=HISTORY[:2])
     assert learner.loaded == ["step-000003", "step-000002"]
     assert caplog.messages[0] == "train_grpo: step-000003 is damaged; trying the one before it"
 
@@ -207,3 +208,48 @@ def test_a_run_that_fails_and_loses_its_checkpoint_ends_with_its_own_error(
         raise ZeroDivisionError
     assert learner.timeouts == [60.0]  # it may be the learner that hangs
     assert caplog.messages == ["train_grpo: the checkpoint that was being written is lost"]
+
+
+def test_rollouts_that_wait_come_back_with_their_checkpoint_and_go_with_it(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path)
+    for count in (1, 2, 3):
+        checkpoints.save(FileLearner(), HISTORY[:count], pending=b"rollouts %d" % count)
+    assert names(tmp_path) == ["step-000002", "step-000002.pending", "step-000003", "step-000003.pending"]
+    assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:3], pending=b"rollouts 3")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(b"rollouts 4"), "must be those that were saved, got other bytes"),
+        (lambda file: file.unlink(), "must have its rollouts beside it, got no step-000003.pending"),
+    ],
+    ids=["other bytes", "missing"],
+)
+def test_a_checkpoint_whose_rollouts_are_damaged_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], message: str
+) -> None:
+    checkpoints = saved(tmp_path)
+    for count in (2, 3):
+        checkpoints.save(FileLearner(), HISTORY[:count], pending=b"rollouts %d" % count)
+    damage(tmp_path / "step-000003.pending")
+    assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:2], pending=b"rollouts 2")
+    assert message in caplog.messages[0]
+
+
+class WatchingLearner(FileLearner):
+    """Notes what lies beside a checkpoint when it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        self.seen.append(names(path.parent))
+        super().save_checkpoint(path, extra)
+
+
+def test_the_rollouts_are_there_before_their_checkpoint_is(tmp_path: Path) -> None:
+    learner = WatchingLearner()
+    saved(tmp_path).save(learner, HISTORY[:1], pending=b"rollouts")
+    assert learner.seen == [["step-000001.pending"]]

@@ -11,7 +11,7 @@ import pytest
 from slipstream.records import RefitCheck
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
-from slipstream.train.recovery import LastingEngines
+from slipstream.train.recovery import LastingEngines, WeightsLostError
 from slipstream.types import Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 
@@ -24,9 +24,10 @@ PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
 class Run:
     """Engines and their gate; `losses` says who is lost at which call, counted over both."""
 
-    def __init__(self, losses: dict[int, Sequence[Worker]]) -> None:
+    def __init__(self, losses: dict[int, Sequence[Worker]], *, keeps_weights: bool = True) -> None:
         self.engines = ENGINES
         self.calls: list[Any] = []
+        self.keeps_weights = keeps_weights
         self._losses = losses
         self._num_asked = 0
 
@@ -43,6 +44,10 @@ class Run:
     def replace(self, lost: Sequence[Worker]) -> None:
         self.calls.append(("replace", [engine.name for engine in lost]))
 
+    def deliver_again(self, version: int) -> bool:
+        self._asked(("again", version))
+        return self.keeps_weights
+
     def engines_changed(self) -> None:
         self._asked("changed")
 
@@ -53,9 +58,9 @@ class Run:
             raise LostWorkerError("engine died", self._losses[self._num_asked])
 
 
-def steps(run: Run, *, num: int = 1, max_restarts: int = 3) -> list[int]:
+def steps(run: Run, *, num: int = 1, max_restarts: int = 3, is_beside_training: bool = False) -> list[int]:
     """Restarts in the results of so many steps."""
-    lasting = LastingEngines(run, run, max_restarts=max_restarts)
+    lasting = LastingEngines(run, run, max_restarts=max_restarts, is_beside_training=is_beside_training)
     found = []
     for step in range(num):
         lasting.refit(step, draft_version=10 * step)
@@ -136,3 +141,32 @@ def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker]) -
     with pytest.raises(LostWorkerError):
         steps(run)
     assert run.calls == [("refit", 0, 0)]
+
+
+def test_an_engine_lost_beside_training_gets_the_weights_that_were_sent_last_without_the_learner() -> None:
+    run = Run({2: [ENGINES[1]]})
+
+    assert steps(run, is_beside_training=True) == [1]
+    assert run.calls == [
+        ("refit", 0, 0),
+        ("generate", 70),
+        ("replace", ["engine 1"]),
+        "changed",
+        ("again", 0),
+        ("generate", 70),
+    ]
+
+
+def test_an_engine_lost_beside_training_whose_weights_nobody_keeps_is_replaced_and_ends_the_attempt() -> None:
+    run = Run({2: [ENGINES[1]]}, keeps_weights=False)
+
+    with pytest.raises(WeightsLostError, match="no engine can be given policy version 0 again"):
+        steps(run, is_beside_training=True)
+    assert run.calls[-3:] == [("replace", ["engine 1"]), "changed", ("again", 0)]
+
+
+def test_an_engine_lost_in_a_refit_beside_training_is_refitted_by_the_learner_which_is_at_rest() -> None:
+    run = Run({1: [ENGINES[0]]})
+
+    assert steps(run, is_beside_training=True) == [1]
+    assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]

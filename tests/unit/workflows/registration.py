@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 PLANS = (
-    *("tiny_smoke", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async"),
+    *("tiny_smoke", "tiny_async", "rl_zero_8b", "rl_think_8b", "rl_think_8b_async"),
     *("certify", "projection", "ablation", "preflight"),
 )
 SCHEDULES = ("nightly_draft_length", "weekly_draft_initialisation", "monthly_projection")

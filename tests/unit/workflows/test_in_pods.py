@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.types import ArmLoop
+
 ROOT = Path(__file__).parents[3]
 INPUTS: dict[str, Any] = {
     "recipe": "tiny",
@@ -21,6 +23,7 @@ INPUTS: dict[str, Any] = {
     "max_off_policy_steps": 0,
     "resume_execution": "",
     "reuse_stored": True,
+    "loop": "synchronous",
 }
 NO_SERVER = "tracking={uri: 'http://127.0.0.1:9', close_wait_s: 0.0, request_timeout_s: 1}"
 
@@ -36,6 +39,7 @@ def started(directory: Path, *, cluster: str = "local", **changes: Any) -> tuple
     kinds = start_run.python_interface.inputs
     given = INPUTS | {"run_root": str(directory / "runs")} | changes
     given["workload"] = kinds["workload"](given["workload"])
+    given["loop"] = ArmLoop(given["loop"])
     literals = TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), given, kinds)
     inputs, outputs = directory / "inputs.pb", directory / "outputs"
     outputs.mkdir()
@@ -76,7 +80,12 @@ def test_a_sound_launch_records_its_recipe_in_the_store(tmp_path: Path) -> None:
         ({"overrides": ["grpo.group_size=1"]}, "grpo.group_size must be >= 2, got 1"),
         ({"run_root": "runs"}, "run_root must be absolute in pods, got 'runs'"),
         ({"run_root": "s3://bucket/runs"}, "run_root must be a path, not a URI, got 's3://bucket/runs'"),
-        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be 0: training with a lag is not there yet, got 1"),
+        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be 0 here, got 1; launch asynchronous_rl"),
+        (
+            {"max_off_policy_steps": 1, "loop": "asynchronous"},
+            "grpo.loss.correction must be given with loop.max_off_policy_steps 1",
+        ),
+        ({"loop": "asynchronous"}, "loop.mode must be one_step_off or in_flight here, got 'synchronous'"),
         (
             {"recipe": "qwen3_9b"},
             "recipe must name a recipe file, got 'qwen3_9b'; known recipes: qwen3_8b, qwen3_8b_h200",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
     plans = registered(profile).plans
     assert set(plans) == {
         "tiny-smoke",
+        "tiny-async",
         "rl-zero-8b",
         "rl-think-8b",
         "rl-think-8b-async",
@@ -71,6 +73,7 @@ def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
 
     eight = "qwen3_8b_h200" if profile == "h200" else "qwen3_8b"
     assert fixed("tiny-smoke") == {"recipe": "tiny"}
+    assert fixed("tiny-async") == {"recipe": "tiny_async"}
     assert fixed("rl-zero-8b") == {"recipe": eight, "workload": "rl_zero"}
     assert fixed("rl-think-8b") == {"recipe": eight, "workload": "rl_think"}
     assert fixed("rl-think-8b-async") == {"recipe": eight, "workload": "rl_think", "max_off_policy_steps": "1"}
@@ -80,7 +83,7 @@ def test_the_plans_are_registered_and_fix_recipe_and_workload(registered: Regist
 @profiles
 def test_launch_forms_are_flat_and_every_input_is_described(registered: Registered, profile: str) -> None:
     workflows = registered(profile).workflows
-    assert set(workflows) == {"speculative_rl", "certify", "projection", "ablation", "preflight"}
+    assert set(workflows) == {"speculative_rl", "asynchronous_rl", "certify", "projection", "ablation", "preflight"}
     for workflow in workflows.values():
         for name, variable in inputs(workflow).items():
             kind = variable["type"].get("collectionType", variable["type"])
@@ -110,9 +113,33 @@ def test_outputs_and_nodes_have_names_of_their_own(registered: Registered, profi
 
 @profiles
 def test_a_failed_arm_does_not_end_the_other(registered: Registered, profile: str) -> None:
-    for name in ("speculative_rl", "certify", "ablation"):
+    for name in ("speculative_rl", "asynchronous_rl", "certify", "ablation"):
         policy = registered(profile).workflows[name]["metadata"]["onFailure"]
         assert policy == "FAIL_AFTER_EXECUTABLE_NODES_COMPLETE"
+
+
+@profiles
+def test_an_asynchronous_run_trains_and_evaluates_every_arm_in_both_loops(registered: Registered, profile: str) -> None:
+    nodes = {node["id"]: node for node in registered(profile).workflows["asynchronous_rl"]["nodes"]}
+    upstream = {name: set(node.get("upstreamNodeIds", ())) for name, node in nodes.items()}
+    trained = [name for name in nodes if name.startswith("train-")]
+    assert trained == [
+        "train-autoregressive",
+        "train-speculative",
+        "train-autoregressive-asynchronous",
+        "train-speculative-asynchronous",
+    ]
+    evaluated = {name for name in nodes if name.startswith("evaluate-")}
+    assert evaluated == {"evaluate-start", *(name.replace("train", "evaluate") for name in trained)}
+    assert all(name.replace("train", "evaluate") in upstream["report-speedup"] for name in trained)
+    assert "train-speculative-asynchronous" in upstream["certify-losslessness"]
+    assert "train-speculative" not in upstream["certify-losslessness"]
+    waits = read_profile(profile).runs_one_at_a_time
+    for before, after in pairwise(trained):
+        assert (before in upstream[after]) is waits
+    names = [node["metadata"]["name"] for node in nodes.values() if "taskNode" in node]
+    assert len(set(names)) == len(names)
+    assert "train speculative, asynchronous" in names
 
 
 @profiles

@@ -1,0 +1,224 @@
+"""The asynchronous arms of a run on two cores, the engine on one and the learner on the other: from its synchronous arms.
+
+A stage takes longer on one core than on the two that it has in a synchronous run: by how much are the only figures that
+do not come from the synchronous arms. Stages are joined step by step, then averaged: a long rollout beside a short
+update is not hidden by a short rollout beside a long one. Legend: `D` draws of the factors, `S` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from slipstream.config import require
+from slipstream.records import ArmRecord
+from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost.asynchronous import Bound
+from slipstream.simulator.cost.parameters import Prior, load_belief
+from slipstream.types import Arm, LoopMode, StageTimes
+
+_NUM_DRAWS = 200
+_HALVINGS = 40
+_MEASURED_LOG_SD = 0.03  # assumed noise of a factor that one run measured, on a shared machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreSlowdowns:
+    """What a stage takes on a core of its own, over what it takes on the cores of a synchronous step."""
+
+    engine: Prior
+    learner: Prior
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedArm:
+    """One arm in an asynchronous loop, seconds of a mean step; p10 to p90 is what the factors leave open."""
+
+    arm: Arm
+    synchronous_step_s: float  # measured, the input
+    step_s: float
+    step_p10_s: float
+    step_p90_s: float
+    exposed_s: float  # of generation: the trainer waits
+    hidden_s: float  # of generation: the trainer is at work
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsynchronousPrediction:
+    """All arms of a loop. Nothing in it but `synchronous_step_s` was measured in this run."""
+
+    mode: LoopMode
+    lag: int
+    idle_core_helps: bool
+    arms: tuple[PredictedArm, ...]
+    sources: dict[str, str]  # of each arm's factors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionCheck:
+    """Predicted beside measured, seconds of a mean step."""
+
+    label: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+def believed_slowdowns() -> CoreSlowdowns:
+    """The factors before any asynchronous step was measured."""
+    return CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
+
+
+def measured_slowdowns(synchronous: ArmRecord, asynchronous: ArmRecord) -> CoreSlowdowns | None:
+    """The factors of an arm that ran in both loops; None where the asynchronous one did not record its overlap."""
+    steps = asynchronous.timed_steps
+    whole_s = [step.overlap.generation_s for step in steps if step.overlap is not None]
+    if not steps or len(whole_s) < len(steps):
+        return None
+    alone = [step.times for step in synchronous.timed_steps]
+    beside = [step.times for step in steps]
+    return CoreSlowdowns(
+        engine=_measured(fmean(whole_s) / fmean(times.generation_s for times in alone)),
+        learner=_measured(fmean(times.train_s for times in beside) / fmean(times.train_s for times in alone)),
+    )
+
+
+def predict_asynchronous(
+    sync_arms: Sequence[ArmRecord],
+    *,
+    lag: int,
+    mode: LoopMode,
+    slowdowns: Mapping[Arm, CoreSlowdowns] | None = None,
+    has_logprob_pass: bool = True,
+    idle_core_helps: bool = False,
+) -> AsynchronousPrediction:
+    """Each arm of `sync_arms` in an asynchronous loop on two cores, from its measured stages.
+
+    Args:
+        slowdowns: of the arms that measured theirs; the others take `believed_slowdowns`.
+        has_logprob_pass: False leaves the stage out, as an asynchronous loop with one update a step does.
+        idle_core_helps: who is ready first lends its core to the other.
+    Raises:
+        ConfigError: the mode is synchronous, or the lag is below 1.
+    """
+    require(mode is not LoopMode.SYNCHRONOUS, "mode", "must be asynchronous", mode.value)
+    require(lag >= 1, "lag", "must be >= 1", lag)
+    found, sources = [], {}
+    for arm in sync_arms:
+        factors = (slowdowns or {}).get(arm.arm) or believed_slowdowns()
+        sources[arm.arm.value] = f"engine: {factors.engine.source}; learner: {factors.learner.source}"
+        times = [step.times for step in arm.timed_steps]
+        inputs = _Inputs.of(times, factors, has_logprob_pass=has_logprob_pass)
+        found.append(_predict(arm.arm, times, inputs, lag=lag, mode=mode, helps=idle_core_helps))
+    return AsynchronousPrediction(
+        mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(found), sources=sources
+    )
+
+
+def check_predicted(prediction: AsynchronousPrediction, measured_step_s: Mapping[Arm, float]) -> list[PredictionCheck]:
+    """Predicted beside measured for the arms that have both."""
+    return [
+        PredictionCheck(label=arm.arm.value, predicted_s=arm.step_s, measured_s=measured_step_s[arm.arm])
+        for arm in prediction.arms
+        if arm.arm in measured_step_s
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Inputs:
+    """Seconds of a step's parts on one core each [D, S], the first draw the median; `data_s` and `refit_s` [S]."""
+
+    engine_s: Array
+    learner_s: Array
+    engine_factor: Array  # [D, 1]
+    learner_factor: Array
+    fixed_share: Array
+    data_s: Array
+    refit_s: Array
+
+    @staticmethod
+    def of(times: Sequence[StageTimes], factors: CoreSlowdowns, *, has_logprob_pass: bool) -> _Inputs:
+        random = np.random.default_rng(0)
+        engine, learner, fixed = (
+            _drawn(belief, random) for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
+        )
+        trained_s = [each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times]
+        # Batch t + 1 is generated while step t trains; the last step has none that follows.
+        generated_s = [each.generation_s for each in (*times[1:], times[0])]
+        return _Inputs(
+            engine_s=engine * np.array(generated_s),
+            learner_s=learner * np.array(trained_s),
+            engine_factor=engine,
+            learner_factor=learner,
+            fixed_share=np.minimum(1.0, fixed),
+            data_s=np.array([each.data_s for each in times]),
+            refit_s=np.array([each.prepare_s for each in times]),
+        )
+
+
+def _predict(
+    arm: Arm, times: Sequence[StageTimes], inputs: _Inputs, *, lag: int, mode: LoopMode, helps: bool
+) -> PredictedArm:
+    bound_s, busy_s = inputs.engine_s, inputs.data_s + inputs.learner_s
+    if mode is LoopMode.IN_FLIGHT:
+        bound_s = _in_flight_s(bound_s, busy_s, lag, inputs.fixed_share)
+    if helps:
+        bound_s, busy_s = (
+            _helped_s(bound_s, busy_s, inputs.engine_factor),
+            _helped_s(busy_s, bound_s, inputs.learner_factor),
+        )
+    exposed_s = np.maximum(0.0, bound_s - busy_s)
+    step_D = (inputs.refit_s + busy_s + exposed_s).mean(axis=1)
+    exposed = float(exposed_s[0].mean())
+    by_lag = Bound.LAG if mode is LoopMode.IN_FLIGHT else Bound.DRAINED
+    p10, p90 = np.percentile(step_D, [10, 90]).tolist()
+    return PredictedArm(
+        arm=arm,
+        synchronous_step_s=fmean(each.step_s for each in times),
+        step_s=float(step_D[0]),
+        step_p10_s=p10,
+        step_p90_s=p90,
+        exposed_s=exposed,
+        hidden_s=max(0.0, float(np.minimum(bound_s, inputs.engine_s)[0].mean()) - exposed),
+        bound=by_lag if (exposed_s[0] > 0).mean() > 0.5 else Bound.LEARNER,
+    )
+
+
+def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) -> Array:
+    """Shortest step of engines that are never drained, from the seconds of a drained batch.
+
+    A drained batch of `drained_s` seconds has `fixed_share` of them whatever runs at once, the rest in proportion to
+    its tokens. If in a step the engine advances by a share u of the longest response, T(u) = drained (fixed u + 1 -
+    fixed), and that response must end in its window, (1 + lag) T - busy >= T / u: the smallest such u is the best.
+    """
+    low, high = np.full_like(drained_s, 1.0 / (1 + lag)), np.ones_like(drained_s)
+    for _ in range(_HALVINGS):
+        share = 0.5 * (low + high)
+        step_s = drained_s * (fixed_share * share + 1.0 - fixed_share)
+        ends = step_s * (1 + lag - 1.0 / share) >= busy_s
+        low, high = np.where(ends, low, share), np.where(ends, share, high)
+    return drained_s * (fixed_share * high + 1.0 - fixed_share)
+
+
+def _helped_s(own_s: Array, other_s: Array, factor: Array) -> Array:
+    """Seconds of a stage that has both cores once the other one is done."""
+    return np.where(own_s > other_s, other_s + (own_s - other_s) / np.maximum(1.0, factor), own_s)
+
+
+def _drawn(belief: Prior, random: np.random.Generator) -> Array:
+    """Draws [D, 1] of a belief, the first one its median."""
+    deviations = np.append(0.0, random.standard_normal(_NUM_DRAWS))[:, None]
+    return belief.median * np.exp(belief.log_sd * deviations)
+
+
+def _measured(factor: float) -> Prior:
+    return Prior(median=factor, log_sd=_MEASURED_LOG_SD, source="measured: the arm in both loops of this run")
+

@@ -1,0 +1,276 @@
+"""What the page says of the arms of an asynchronous loop, by hand from the small record.
+
+Synchronous steps take 8, 8 and 11 s, and with speculation 5, 5 and 5, of which 2 s are no generation: 0.1 data, 0.2
+prepare, 0.5 logprob, 1.2 train. Asynchronous ones wait 2.0 s for rollouts, with speculation 0.5 s: they take 4 and
+2.5 s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.records import ArmRecord, LayoutRecord, RunRecord
+from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
+from slipstream.report.asynchronous_figures import loop_learning, step_lanes
+from slipstream.report.asynchronous_prediction import predicted, prediction_table
+from slipstream.report.asynchronous_results import bound_text, loop_metrics, loops_as_json
+from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
+from slipstream.report.page import render, write_report
+from slipstream.report.reference import read_reference
+from slipstream.report.results import description, result_metrics
+from slipstream.report.terminal import speedup_table
+from slipstream.types import Arm
+from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm
+
+REFERENCE = read_reference()
+LAYOUT = LayoutRecord(
+    model="tiny",
+    hardware="cpu-2core",
+    precision="float32",
+    learner_precision="float32",
+    num_gpus=0,
+    gpus_per_engine=1,
+    max_response_tokens=160,
+)
+ON_CORES = replace(ASYNCHRONOUS, layout=LAYOUT)
+
+
+def compared(record: RunRecord = ASYNCHRONOUS) -> LoopComparison:
+    found = compare_loops(record)
+    assert found is not None
+    return found
+
+
+def with_waits(autoregressive_s: float) -> RunRecord:
+    """The autoregressive arm alone, whose training waits so long."""
+    return replace(
+        ASYNCHRONOUS, asynchronous=(asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=autoregressive_s, hidden_s=1.5),)
+    )
+
+
+def test_steps_are_compared_with_the_baseline_and_with_the_same_arm_in_turn() -> None:
+    base, spec, overlapped, both = compared().arms
+    assert [arm.name for arm in compared().arms] == [
+        "autoregressive",
+        "speculative",
+        "autoregressive_asynchronous",
+        "speculative_asynchronous",
+    ]
+    assert base.over_baseline is None and base.over_synchronous is None and spec.over_synchronous is None
+    assert spec.over_baseline is not None and spec.over_baseline.value == pytest.approx(8 / 5)
+    # A resampled median of (8, 8, 11) is 8 or 11.
+    assert overlapped.over_baseline is not None and overlapped.over_baseline.value == pytest.approx(2.0)
+    assert overlapped.over_baseline.ci95 == pytest.approx((2.0, 2.75))
+    assert overlapped.over_synchronous == overlapped.over_baseline
+    assert both.over_baseline is not None and both.over_baseline.value == pytest.approx(8 / 2.5)
+    assert both.over_synchronous is not None and both.over_synchronous.value == pytest.approx(5 / 2.5)
+    speculation = compared().speculation
+    assert speculation is not None and speculation.value == pytest.approx(4 / 2.5)
+
+
+def test_parts_of_a_step_are_means_and_add_up_to_it() -> None:
+    base, _, overlapped, both = compared().arms
+    assert (base.step_s, base.exposed_s, base.hidden_s) == pytest.approx((9.0, 7.0, 0.0))
+    assert (overlapped.step_s, overlapped.exposed_s, overlapped.hidden_s) == pytest.approx((4.0, 2.0, 1.5))
+    for arm in compared().arms:
+        assert sum(arm.stages_s.values()) == pytest.approx(arm.step_s)
+    # In turn: of 27 s the engines work 21 and the learner 3 x 1.7.
+    assert (base.engine_idle_fraction, base.learner_idle_fraction) == pytest.approx((6 / 27, 1 - 5.1 / 27))
+    assert (both.engine_idle_fraction, both.learner_idle_fraction) == pytest.approx((0.5 / 2.5, 0.8 / 2.5))
+    assert base.joining_fraction is None
+    assert both.joining_fraction == pytest.approx(0.2 / 2.5)
+
+
+def test_tokens_are_counted_by_their_lag_over_all_steps() -> None:
+    _, _, overlapped, _ = compared().arms
+    young, old = overlapped.lags
+    # The first step's 100 tokens lag by nothing, of the other three's 20 each.
+    assert (young.lag, young.num_tokens, old.lag, old.num_tokens) == (0, 160, 1, 240)
+    assert overlapped.mean_lag == pytest.approx(0.6)
+    assert (old.ratio_mean, old.ratio_max, old.clipped_fraction) == pytest.approx((1.1, 5.0, 0.25))
+    assert old.effective_sample_size == pytest.approx(0.8)
+    assert young.ratio_max == 1.5
+    assert [(lag.lag, lag.num_tokens) for lag in pooled_lags(RECORD.arms[0].steps)] == [(0, 400)]
+
+
+def test_ratios_are_weighted_by_tokens() -> None:
+    few, many = (
+        replace(step, lags=(replace(step.lags[1], num_tokens=tokens, ratio_mean=mean),))
+        for step, tokens, mean in zip(ASYNCHRONOUS.asynchronous[0].steps[1:3], (10, 30), (1.0, 2.0), strict=True)
+    )
+    (pooled,) = pooled_lags([few, many])
+    assert (pooled.num_tokens, pooled.ratio_mean) == (40, 1.75)
+
+
+def test_where_generation_bounds_the_step_the_text_says_what_speculation_can_gain() -> None:
+    assert bound_text(compared()) == (
+        "Generation bounds the asynchronous step: without speculation training waits for rollouts 2.00 s of a step of "
+        "4.00 s (50 %). Speculation shortens that wait: at most about 2.00x can be had of it; measured: "
+        "1.60x [1.60, 1.60]."
+    )
+
+
+def test_where_the_learner_bounds_the_step_the_text_says_that_speculation_gains_nothing() -> None:
+    assert bound_text(compared(with_waits(0.05))) == (
+        "The learner bounds the asynchronous step: without speculation training waits for rollouts 0.050 s of a step "
+        "of 2.05 s (2.4 %). Speculation shortens generation that is hidden behind training already, so it gains "
+        "nothing here but that wait: at most about 1.03x can be had of it."
+    )
+    assert bound_text(compared(with_waits(0.2))).startswith("Generation bounds")
+
+
+def test_a_run_without_both_loops_compares_none() -> None:
+    assert compare_loops(RECORD) is None
+    assert compare_loops(replace(ASYNCHRONOUS, arms=ONE_ARM.arms)) is None
+    alone = with_waits(2.0)
+    assert compared(alone).speculation is None
+    assert "speedup" in speedup_table(alone)
+    assert 'id="asynchronous"' not in render(RECORD, REFERENCE)
+
+
+def test_an_asynchronous_step_without_its_overlap_is_an_error() -> None:
+    arm: ArmRecord = ASYNCHRONOUS.asynchronous[0]
+    bare = replace(arm, steps=tuple(replace(step, overlap=None) for step in arm.steps))
+    with pytest.raises(ValueError, match="step 1 of an asynchronous arm must say what overlapped"):
+        compare_loops(replace(ASYNCHRONOUS, asynchronous=(bare,)))
+
+
+def test_the_tables_hold_the_four_arms() -> None:
+    rows = {row.label: row.cells for row in loop_table(compared()).rows}
+    assert rows["autoregressive"] == ("8.00", "8.00 to 10.4", "", "", "7.00", "", "22 %", "81 %", "")
+    assert rows["autoregressive, asynchronous"] == (
+        "4.00",
+        "4.00 to 4.00",
+        "2.00x [2.00, 2.75]",
+        "2.00x [2.00, 2.75]",
+        "2.00",
+        "1.50",
+        "12 %",
+        "57 %",
+        "5.0 %",
+    )
+    lags = {row.label: row.cells for row in lag_table(compared()).rows}
+    assert list(lags) == ["autoregressive, 0", "autoregressive, 1", "speculative, 0", "speculative, 1"]
+    assert lags["speculative, 1"] == ("240", "60 %", "1.100", "5.00", "25 %", "80 %")
+    learned = {row.label: row.cells for row in loop_learning_table(compared(), ASYNCHRONOUS.evaluations).rows}
+    assert learned["speculative"] == ("0.100", "0.500", "+0.400", "", "0.310", "0.260 to 0.360", "", "")
+    assert learned["speculative, asynchronous"] == (
+        *("0.100", "0.400", "+0.300", "0.75"),
+        *("0.290", "0.240 to 0.340", "1", "0"),
+    )
+
+
+def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
+    page = render(ASYNCHRONOUS, REFERENCE)
+    sections = re.findall(r'<section id="([a-z-]+)">', page)
+    assert sections[:4] == ["step-time", "speedup", "asynchronous", "acceptance"]
+    assert bound_text(compared()) in page
+    assert "rollouts lag by at most\n1 version of the policy." in page
+    assert page.count("<svg") == 11
+    assert "GRPO step speedup, asynchronous speculative" in page
+    assert "workflows/asynchronous_rl.py asynchronous_rl --recipe tiny" in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
+    prediction = predicted(ON_CORES, compared())
+    assert prediction is not None
+    assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
+    table = prediction_table(prediction, compared())
+    assert [(group.heading, len(group.columns)) for group in table.groups] == [("measured", 3), ("projected", 5)]
+    arm, row = prediction.arms[1], table.rows[1]
+    assert row.label == "speculative, asynchronous"
+    assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
+    assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
+    assert "as the simulator predicts them" in render(ON_CORES, REFERENCE)
+    assert "under Asynchronous." in render(ON_CORES, REFERENCE)
+    assert loops_as_json(compared(), prediction)["predicted"]["lag"] == 1
+
+
+def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:
+    assert predicted(ASYNCHRONOUS, compared()) is None
+    assert predicted(replace(ASYNCHRONOUS, layout=replace(LAYOUT, hardware="gb200")), compared()) is None
+    arms = tuple(replace(arm, max_off_policy_steps=0) for arm in ASYNCHRONOUS.asynchronous)
+    in_turn = replace(ON_CORES, asynchronous=arms)
+    assert predicted(in_turn, compared(in_turn)) is None
+    assert "as the simulator predicts them" not in render(in_turn, REFERENCE)
+
+
+def test_the_figures_name_arms_and_parts() -> None:
+    lanes = step_lanes(compared())
+    for words in ("speculative, asynchronous: engines", "learner", "waiting", "generation", "9.00 s", "2.50 s"):
+        assert words in lanes
+    learning = loop_learning(ASYNCHRONOUS, compared())
+    assert "Trained tokens by lag" in learning
+    assert "autoregressive, asynchronous" in learning
+
+
+def test_the_synchronous_figures_are_the_same_with_asynchronous_arms_beside_them(tmp_path: Path) -> None:
+    plain, both = write_report(RECORD, tmp_path / "a"), write_report(ASYNCHRONOUS, tmp_path / "b")
+    for path in plain.figures:
+        assert path.read_text() == (both.html.parent / "figures" / path.name).read_text()
+    before, after = json.loads(plain.json.read_text()), json.loads(both.json.read_text())
+    assert {name: after[name] for name in before if name != "aime24"} == {
+        name: value for name, value in before.items() if name != "aime24"
+    }
+    assert after["asynchronous"] == json.loads(json.dumps(loops_as_json(compared())))
+
+
+def test_json_holds_the_arms_of_both_loops() -> None:
+    found = json.loads(json.dumps(loops_as_json(compared()), allow_nan=False))
+    assert found["speculation_step_speedup"]["value"] == pytest.approx(1.6)
+    arm = found["arms"]["speculative_asynchronous"]
+    assert (arm["loop"], arm["max_off_policy_steps"], arm["exposed_s"], arm["hidden_s"]) == (
+        "one_step_off",
+        1,
+        0.5,
+        1.5,
+    )
+    assert arm["over_synchronous"]["value"] == pytest.approx(2.0)
+    assert found["arms"]["autoregressive"]["over_baseline"] == {"value": None, "ci95": None}
+    assert [lag["num_tokens"] for lag in arm["lags"]] == [160, 240]
+
+
+def test_the_executions_metrics_keep_the_loops_apart() -> None:
+    plain = result_metrics(RECORD, hours=1.0, gpu_hours=0.0)
+    metrics = result_metrics(ASYNCHRONOUS, hours=1.0, gpu_hours=0.0)
+    assert {name: metrics[name] for name in plain} == plain
+    more = {name.removeprefix("result/"): value for name, value in metrics.items() if name not in plain}
+    assert more["asynchronous_step_speedup_autoregressive"] == pytest.approx(2.0)
+    assert more["asynchronous_step_speedup_autoregressive_high"] == pytest.approx(2.75)
+    assert more["asynchronous_speculation_step_speedup"] == pytest.approx(1.6)
+    assert more["exposed_generation_s_speculative_asynchronous"] == pytest.approx(0.5)
+    assert more["mean_lag_speculative_asynchronous"] == pytest.approx(0.6)
+    assert more["reward_autoregressive_asynchronous"] == 0.4
+    assert more["aime24_speculative_asynchronous"] == 0.29
+    assert loop_metrics(RECORD) == {}
+    assert "| step speedup, speculative, asynchronous | 3.20x | 3.20 to 4.40 |" in description(ASYNCHRONOUS)
+
+
+def test_the_terminal_table_stays_aligned_and_names_the_asynchronous_arms() -> None:
+    lines = speedup_table(ASYNCHRONOUS).splitlines()
+    assert max(map(len, lines)) <= 100
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("asynchronous, speculative")]
+    block = [line.split() for line in lines[first : first + 7]]
+    assert block[0][:4] == ["asynchronous,", "speculative", "2.50", "s"]
+    assert lines[first].endswith("one_step_off, lag at most 1, mean 0.60")
+    assert block[1][-4:] == ["2.00x", "2.00", "to", "2.00"]
+    assert block[2][-4:] == ["3.20x", "3.20", "to", "4.40"]
+    assert block[3][-5:] == ["0.50", "s", "1.50", "s", "hidden"]
+    assert block[4][-4:] == ["20", "%", "32", "%"]
+    assert block[6][:2] == ["AIME-2024-like", "0.290"]
+    assert speedup_table(RECORD) == "\n".join(
+        line for number, line in enumerate(lines) if not _of_asynchronous(lines, number)
+    )
+
+
+def _of_asynchronous(lines: list[str], number: int) -> bool:
+    """Whether a line belongs to the block that starts with the rule before `asynchronous, autoregressive`."""
+    start = next(i for i, line in enumerate(lines) if line.startswith("asynchronous, autoregressive")) - 1
+    return start <= number < start + 1 + 2 * 7

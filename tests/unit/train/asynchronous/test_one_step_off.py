@@ -1,0 +1,212 @@
+"""The loop that runs a fixed number of batches behind, in a world where every difference shows in the weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.records import StepRecord
+from slipstream.train.asynchronous.meeting import Meeting
+from slipstream.types import Prompt
+from tests.unit.train.asynchronous.world import (
+    GROUP_SIZE,
+    NUM_STEPS,
+    PROMPTS_PER_STEP,
+    START,
+    STREAM,
+    Delays,
+    World,
+    one_step_off,
+    synchronous,
+    timeless,
+)
+
+LAGS = [0, 1, 2, NUM_STEPS + 1]
+
+
+def test_without_a_lag_it_is_the_synchronous_loop_to_the_last_call_and_bit() -> None:
+    expected, found = World(), World(Delays(seed=1))
+    records = synchronous(expected)
+
+    assert timeless(one_step_off(found, lag=0)) == timeless(records)
+    assert found.calls == expected.calls
+    assert found.generated == expected.generated
+    assert found.updates == expected.updates
+    assert found.scored == expected.scored
+    assert found.weights == expected.weights != START
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_a_batch_comes_whole_from_the_version_that_is_as_old_as_the_lag(lag: int) -> None:
+    world = World(Delays(seed=2))
+    records = one_step_off(world, lag)
+
+    assert [record.policy_version for record in records] == [max(0, step - lag) for step in range(NUM_STEPS)]
+    assert [call[-1] for call in world.generated] == [max(0, step - lag) for step in range(NUM_STEPS)]
+    assert [call[0] for call in world.generated] == [[p.id for p in STREAM.batch(step)] for step in range(NUM_STEPS)]
+    assert [call[1] for call in world.calls if call[0] == "refit"] == list(range(NUM_STEPS))
+    for step, (record, update) in enumerate(zip(records, world.updates, strict=True)):
+        assert update.batch.policy_version == step
+        assert [ids[:2] for ids in update.batch.token_ids[::GROUP_SIZE]] == [
+            prompt.token_ids for prompt in STREAM.batch(step)
+        ]
+        assert [each.lag for each in record.lags] == [min(step, lag)]
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_nothing_depends_on_who_is_fast(lag: int) -> None:
+    worlds = [World(Delays(seed=seed)) for seed in (None, 3, 4)]
+    records = [timeless(one_step_off(world, lag)) for world in worlds]
+
+    assert records[0] == records[1] == records[2]
+    assert len({world.weights for world in worlds}) == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, lag: int, stop: int) -> None:
+    whole = World()
+    expected = one_step_off(whole, lag)
+
+    def killed(record: StepRecord) -> None:
+        if record.step == stop - 1:
+            raise InterruptedError
+
+    first = World(Delays(seed=5))
+    with pytest.raises(InterruptedError):
+        one_step_off(first, lag, directory=tmp_path, on_step=killed)
+    second = World(Delays(seed=6))
+    found = one_step_off(second, lag, directory=tmp_path)
+
+    assert timeless(found) == timeless(expected)
+    assert second.weights == whole.weights
+    # Nothing is made twice: what the first attempt had generated ahead came with its checkpoint.
+    assert [call[0] for call in first.generated + second.generated] == [call[0] for call in whole.generated]
+    assert [regenerated(record) for record in found] == [0] * NUM_STEPS
+
+
+def test_what_was_made_after_the_last_checkpoint_is_made_again_and_counted(tmp_path: Path) -> None:
+    """Killed in step 3, with its batch of step 4 done: the checkpoint after step 2 holds that of step 3."""
+    directory, lost = tmp_path, World()
+
+    def killed(update: Any) -> Any:
+        time.sleep(0.05)  # the batch of step 4 is submitted by then
+        raise InterruptedError
+
+    def step_done(record: StepRecord) -> None:
+        if record.step == 2:
+            lost.train_step = killed
+
+    with pytest.raises(InterruptedError):
+        one_step_off(lost, 1, directory=directory, on_step=step_done)
+    found = one_step_off(World(), 1, directory=directory)
+
+    assert timeless(found) == timeless(one_step_off(World(), 1))
+    assert [regenerated(record) for record in found] == [0, 0, 0, PROMPTS_PER_STEP * GROUP_SIZE, 0, 0]
+
+
+def regenerated(record: StepRecord) -> int:
+    assert record.overlap is not None
+    return record.overlap.num_regenerated
+
+
+class BoomError(Exception):
+    """What goes wrong."""
+
+
+def boom(*_: Any, **__: Any) -> Any:
+    raise BoomError
+
+
+def hang(*_: Any, **__: Any) -> Any:
+    time.sleep(30.0)
+
+
+@pytest.mark.parametrize("failing", ["refit", "generate", "score", "train_step"])
+@pytest.mark.parametrize("others", ["go on", "hang"])
+def test_whatever_fails_ends_all_within_a_second(failing: str, others: str) -> None:
+    world = World()
+    setattr(world, failing, boom)
+    if others == "hang":  # whoever does not have to be done for the failing one to be called
+        hanging = {"refit": [], "generate": [], "score": [], "train_step": ["generate"]}[failing]
+        original = world.generate
+
+        def generate(prompts: Any, **more: Any) -> Any:
+            return original(prompts, **more) if len(world.generated) < 1 else hang()
+
+        if hanging:
+            world.generate = generate
+    start = time.monotonic()
+    with pytest.raises(BoomError):
+        one_step_off(world, 1)
+    assert time.monotonic() - start < 1.0
+
+
+def test_an_interrupt_ends_all_within_a_second() -> None:
+    import signal
+
+    world = World()
+    world.train_step = hang
+    start = time.monotonic()
+    timer = threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        one_step_off(world, 1)
+    assert time.monotonic() - start < 1.0
+
+
+def test_settling_waits_for_calls_that_were_under_way_at_the_end() -> None:
+    world, meeting, done = World(), Meeting(), []
+    original: Callable[..., Any] = world.generate
+
+    def slow(prompts: tuple[Prompt, ...], **more: Any) -> Any:
+        if world.generated:
+            time.sleep(1.0)
+            done.append(True)
+        return original(prompts, **more)
+
+    world.generate = slow
+    world.train_step = boom
+    with pytest.raises(BoomError):
+        one_step_off(world, 1, meeting=meeting)
+    assert not done
+    meeting.settle()
+    assert done
+
+
+def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None:
+    """Generation takes 0.2 s and training 0.1 s: half of a batch's generation is exposed, but for the first."""
+    world = World()
+    generate, train_step = world.generate, world.train_step
+
+    def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def timed(*args: Any, **more: Any) -> Any:
+            time.sleep(seconds)
+            return call(*args, **more)
+
+        return timed
+
+    world.generate, world.train_step = slow(generate, 0.2), slow(train_step, 0.1)
+    records = one_step_off(world, 1)
+
+    first, *middle, last = records
+    assert first.overlap is not None
+    assert first.overlap.generation_s == pytest.approx(0.4, abs=0.05)
+    assert first.times.generation_s == pytest.approx(0.3, abs=0.05)
+    for record in middle[:-1]:
+        assert record.overlap is not None
+        assert record.overlap.generation_s == pytest.approx(0.2, abs=0.04)
+        assert record.overlap.hidden_s == pytest.approx(0.1, abs=0.04)
+        assert record.times.generation_s == pytest.approx(0.1, abs=0.04)
+        assert record.overlap.engine_idle_fraction < 0.2
+        assert record.overlap.learner_idle_fraction == pytest.approx(0.5, abs=0.15)
+        times = record.times
+        assert sum(times.by_stage().values()) == pytest.approx(times.step_s, rel=0.1)
+    assert last.overlap is not None
+    assert (last.overlap.generation_s, last.overlap.engine_idle_fraction) == (0.0, 1.0)
+    assert last.times.generation_s == pytest.approx(0.0, abs=0.01)

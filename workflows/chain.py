@@ -1,0 +1,141 @@
+"""What the chains of tasks share: how the stages before the arms, the arms and the stages after them are wired.
+
+Called inside a workflow, whose nodes they add in the order of the calls.
+"""
+
+# Inside a workflow a task gives promises, which flytekit types as a union of all that a task may give anywhere.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from slipstream.types import Arm, ArmLoop, arm_name
+from tasks.certify_losslessness import certify_losslessness, require_lossless
+from tasks.evaluate_aime import evaluate_aime
+from tasks.prepare_data import prepare_data
+from tasks.prepare_policy import prepare_policy
+from tasks.pretrain_draft import pretrain_draft
+from tasks.project_speedup import project_speedup
+from tasks.report_speedup import report_speedup
+from tasks.require_no_drift import require_no_drift
+from tasks.resources import CLUSTER
+from tasks.train_grpo import train_grpo
+from tasks.tune_draft_length import tune_draft_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Promises of what every arm starts from."""
+
+    shared: Mapping[str, Any]  # the run and its recipe, which every task takes
+    data: Any
+    policy: Any
+    draft: Any
+    tuning: Any
+
+
+def prepared(run: Any) -> Prepared:
+    """Data, policy, draft and draft length of the run that `start_run` opened."""
+    shared = {"context": run.context, "recipe": run.recipe}
+    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
+    policy = (
+        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
+    )
+    draft = (
+        pretrain_draft(**shared, policy=policy, data=data)
+        .with_overrides(name="pretrain draft", node_name="pretrain-draft")
+        .draft
+    )
+    tuning = (
+        tune_draft_length(**shared, policy=policy, data=data, draft=draft)
+        .with_overrides(name="tune draft length", node_name="tune-draft-length")
+        .tuning
+    )
+    return Prepared(shared=shared, data=data, policy=policy, draft=draft, tuning=tuning)
+
+
+def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
+    """Both arms in each of the loops, by their names; one after another where they would share a machine."""
+    arms = {
+        arm_name(arm, loop): train_grpo(
+            **start.shared,
+            policy=start.policy,
+            data=start.data,
+            draft=start.draft,
+            tuning=start.tuning,
+            arm=arm,
+            loop=loop,
+        )
+        .with_overrides(name=_title("train", arm_name(arm, loop)), node_name=_node("train", arm_name(arm, loop)))
+        .trained
+        for loop in loops
+        for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE)
+    }
+    if CLUSTER.runs_one_at_a_time:
+        for before, after in pairwise(arms.values()):
+            before >> after  # pyright: ignore[reportUnusedExpression]
+    return arms
+
+
+def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> Any:
+    """Evaluations of the policy before RL and of every arm, the certificate of one of them, and the report."""
+    evaluations = [
+        evaluate_aime(**start.shared, data=start.data, model=model, policy=name)
+        .with_overrides(name=_title("evaluate", name), node_name=_node("evaluate", name))
+        .evaluation
+        for name, model in {"start": start.policy, **arms}.items()
+    ]
+    certificate = (
+        certify_losslessness(
+            **start.shared,
+            policy=start.policy,
+            trained=arms[certified],
+            data=start.data,
+            draft=start.draft,
+            tuning=start.tuning,
+        )
+        .with_overrides(name="certify losslessness", node_name="certify-losslessness")
+        .certificate
+    )
+    projection = (
+        project_speedup(**start.shared, tuning=start.tuning, arms=list(arms.values()))
+        .with_overrides(name="project speedup", node_name="project-speedup")
+        .projection
+    )
+    report = (
+        report_speedup(
+            **start.shared,
+            policy=start.policy,
+            data=start.data,
+            draft=start.draft,
+            tuning=start.tuning,
+            arms=list(arms.values()),
+            evaluations=evaluations,
+            certificate=certificate,
+            projection=projection,
+        )
+        .with_overrides(name="report speedup", node_name="report-speedup")
+        .report
+    )
+    lossless = (
+        require_lossless(certificate=certificate, report=report)
+        .with_overrides(name="require lossless", node_name="require-lossless")
+        .report
+    )
+    return require_no_drift(recipe=start.shared["recipe"], report=lossless).with_overrides(
+        name="require no drift", node_name="require-no-drift"
+    )
+
+
+def _title(verb: str, name: str) -> str:
+    """The node of an arm as the UI shows it."""
+    return f"{verb} {name.replace('_', ', ')}"
+
+
+def _node(verb: str, name: str) -> str:
+    """Its id, in which Flyte takes hyphens alone."""
+    return f"{verb}-{name.replace('_', '-')}"
