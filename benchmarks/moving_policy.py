@@ -3,6 +3,9 @@
 Arms of GRPO train from a finished run's policy and in-domain draft, at a learning rate that shifts the answers so far
 that a frozen draft is accepted less; the arms differ in `draft.online` alone and take their steps in turn. Shown is
 what each keeps of the acceptance, and what its training of the draft took.
+
+Drafts that differ draw other rollouts, so the arms' policies part: at a rate that breaks them they part widely, and one
+run says little about which arm is better. An arm that the acceptance guard stops is shown with its steps until then.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +29,15 @@ from slipstream.drafts.config import DraftOnline
 from slipstream.drafts.schedule import DraftLength
 from slipstream.placement.table import table
 from slipstream.recipe import Recipe
-from slipstream.records import ArmRecord, StepRecord
-from slipstream.rollout.acceptance import combine
 from slipstream.stages.support import decode, tokenizer
 from slipstream.stages.train_grpo import arm_plan
+from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.train.arm import train
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
 from slipstream.workers.session import connect
+
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of the run's recipe")
-    parser.add_argument("--records", type=Path, help="where to write the arms' records")
+    parser.add_argument("--records", type=Path, help="where to write the metrics of all steps")
     options = parser.parse_args(arguments)
     logs.configure()
     run = open_run(options.run)
@@ -69,25 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for online in options.online
     ]
     changes = merge(parse_overrides(options.overrides), {"grpo": {"num_steps": options.steps}})
-    arms = measured(run, contestants, changes, k=options.num_speculative_tokens)
+    steps, ends = measured(run, contestants, changes, k=options.num_speculative_tokens)
     if options.records is not None:
-        options.records.write_text(json.dumps({name: asdict(arm) for name, arm in arms.items()}))
-    print(table([HEADINGS, *(row(name, arm) for name, arm in arms.items())]), flush=True)
+        options.records.write_text(json.dumps(steps))
+    print(table([HEADINGS, *(row(name, found, ends[name]) for name, found in steps.items())]), flush=True)
 
 
 def measured(
-    run: FinishedRun, contestants: Sequence[Contestant], changes: dict[str, object], *, k: int
-) -> dict[str, ArmRecord]:
-    """The arms of all contestants.
-
-    Raises:
-        Exception: what ended one of them.
-    """
+    run: FinishedRun, contestants: Sequence[Contestant], changes: Mapping[str, Any], *, k: int
+) -> tuple[dict[str, list[Metrics]], dict[str, str]]:
+    """The metrics of each contestant's steps, and how its arm ended."""
     prompts = read_prompt_sets(run.data).train
     draft = run.draft.parent  # with its record beside the weights: the length that it is known to reach
+    steps: dict[str, list[Metrics]] = {each.name: [] for each in contestants}
     with tempfile.TemporaryDirectory() as directory:
 
-        def arm(contestant: Contestant, turn: Turn) -> ArmRecord:
+        def arm(contestant: Contestant, turn: Turn) -> str:
             recipe = recipe_of(run.recipe, contestant, changes, k=k)
             plan = arm_plan(
                 recipe,
@@ -97,25 +99,29 @@ def measured(
                 length=DraftLength(num_speculative_tokens=k),
                 label=contestant.name,
             )
-            return train(
-                recipe,
-                plan,
-                policy=run.policy,
-                prompts=prompts,
-                decode=decode(tokenizer(run.policy)),
-                directory=Path(directory) / contestant.name,
-                log=lambda metrics, step: None,
-                turn=turn,
-            )
+            try:
+                train(
+                    recipe,
+                    plan,
+                    policy=run.policy,
+                    prompts=prompts,
+                    decode=decode(tokenizer(run.policy)),
+                    directory=Path(directory) / contestant.name,
+                    log=lambda metrics, step: steps[contestant.name].append(metrics),
+                    turn=turn,
+                )
+            except AcceptanceCollapse:
+                return "acceptance guard"
+            return "whole"
 
-        found = in_turn({each.name: partial(arm, each) for each in contestants})
-    for result in found.values():
-        if isinstance(result, BaseException):
-            raise result
-    return found
+        ends = in_turn({each.name: partial(arm, each) for each in contestants})
+    for end in ends.values():
+        if isinstance(end, BaseException):
+            raise end
+    return steps, ends
 
 
-def recipe_of(recipe: Recipe, contestant: Contestant, changes: dict[str, object], *, k: int) -> Recipe:
+def recipe_of(recipe: Recipe, contestant: Contestant, changes: Mapping[str, Any], *, k: int) -> Recipe:
     """The run's recipe, changed for one contestant."""
     own = {
         "draft": {"online": contestant.online.value},
@@ -129,35 +135,37 @@ def recipe_of(recipe: Recipe, contestant: Contestant, changes: dict[str, object]
 
 HEADINGS = [
     "draft.online, policy's rate",
+    "steps",
+    "ended by",
     "acceptance length: first quarter",
     "last quarter",
-    "all steps",
-    "steps that trained it",
+    "all",
+    "trainings",
     "training s",
     "step s",
     "reward: first, last quarter",
 ]
 
 
-def row(name: str, arm: ArmRecord) -> list[str]:
-    """What the arm kept, and what it paid."""
-    quarter = max(1, len(arm.steps) // 4)
-    first, last = arm.steps[:quarter], arm.steps[-quarter:]
-    updates = [step.draft_update for step in arm.steps if step.draft_update is not None]
-    rewards = [np.mean([step.reward_mean for step in part]) for part in (first, last)]
+def row(name: str, steps: Sequence[Metrics], end: str) -> list[str]:
+    """What the arm kept, and what it paid: means over its steps."""
+    quarter = max(1, len(steps) // 4)
+    first, last = steps[:quarter], steps[-quarter:]
+    trained = [step["draft/train_s"] for step in steps if step.get("draft/trained")]
     return [
         name,
-        *(f"{acceptance_length(part):.2f}" for part in (first, last, arm.steps)),
-        str(len(updates)),
-        f"{sum(update.elapsed_s for update in updates):.1f}",
-        f"{np.median([step.times.step_s for step in arm.timed_steps]):.2f}",
-        ", ".join(f"{reward:.3f}" for reward in rewards),
+        str(len(steps)),
+        "" if end == "whole" else end,
+        *(f"{_mean(part, 'spec/mean_acceptance_length'):.2f}" for part in (first, last, steps)),
+        str(len(trained)),
+        f"{sum(trained):.1f}",
+        f"{np.median([step['time/step_s'] for step in steps[1:]]):.2f}",
+        ", ".join(f"{_mean(part, 'train/reward'):.3f}" for part in (first, last)),
     ]
 
 
-def acceptance_length(steps: Sequence[StepRecord]) -> float:
-    """Of all drafts of these steps together, the bonus token included."""
-    return combine([step.acceptance for step in steps if step.acceptance is not None]).mean_acceptance_length
+def _mean(steps: Sequence[Metrics], name: str) -> float:
+    return float(np.mean([step[name] for step in steps]))
 
 
 if __name__ == "__main__":
