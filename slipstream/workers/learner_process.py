@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fing
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 from slipstream.workers.learner_draft import (
     HeldChats,
@@ -76,6 +78,17 @@ class LearnerProcess:
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
+        self._share: CoreShare | None = None
+
+    def share_cores(self, slot: CoreSlot | None) -> None:
+        """Leave some of the host's cores to engines that work at the same time; None: no longer."""
+        if self._share is not None:
+            self._share.leave()
+        self._share = None if slot is None else CoreShare(slot, most=self._config.num_threads or num_cores())
+        self._loaded.around_layers(None if self._share is None else self._share.fit)
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._share is None else self._share.at_work()
 
     def listen(self, address: str) -> int:
         """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
@@ -145,7 +158,8 @@ class LearnerProcess:
 
     def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
         """Trainer logprobs of the response tokens."""
-        return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
+        with self._at_work():
+            return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def token_logprobs(self, part: Ragged) -> Ragged:
         """Logprob of each token but the first, given those before it, at temperature 1."""
@@ -155,7 +169,8 @@ class LearnerProcess:
         """Logprobs under the reference policy, None without one."""
         if self._reference is None:
             return None
-        return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
+        with self._at_work():
+            return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
@@ -190,10 +205,11 @@ class LearnerProcess:
 
     def train_step(self, part: Update) -> Trained:
         """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
-        if not part.trains_draft:
-            return self._loaded.train_step(part)
-        assert self._online is not None, "continue_draft comes first"
-        return train_beside(self._loaded, *self._online, part, self._config)
+        with self._at_work():
+            if not part.trains_draft:
+                return self._loaded.train_step(part)
+            assert self._online is not None, "continue_draft comes first"
+            return train_beside(self._loaded, *self._online, part, self._config)
 
     def location(self) -> Location:
         """Where this rank computes."""
