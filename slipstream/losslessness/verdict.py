@@ -25,8 +25,8 @@ CLAIM = (
 )
 IN_FLIGHT = " New weights entered while they were sampled: each token is tested against the version that it carries."
 KEPT = (
-    " The run keeps the caches of running sequences when new weights enter, which biases their later tokens. These were "
-    "drawn with recomputed caches, and do not show that bias."
+    " The run keeps the caches of running sequences when new weights enter, which biases their later tokens. These "
+    "were drawn with recomputed caches, and do not show that bias."
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
