@@ -54,6 +54,11 @@ class LoopConfig:
         )
 
     @property
+    def in_flight_kv_cache(self) -> KvCache | None:
+        """What an engine that is refitted in flight is told; None where engines are at rest while new weights enter."""
+        return self.kv_cache if self.mode is LoopMode.IN_FLIGHT else None
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether generation and training take turns."""
         return self.mode is LoopMode.SYNCHRONOUS

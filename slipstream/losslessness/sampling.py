@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipstream.config import require
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records import ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace
+from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Prompt
 
 
@@ -20,6 +21,43 @@ class TracingEngine(Protocol):
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
         ...
+
+
+class RefittedEngine(Protocol):
+    """One that takes new weights while it draws."""
+
+    def trace(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: SamplingConfig,
+        group_size: int,
+        seed: int,
+        refits: Sequence[WeightFiles],
+        steps_between: int,
+    ) -> list[Trace]:
+        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcrossRefits:
+    """A `TracingEngine` that is refitted every few steps of what it draws; afterwards it holds the last of `refits`."""
+
+    engine: RefittedEngine
+    refits: tuple[WeightFiles, ...]  # in turn, and over again
+    steps_between: int
+
+    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
+        """See `TracingEngine.trace`."""
+        return self.engine.trace(
+            prompts,
+            sampling=sampling,
+            group_size=group_size,
+            seed=seed,
+            refits=self.refits,
+            steps_between=self.steps_between,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +83,7 @@ class Subject:
     draft_fingerprint: str
     versions: Mapping[str, str]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch
+    kv_cache: KvCache | None = None  # of a run whose engines are refitted in flight
 
 
 def draw(
@@ -55,6 +94,7 @@ def draw(
     sampling: SamplingConfig,
     batch: int,
     seed: int,
+    across: TracingEngine | None = None,
     on_drawn: Callable[[int], None] = lambda num_tokens: None,
 ) -> Sample:
     """Draw what the certificate needs from one engine.
@@ -62,6 +102,7 @@ def draw(
     Args:
         batch: responses at a time: as many as in training, for the best draft length depends on it.
         seed: the repeated pairs take it, the batches those after it: `config.num_tokens` of them at most.
+        across: the same engine, refitted while it draws the long responses; the others are of the last weights.
         on_drawn: told the number of tokens of each batch.
     """
     require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
@@ -71,7 +112,7 @@ def draw(
         if num_tokens >= config.num_tokens:
             break
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
-        drawn = engine.trace(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
+        drawn = (across or engine).trace(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
         traces += drawn
         num_drawn = sum(len(trace.token_ids) for trace in drawn)
         num_tokens += num_drawn

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, positions
@@ -21,6 +22,11 @@ from slipstream.rollout.engine import Trace
 CLAIM = (
     "Tokens sampled by the speculative engine follow the policy's own conditional distributions "
     "at the run's temperature, top-p and top-k."
+)
+IN_FLIGHT = " New weights entered while they were sampled: each token is tested against the version that it carries."
+KEPT = (
+    " The run keeps the caches of running sequences when new weights enter, which biases their later tokens. These "
+    "were drawn with recomputed caches, and do not show that bias."
 )
 LOSSLESS, BIASED, TOO_WEAK = "lossless", "biased", "too weak"
 _PIT_BINS = 20
@@ -53,14 +59,17 @@ def certify(
     sampling: SamplingConfig,
     subject: Subject,
     started_s: float,
+    earlier: Mapping[int, NDArray[np.float64]] | None = None,
 ) -> CertificateRecord:
     """Judge the speculative engine's sample against the policy and against the autoregressive engine's.
 
     Args:
         started_s: `time.perf_counter()` when drawing began.
+        earlier: what other versions of the policy say of the sample's long responses, by version: see `judged`; the
+            tokens that carry none of these are held against `policy`.
     """
-    draws = _draws(sample.traces, policy, sampling, config.seed)
-    control = _draws(baseline.traces, policy, sampling, config.seed + 1)
+    draws = _draws(sample.traces, policy, sampling, config.seed, earlier or {})
+    control = _draws(baseline.traces, policy, sampling, config.seed + 1, {})
     exact = _PairProbabilities(policy, sampling)
     found = {
         **statistics.conditional_tests(draws, seed=config.seed),
@@ -76,7 +85,7 @@ def certify(
     return CertificateRecord(
         verdict=verdict,
         reason=reason,
-        claim=CLAIM,
+        claim=CLAIM + (IN_FLIGHT if earlier else "") + (KEPT if subject.kv_cache is KvCache.KEEP else ""),
         family_level=config.family_level,
         power=config.power,
         max_detectable_bias=config.max_detectable_bias,
@@ -100,10 +109,30 @@ def certify(
     )
 
 
-def _draws(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> Draws:
+def judged(
+    traces: Sequence[Trace], policy: ExactPolicy, *, sampling: SamplingConfig, config: LosslessnessConfig
+) -> NDArray[np.float64]:
+    """What a version of the policy says of every token of the sample's long responses, whatever version drew it."""
+    return _columns(traces, policy, sampling, config.seed)
+
+
+def _columns(traces: Sequence[Trace], policy: ExactPolicy, sampling: SamplingConfig, seed: int) -> NDArray[np.float64]:
     sequences = [trace.prompt_token_ids + trace.token_ids for trace in traces]
-    starts = [len(trace.prompt_token_ids) for trace in traces]
-    columns = policy.conditionals(sequences, starts, sampling, seed=seed).T
+    return policy.conditionals(sequences, [len(trace.prompt_token_ids) for trace in traces], sampling, seed=seed)
+
+
+def _draws(
+    traces: Sequence[Trace],
+    policy: ExactPolicy,
+    sampling: SamplingConfig,
+    seed: int,
+    earlier: Mapping[int, NDArray[np.float64]],
+) -> Draws:
+    by_token = _columns(traces, policy, sampling, seed)
+    versions = np.asarray([version for trace in traces for version in trace.policy_versions], dtype=np.int64)
+    for version, said in earlier.items():
+        by_token = np.where((versions == version)[:, None], said, by_token)
+    columns = by_token.T
     place = np.asarray([position for trace in traces for position in positions(trace)], dtype=np.int64)
     assert len(place) == columns.shape[1], "a window length for every token"
     return Draws(

@@ -233,8 +233,8 @@ class VllmEngine(VllmWeights):
         """Sample as `generate` does, and tell which tokens came out of the engine together: for the certificate.
 
         Args:
-            refits: weights to take while the rollouts are under way, in turn and over again; in an
-                engine that runs in flight.
+            refits: weights to take while the rollouts are under way, in turn and over again, in an engine that runs in
+                flight; when all is drawn it takes the last of them.
             steps_between: steps from one of them to the next.
         Returns:
             One trace a rollout, prompt by prompt.
@@ -249,6 +249,8 @@ class VllmEngine(VllmWeights):
                 if refits and step % steps_between == 0:
                     self._take(refits[step // steps_between % len(refits)])
                 found.update((request.index, drawn) for request, drawn in self._groups.step())
+            if refits:
+                self._take(refits[-1])
         except BaseException:
             self._groups.drop()  # or they would come out of the next call
             raise

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.grpo.loop import KvCache
+from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records import CertificateRecord, read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
+from slipstream.rollout.engine import WeightFiles
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution
 from slipstream.stages.store import finished
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _NODE = "certify_losslessness"
 _NO_DRAFT = DraftLength(num_speculative_tokens=0)
+_START = 0  # version of the policy before RL
+_STEPS_BETWEEN = 8  # of an engine from one refit in flight to the next, at least
+_REFITS_PER_RESPONSE = 16  # at most, of the longest: with recomputed caches each costs a prefill of all that runs
 
 
 class LosslessnessError(RuntimeError):
@@ -48,7 +53,8 @@ def certify_losslessness(
     """Certify speculation by `length` with `draft` for the policy in `trained`; a directory with certificate.json.
 
     The speculative engine starts with `policy` and is refitted to `trained`, as in training, so that the certificate
-    covers the refit.
+    covers the refit. With `loop.mode: in_flight` it changes between the two every few steps while it draws, with
+    recomputed caches, and each token is judged by the policy that drew it.
     """
     from slipstream.drafts.fit import require_fit
 
@@ -63,13 +69,22 @@ def certify_losslessness(
     started_s = time.perf_counter()
     connect()
     with tracked(context, recipe, _NODE, {"k": length.label}) as tracker:
+        kv_cache = recipe.loop.in_flight_kv_cache
         # The engines must not share their randomness.
-        speculative = _drawn(recipe, policy, trained, draft, length, prompts, seed=recipe.losslessness.seed)
+        speculative = _drawn(
+            recipe, policy, trained, draft, length, prompts, seed=recipe.losslessness.seed, is_in_flight=bool(kv_cache)
+        )
         seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
         num_responses = len(speculative.traces) + len(baseline.traces)
         logger.info("certify_losslessness: the learner judges %d responses", num_responses)
         with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
+            earlier = {}
+            if kv_cache is not None:
+                learner.load(policy, None)
+                earlier[_START] = judged(
+                    speculative.traces, learner, sampling=recipe.sampling, config=recipe.losslessness
+                )
             learner.load(trained, None)
             record = certify(
                 speculative,
@@ -83,8 +98,10 @@ def certify_losslessness(
                     policy_fingerprint=directory_fingerprint(trained),
                     draft_fingerprint="" if weights is None else directory_fingerprint(weights),
                     versions=versions(),
+                    kv_cache=kv_cache,
                 ),
                 started_s=started_s,
+                earlier=earlier,
             )
         tracker.set_tags({"losslessness": record.verdict})
         tracker.log({"time/certify_s": record.elapsed_s, "losslessness/num_tokens": record.num_tokens})
@@ -104,14 +121,24 @@ def _drawn(
     prompts: Sequence[Prompt],
     *,
     seed: int,
+    is_in_flight: bool = False,
 ) -> Sample:
     """What an engine with drafts of that length, started with one policy and refitted to the trained one, says."""
-    config = recipe.losslessness
+    config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
+    kv_cache = KvCache.RECOMPUTE if is_in_flight else None
     with (
-        recipe_engine(recipe, start, draft, length.num_speculative_tokens, schedule=length.schedule) as engine,
+        recipe_engine(recipe, start, draft, k, schedule=length.schedule, kv_cache=kv_cache) as engine,
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
-        engine.refit(trained, policy_version=recipe.grpo.num_steps)
+        engine.refit(trained, policy_version=num_steps)
+        across = AcrossRefits(
+            engine=engine,
+            refits=(
+                WeightFiles(policy=start, policy_version=_START),
+                WeightFiles(policy=trained, policy_version=num_steps),
+            ),
+            steps_between=max(_STEPS_BETWEEN, recipe.sampling.max_response_tokens // _REFITS_PER_RESPONSE),
+        )
         sample = draw(
             engine,
             prompts,
@@ -119,6 +146,7 @@ def _drawn(
             sampling=recipe.sampling,
             batch=min(recipe.engine.max_num_seqs, recipe.grpo.prompts_per_step * recipe.grpo.group_size),
             seed=seed,
+            across=across if is_in_flight else None,
             on_drawn=bar.advance,
         )
     logger.info("certify_losslessness: k=%s drew %d tokens", length.label, sample.num_tokens)

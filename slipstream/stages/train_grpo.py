@@ -28,7 +28,7 @@ from slipstream.stages.support import (
     versions,
 )
 from slipstream.train.arm import ArmPlan, train
-from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
+from slipstream.types import Arm, ArmLoop, arm_name
 from slipstream.workers.cluster import accelerators
 from slipstream.workers.session import connect
 
@@ -113,13 +113,7 @@ def arm_plan(recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, length: Dra
         draft=draft_weights(recipe.draft, draft) if k else None,
         draft_length=known_length(draft, k) if k else None,
         start_engine=partial(
-            recipe_engine,
-            recipe,
-            policy,
-            draft,
-            k,
-            schedule=length.schedule,
-            kv_cache=recipe.loop.kv_cache if recipe.loop.mode is LoopMode.IN_FLIGHT else None,
+            recipe_engine, recipe, policy, draft, k, schedule=length.schedule, kv_cache=recipe.loop.in_flight_kv_cache
         ),
         label=label,
     )

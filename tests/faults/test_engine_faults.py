@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify
+from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
 from slipstream.ragged import Ragged
 from slipstream.records import CertificateRecord
 from slipstream.refit.channel.driver import Delivery
@@ -26,7 +27,7 @@ from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import Trace
+from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
@@ -245,6 +246,49 @@ def test_a_stale_prefix_cache_fails(bench: Bench, inject: Callable[..., None]) -
     bench.engine.refit(bench.models["new"], policy_version=1)
 
     assert conditional_rejections(certificate(bench, policy="new"))
+
+
+def in_flight(bench: Bench, kv_cache: KvCache, *, mixed_up: bool = False) -> CertificateRecord:
+    """Of an engine that changes between the old and the new policy every few steps of what it draws."""
+    bench.engine.run_in_flight(kv_cache)
+    versions = tuple(
+        WeightFiles(policy=bench.models[name], policy_version=version, draft=bench.models[f"{name}_draft"])
+        for version, name in enumerate(("old", "new"))
+    )
+    across = AcrossRefits(engine=bench.engine, refits=versions, steps_between=5)
+    sample = draw(bench.engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=1, across=across)
+    bench.engine.run_in_flight(None)
+    assert {version for trace in sample.traces for version in trace.policy_versions} == {0, 1}
+    earlier = judged(sample.traces, bench.exact["old"], sampling=SAMPLING, config=CONFIG)
+    return certify(
+        sample,
+        bench.baseline,
+        bench.exact["new"],
+        config=CONFIG,
+        sampling=SAMPLING,
+        subject=Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={}),
+        started_s=0.0,
+        earlier={1 if mixed_up else 0: earlier},
+    )
+
+
+def test_an_engine_that_is_refitted_while_it_draws_samples_each_version_exactly(
+    bench: Bench, inject: Callable[..., None]
+) -> None:
+    assert conditional_rejections(in_flight(bench, KvCache.RECOMPUTE)) == []
+
+
+def test_tokens_held_against_another_version_than_they_carry_are_seen(
+    bench: Bench, inject: Callable[..., None]
+) -> None:
+    assert "pit, all tokens" in conditional_rejections(in_flight(bench, KvCache.RECOMPUTE, mixed_up=True))
+
+
+def test_caches_that_are_kept_across_a_refit_are_seen_by_the_certificate(
+    bench: Bench, inject: Callable[..., None]
+) -> None:
+    """Between two policies that have nothing in common; `keep` promises less than `recompute`, and says so."""
+    assert conditional_rejections(in_flight(bench, KvCache.KEEP))
 
 
 class Publisher:

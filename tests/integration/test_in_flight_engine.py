@@ -1,5 +1,7 @@
 """The real engine refitted while its rollouts run: nothing lost, each token of the version that it carries."""
 
+import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from slipstream.types import Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
 
 pytestmark = pytest.mark.slow
+logger = logging.getLogger(__name__)
 
 DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 ENGINE = EngineConfig(
-    max_model_len=128, max_num_seqs=12, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
+    max_model_len=384, max_num_seqs=12, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.2
 )
 SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=80)
 GROUP = 4
@@ -35,7 +38,7 @@ def models(
 ) -> dict[str, Path]:
     """Six policies, each a small step from the one before, and two drafts."""
     root = tmp_path_factory.mktemp("models")
-    policies = {"0": make_policy(root / "0", 0)}
+    policies = {"0": _longer(make_policy(root / "0", 0))}
     for version in range(1, NUM_REFITS + 1):
         policies[str(version)] = _moved(policies[str(version - 1)], root / str(version), version)
     return policies | {f"draft{seed}": make_draft(root / f"draft{seed}", policies["0"], seed) for seed in (5, 6)}
@@ -49,8 +52,15 @@ def engine(request: pytest.FixtureRequest, models: dict[str, Path], ray_session:
         yield started
 
 
+def _longer(policy: Path) -> Path:
+    """The policy with more positions; rotary ones have no weights."""
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    return policy
+
+
 def _moved(policy: Path, path: Path, seed: int) -> Path:
-    """A policy as after an optimizer step that is larger than any of ours."""
+    """A policy as after an optimizer step."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -58,14 +68,16 @@ def _moved(policy: Path, path: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.01 * torch.randn_like(parameter)
+            parameter += 0.002 * torch.randn_like(parameter)
     model.save_pretrained(path)
     return path
 
 
 def _requests(first: int) -> tuple[GroupRequest, ...]:
     prompts = [
-        Prompt(id=str(i), text="", token_ids=(2, 10 + i, *range(20, 40), 30 + i), answer="") for i in range(NUM_GROUPS)
+        # Two blocks of vLLM's KV cache, of 128 tokens, and more: with a draft the last block that is found is not used.
+        Prompt(id=str(i), text="", token_ids=(2, *(4 + (7 * i + 3 * j) % 60 for j in range(270))), answer="")
+        for i in range(NUM_GROUPS)
     ]
     return tuple(
         GroupRequest(index=first + request.index, prompt=request.prompt, seeds=request.seeds)
@@ -89,15 +101,16 @@ def _refit(engine: RemoteEngine, models: dict[str, Path], version: int) -> None:
 
 
 def _in_flight(engine: RemoteEngine, models: dict[str, Path], kv_cache: KvCache) -> dict[int, RolloutGroup]:
-    """All groups, generated across five refits a few steps apart."""
+    """All groups, generated across five refits, 12 steps apart."""
     engine.run_in_flight(kv_cache)
     _refit(engine, models, 0)
     requests = _requests(first=40)
     engine.submit(requests, sampling=SAMPLING)
     found: dict[int, RolloutGroup] = {}
     for version in range(1, NUM_REFITS + 1):
-        for _ in range(2):
-            found.update(engine.advance(max_s=0.04).groups)
+        for _ in range(12):  # steps
+            found.update(engine.advance(max_s=0.0).groups)
+        assert engine.under_way
         _refit(engine, models, version)
     while engine.under_way:
         found.update(engine.advance(max_s=30.0).groups)
@@ -146,12 +159,12 @@ def test_with_recomputed_caches_each_token_is_of_the_version_that_it_carries(
     for rollout in rollouts:
         _check_spans(rollout, has_draft=_has_draft(engine))
     assert max(len(rollout.spans) for rollout in rollouts) >= 3
-    assert {rollout.policy_version for rollout in rollouts} >= {0, NUM_REFITS}
+    assert len({rollout.policy_version for rollout in rollouts}) >= 3  # some begin late
     assert max(np.abs(each).max() for each in _differences(groups, models)) < 1e-4
 
 
 def test_with_kept_caches_rollouts_begin_exactly_and_later_tokens_are_a_little_off(
-    engine: RemoteEngine, models: dict[str, Path], record_property: Callable[[str, object], None]
+    engine: RemoteEngine, models: dict[str, Path]
 ) -> None:
     groups = tuple(_in_flight(engine, models, KvCache.KEEP).values())
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -164,9 +177,7 @@ def test_with_kept_caches_rollouts_begin_exactly_and_later_tokens_are_a_little_o
         after.append(difference[first:])
     assert np.abs(np.concatenate(inside)).max() < 1e-4  # as long as no weights have entered, and after a late start
     size = np.abs(np.concatenate(after))
-    record_property("mean_bias_nats", float(size.mean()))
-    record_property("max_bias_nats", float(size.max()))
-    print(f"\nkept caches: {len(size)} tokens after a refit are {size.mean():.4f} nats off, at most {size.max():.3f}")
+    logger.warning("kept caches: %d tokens are %.4f nats off, at most %.3f", len(size), size.mean(), size.max())
     assert np.isfinite(size).all()
     assert size.max() > 1e-3  # or nothing was kept
 

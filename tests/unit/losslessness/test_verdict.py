@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,11 +11,11 @@ from numpy.typing import NDArray
 
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import BIASED, LOSSLESS, TOO_WEAK, certify
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, TOO_WEAK, certify, judged
 from slipstream.policy.conditionals import conditionals, processed_logprobs
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
-from slipstream.types import Prompt
+from slipstream.types import Prompt, VersionSpan
 
 VOCABULARY = 12
 END = 0
@@ -34,11 +35,14 @@ def logits_after(prefix: Sequence[int]) -> NDArray[np.float64]:
 class Policy:
     """The exact policy, in closed form."""
 
+    def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
+        return logits_after(prefix)
+
     def conditionals(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
         places = [(s, i) for s, start in zip(sequences, prompt_lengths, strict=True) for i in range(start, len(s))]
-        logits_NV = torch.tensor(np.stack([logits_after(s[:i]) for s, i in places]))
+        logits_NV = torch.tensor(np.stack([self.logits(s[:i]) for s, i in places]))
         labels_N = torch.tensor([s[i] for s, i in places])
         return conditionals(
             logits_NV,
@@ -52,7 +56,7 @@ class Policy:
     def next_token_probabilities(
         self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
     ) -> NDArray[np.float64]:
-        logits_NV = torch.tensor(np.stack([logits_after(p) for p in prefixes]))
+        logits_NV = torch.tensor(np.stack([self.logits(p) for p in prefixes]))
         logprobs = processed_logprobs(
             logits_NV, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
         )
@@ -128,6 +132,61 @@ def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: Lossles
         started_s=0.0,
     )
     return record.verdict
+
+
+class Refitted(Engine):
+    """After its fourth token a response goes on under version 1, whose logits are half of those before."""
+
+    def _probabilities(self, prefix: Sequence[int], sampling: SamplingConfig) -> NDArray[np.float64]:
+        p = super()._probabilities(prefix, sampling)
+        if sampling.temperature == 0 or len(prefix) - 2 < 4:
+            return p
+        p = np.sqrt(p)
+        return p / p.sum()
+
+    def _one(self, prompt: Prompt, sampling: SamplingConfig, random: np.random.Generator) -> Trace:
+        trace = super()._one(prompt, sampling, random)
+        spans = [(0, min(4, len(trace.token_ids))), (1, len(trace.token_ids) - 4)]
+        return replace(
+            trace,
+            versions=tuple(
+                VersionSpan(policy_version=version, draft_version=0, num_tokens=num)
+                for version, num in spans
+                if num > 0
+            ),
+        )
+
+
+class Later(Policy):
+    """Version 1 of the policy."""
+
+    def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
+        return super().logits(prefix) / 2
+
+
+def findings_in_flight(*, of_version: int) -> list[str]:
+    """Tests of the conditionals that reject, where those of the first policy are held against this version's tokens."""
+    drawn = sample(Refitted(k=3), seed=1)
+    record = certify(
+        drawn,
+        sample(Engine(), seed=2),
+        Later(),
+        config=CONFIG,
+        sampling=SAMPLING,
+        subject=SUBJECT,
+        started_s=0.0,
+        earlier={of_version: judged(drawn.traces, Policy(), sampling=SAMPLING, config=CONFIG)},
+    )
+    assert record.claim.endswith("each token is tested against the version that it carries.")
+    return [finding.name for finding in record.findings if finding.reject and finding.name.startswith("pit")]
+
+
+def test_tokens_of_two_versions_are_each_held_against_their_own() -> None:
+    assert findings_in_flight(of_version=0) == []
+
+
+def test_tokens_held_against_another_version_than_they_carry_are_seen() -> None:
+    assert "pit, all tokens" in findings_in_flight(of_version=1)
 
 
 def test_an_exact_speculative_engine_is_certified() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.rollout.requests import GroupRequest
-from slipstream.rollout.vllm_groups import GroupsUnderWay
+from slipstream.rollout.vllm_groups import Drawn, GroupsUnderWay
 from slipstream.types import Prompt
 
 
@@ -94,19 +94,30 @@ class Decoding:
 
     def __init__(self, *steps: tuple[int | None, ...], ends: int) -> None:
         self.names: list[str] = []
+        self.prompts: list[Any] = []
+        self.seeds: list[Any] = []
+        self.aborted: list[str] = []
         self.steps = list(steps)
         self.ends = ends
+        self.ends_by_place: list[int] = []
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         self.names.append(name)
+        self.prompts.append(prompt)
+        self.seeds.append(params)
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
 
     def step(self) -> list[Any]:
         return [
             SimpleNamespace(
-                request_id=name, finished=length == self.ends, outputs=[SimpleNamespace(token_ids=[7] * length)]
+                request_id=name,
+                finished=length == (self.ends_by_place[place] if self.ends_by_place else self.ends),
+                outputs=[SimpleNamespace(token_ids=[7] * length)],
             )
-            for name, length in zip(self.names, self.steps.pop(0), strict=False)
-            if length is not None
+            for place, (name, length) in enumerate(zip(self.names, self.steps.pop(0), strict=False))
+            if length
         ]
 
 
@@ -132,3 +143,80 @@ def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out() -> No
     groups.step()
     groups.step()
     assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
+
+
+def spans(drawn: Drawn) -> list[tuple[int, int | None, int]]:
+    return [(span.policy_version, span.draft_version, span.num_tokens) for span in drawn.versions]
+
+
+def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came_in() -> None:
+    engine = Decoding((1, 0), (3, 1), (4, 4), (None, 5), ends=4)
+    engine.ends_by_place = [4, 5]
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.adopt((1, 11))
+    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups.step()
+    groups.adopt((2, 12))
+    groups.step()
+    groups.adopt((3, 13))
+    groups.adopt((4, 14))  # none was drawn under 3
+    groups.step()
+    ((_, (first, second)),) = groups.step()
+    assert spans(first) == [(1, 11, 1), (2, 12, 2), (4, 14, 1)]
+    assert first.window_lengths == (1, 2, 1)
+    assert spans(second) == [(2, 12, 1), (4, 14, 4)]  # under version 1 it waited
+    assert second.window_lengths == (1, 3, 1)
+
+
+def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> None:
+    engine = Decoding((1, 0), ends=9)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups.step()
+    groups.leave_cached_prefixes()
+    groups.start(request(1, 3), lambda seed: seed)
+    groups.leave_cached_prefixes()
+    salts = [prompt.get("cache_salt") for prompt in engine.prompts]
+    # Two without; the second waited and starts anew, beside another group; then these two once more.
+    assert salts == [None, None, "1", "1", "2", "2"]
+    assert engine.aborted == [engine.names[1], engine.names[2], engine.names[3]]
+
+
+def test_unfinished_rollouts_start_anew_with_the_seeds_of_their_places() -> None:
+    engine = Decoding((4, 1, 1), ends=4)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(7, 1, 2), lambda seed: seed)
+    groups.start(request(8, 5), lambda seed: seed)
+    groups.step()
+    groups.adopt((1, None))
+    assert groups.restart(7, (21, 22)) == 1
+    assert engine.seeds == [1, 2, 5, 22]
+    assert engine.aborted == [engine.names[1]]
+    engine.steps = [(None, None, None, 4)]
+    ((done, (first, second)),) = groups.step()
+    assert done.index == 7
+    assert (spans(first), spans(second)) == ([(0, None, 4)], [(1, None, 4)])
+
+
+def test_steps_that_compute_a_cache_anew_are_no_decoding() -> None:
+    engine = Decoding((1,), (2,), (3,), (4,), ends=9)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1), lambda seed: seed)
+    groups.step()
+    groups.step()
+    groups.expect_recomputation()
+    groups.step()
+    groups.step()
+    assert [(time.num_steps, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
+
+
+def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
+    engine = Decoding((2, 1), (None, 2), ends=2)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1), lambda seed: seed)
+    (answer,) = groups.aside([{"prompt_token_ids": [2]}], None)
+    assert answer.request_id == engine.names[1]
+    assert not groups.is_empty()  # it was completed meanwhile
+    ((done, _),) = groups.step()
+    assert done.index == 0
+    assert groups.is_empty()
