@@ -25,6 +25,7 @@ class LoopArm:
     arm: Arm
     loop: str
     max_off_policy_steps: int
+    num_speculative_tokens: int  # 0: nothing was drafted
     step: Spread
     over_baseline: Estimate | None  # the synchronous autoregressive arm's step over this one's; None: it is that arm
     over_synchronous: Estimate | None  # the same arm's synchronous step over this one's; None: it is synchronous
@@ -134,6 +135,7 @@ def _summarise(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -
         arm=arm.arm,
         loop=arm.loop,
         max_off_policy_steps=arm.max_off_policy_steps,
+        num_speculative_tokens=arm.num_speculative_tokens,
         step=spread([step.times.step_s for step in steps]),
         over_baseline=None if arm is base else _step_ratio(base, arm),
         over_synchronous=None if synchronous is None else _step_ratio(synchronous, arm),

@@ -23,6 +23,7 @@ def predicted(record: RunRecord, compared: LoopComparison) -> AsynchronousPredic
         lag=lag,
         mode=LoopMode(arms[0].loop),
         has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
+        idle_core_helps=True,  # engine and learner share the cores of a host, and who is alone has all of them
     )
 
 

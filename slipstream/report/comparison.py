@@ -88,7 +88,7 @@ def answer(execution: Execution) -> str:
         return {"RUNNING": "goes on, no result yet."}.get(execution.status, f"{execution.status.lower()}, no result.")
     k = execution.metrics.get("result/num_speculative_tokens", 0.0)
     if k == 0:
-        return "speculation lost in tuning, so both arms ran without it."
+        return f"speculation lost in tuning, so both arms ran without it{_asynchronous(execution)}."
     ratios = f"generation {speedup(generation.value)} ({interval(generation)}), step {speedup(step.value)}"
     said = f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}"
     return f"{said}{_asynchronous(execution)}."

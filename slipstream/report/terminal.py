@@ -95,13 +95,13 @@ def _asynchronous_lines(record: RunRecord) -> list[str]:
                 speedup(arm.over_synchronous.value),
                 interval(arm.over_synchronous),
             ),
+            _row("  over the synchronous baseline", speedup(arm.over_baseline.value), interval(arm.over_baseline)),
+            _row("  exposed generation", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"),
             _row(
-                "  over the baseline, in turn, no draft", speedup(arm.over_baseline.value), interval(arm.over_baseline)
+                "  engines idle",
+                percent(arm.engine_idle_fraction),
+                f"learner idle {percent(arm.learner_idle_fraction)}",
             ),
-            _row(
-                "  generation, exposed and hidden", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"
-            ),
-            _row("  idle, engines and learner", percent(arm.engine_idle_fraction), percent(arm.learner_idle_fraction)),
             _row("  reward", f"{arm.reward_last_quarter:.3f}", f"first quarter {arm.reward_first_quarter:.3f}"),
             *(_accuracy_line(e, "  AIME-2024-like") for e in record.evaluations if e.policy == arm.name),
         ]

@@ -74,7 +74,7 @@ def train_grpo(  # one input a record, and which arm
     ) as tracker:
         record = train(
             recipe,
-            arm_plan(recipe, arm, policy=policy, draft=draft, length=length),
+            arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=arm_name(arm, loop)),
             policy=policy,
             prompts=read_prompt_sets(data).train,
             decode=decode(tokenizer(policy)),

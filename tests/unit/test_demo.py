@@ -72,7 +72,8 @@ def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
 def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
     path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
     begun = demo.started(str(path), Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
-    for launch in (begun, demo.resumed(tmp_path, "e", reuse_stored=True)):
+    shipped = demo.started("tiny_async", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    for launch in (begun, shipped, demo.resumed(tmp_path, "e", reuse_stored=True)):
         assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
     plain = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
     assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]

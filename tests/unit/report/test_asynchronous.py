@@ -115,6 +115,15 @@ def test_where_generation_bounds_the_step_the_text_says_what_speculation_can_gai
     )
 
 
+def test_where_nothing_was_drafted_the_ratio_of_the_arms_is_called_noise() -> None:
+    arms = tuple(replace(arm, num_speculative_tokens=0) for arm in ASYNCHRONOUS.asynchronous)
+    text = bound_text(compared(replace(ASYNCHRONOUS, asynchronous=arms)))
+    assert text.endswith(
+        "can be had of it; nothing was drafted here, so the ratio of both arms, 1.60x [1.60, 1.60], shows the "
+        "machine's noise."
+    )
+
+
 def test_where_the_learner_bounds_the_step_the_text_says_that_speculation_gains_nothing() -> None:
     assert bound_text(compared(with_waits(0.05))) == (
         "The learner bounds the asynchronous step: without speculation training waits for rollouts 0.050 s of a step "
@@ -263,7 +272,9 @@ def test_the_terminal_table_stays_aligned_and_names_the_asynchronous_arms() -> N
     assert block[1][-4:] == ["2.00x", "2.00", "to", "2.00"]
     assert block[2][-4:] == ["3.20x", "3.20", "to", "4.40"]
     assert block[3][-5:] == ["0.50", "s", "1.50", "s", "hidden"]
-    assert block[4][-4:] == ["20", "%", "32", "%"]
+    assert block[4] == ["engines", "idle", "20", "%", "learner", "idle", "32", "%"]
+    labels = [line[:36] for line in lines[first : first + 7]]
+    assert all(label.endswith(" ") for label in labels)
     assert block[6][:2] == ["AIME-2024-like", "0.290"]
     assert speedup_table(RECORD) == "\n".join(
         line for number, line in enumerate(lines) if not _of_asynchronous(lines, number)
