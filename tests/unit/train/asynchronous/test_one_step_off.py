@@ -196,17 +196,17 @@ def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None
 
     first, *middle, last = records
     assert first.overlap is not None
-    assert first.overlap.generation_s == pytest.approx(0.4, abs=0.05)
-    assert first.times.generation_s == pytest.approx(0.3, abs=0.05)
+    assert first.overlap.generation_s == pytest.approx(0.4, abs=0.09)
+    assert first.times.generation_s == pytest.approx(0.3, abs=0.09)
     for record in middle[:-1]:
         assert record.overlap is not None
-        assert record.overlap.generation_s == pytest.approx(0.2, abs=0.04)
-        assert record.overlap.hidden_s == pytest.approx(0.1, abs=0.04)
-        assert record.times.generation_s == pytest.approx(0.1, abs=0.04)
-        assert record.overlap.engine_idle_fraction < 0.2
-        assert record.overlap.learner_idle_fraction == pytest.approx(0.5, abs=0.15)
+        assert record.overlap.generation_s == pytest.approx(0.2, abs=0.08)
+        assert record.overlap.hidden_s == pytest.approx(0.1, abs=0.08)
+        assert record.times.generation_s == pytest.approx(0.1, abs=0.08)
+        assert record.overlap.engine_idle_fraction < 0.35
+        assert record.overlap.learner_idle_fraction == pytest.approx(0.5, abs=0.25)
         times = record.times
         assert sum(times.by_stage().values()) == pytest.approx(times.step_s, rel=0.1)
     assert last.overlap is not None
     assert (last.overlap.generation_s, last.overlap.engine_idle_fraction) == (0.0, 1.0)
-    assert last.times.generation_s == pytest.approx(0.0, abs=0.01)
+    assert last.times.generation_s == pytest.approx(0.0, abs=0.05)
