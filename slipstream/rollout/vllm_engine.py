@@ -205,6 +205,10 @@ class VllmEngine(VllmWeights):
         if self._is_updating:
             raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
 
+    def before_each_iteration(self, call: Callable[[], None] | None) -> None:
+        """Have `call` made before each iteration of what `generate` runs; None: nothing."""
+        self._groups.before_step = call
+
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Draft by another table from the next generation on; only an engine that started with one can.
 

@@ -71,6 +71,7 @@ class GroupsUnderWay:
         self._rollouts: dict[str, _Rollout] = {}  # unfinished ones by vLLM's name for them
         self._finished: list[_Group] = []  # completed while something else was asked for
         self._running: dict[int, RunningTime] = {}
+        self.before_step: Callable[[], None] | None = None
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
         """Add a group's rollouts.
@@ -174,6 +175,8 @@ class GroupsUnderWay:
 
     def _step(self) -> list[Any]:
         """One step; the outputs of what is no rollout."""
+        if self.before_step is not None:
+            self.before_step()
         started_s = time.perf_counter()
         outputs = self._engine.step()
         elapsed_s = time.perf_counter() - started_s

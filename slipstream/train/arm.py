@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,10 @@ from slipstream.train.recovery import WeightsLostError
 from slipstream.train.turns import Turn
 from slipstream.types import Arm, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
+from slipstream.workers.cores import shared_cores
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.learners import RemoteLearner, start_learner
+from slipstream.workers.session import own_node
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +165,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
     with (
         run.checkpoints.finished(learner),
         open_channel(recipe.refit, learner, engine) as channel,
+        nullcontext() if recipe.loop.is_synchronous else shared_cores(own_node(), engine, learner),
         progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
     ):
         gate = RefitGate(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
 from slipstream.recipe import Recipe
-from slipstream.records import ScheduleEntry, StepRecord
+from slipstream.records import AutopilotStep, ScheduleEntry, StepRecord
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
@@ -17,7 +17,7 @@ from slipstream.train.asynchronous.lasting import LastingInFlight
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
-from slipstream.train.autopilot import PilotedEngines
+from slipstream.train.autopilot import PilotedEngines, SwitchableEngines
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.train.recovery import LastingEngines, ReplaceableEngines
@@ -144,18 +144,29 @@ class Attempt:
         )
 
     def _lasting(self, history: Sequence[StepRecord], pending: Pending) -> LastingEngines:
+        steps = [record.autopilot for record in history]
+        steps += [each.generated.result.autopilot for each in pending.scored]
         return LastingEngines(
-            self._piloted(history, pending),
+            piloted(self.engines, self.recipe, self.schedule, steps),
             self.gate,
             max_restarts=self.recipe.engine.max_restarts,
             is_beside_training=not self.recipe.loop.is_synchronous,
         )
 
-    def _piloted(self, history: Sequence[StepRecord], pending: Pending) -> ReplaceableEngines:
-        """The engines, watched by the autopilot of speculation if the recipe has one and they speculate."""
-        config = self.recipe.draft.autopilot
-        if self.schedule is None or not config.enabled:
-            return self.engines
-        steps = [record.autopilot for record in history]
-        steps += [each.generated.result.autopilot for each in pending.scored]
-        return PilotedEngines(self.engines, config=config, schedule=self.schedule, steps=steps)
+
+def piloted(
+    engines: SwitchableEngines,
+    recipe: Recipe,
+    schedule: Sequence[ScheduleEntry] | None,
+    steps: Sequence[AutopilotStep | None],
+) -> ReplaceableEngines:
+    """The engines, watched by the autopilot of speculation if the recipe has one and they speculate.
+
+    Args:
+        schedule: of the drafts; None without any.
+        steps: what the generations so far did.
+    """
+    config = recipe.draft.autopilot
+    if schedule is None or not config.enabled:
+        return engines
+    return PilotedEngines(engines, config=config, schedule=schedule, steps=steps)

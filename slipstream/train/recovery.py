@@ -55,13 +55,19 @@ class LastingEngines:
     """What the loop sees of the engines and of the gate: to it none is ever lost, until too many were.
 
     A step's rollouts are drawn again by all engines, from the same seed and weights: the step is the one that it would
-    have been. A lost rank of the learner is not mended here, for its weights are gone.
+    have been. A lost rank of the learner is not recovered here, for its weights are gone.
+
+    Args:
+        is_beside_training: while the engines generate the learner may have other weights than they should.
     """
 
-    def __init__(self, engines: ReplaceableEngines, gate: Gate, *, max_restarts: int) -> None:
+    def __init__(
+        self, engines: ReplaceableEngines, gate: Gate, *, max_restarts: int, is_beside_training: bool = False
+    ) -> None:
         self._engines = engines
         self._gate = gate
         self._max_restarts = max_restarts
+        self._is_beside_training = is_beside_training
         self._num_restarts = 0
         self._num_reported = 0
         self._version = 0

@@ -16,7 +16,7 @@ from slipstream.data.prompts import render
 from slipstream.policy.errors import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records import ArmRecord
-from slipstream.types import Arm, Prompt
+from slipstream.types import Arm, LoopMode, Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,11 @@ def train_arm(
         for i in range(8)
     ]
 
+    kv_cache = recipe.loop.kv_cache if recipe.loop.mode is LoopMode.IN_FLIGHT else None
+
     @contextmanager
     def start_engine() -> Iterator[Any]:
-        with engines.start_engine(policy, config=recipe.engine) as engine:
+        with engines.start_engine(policy, config=recipe.engine, kv_cache=kv_cache) as engine:
             yield MortalEngine(engine, engine_dies_at_call)
 
     # An untrained policy answers nothing right: whether a response has a 1 in it stands in for the reward.
@@ -209,6 +211,71 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
     assert_equal(train_arm(recipe, policy, tmp_path), whole[0])
+
+
+CORRECTED = {**SMALL["grpo"], "loss": {"correction": "token", "truncated_importance_sampling": 2.0}}
+
+
+def one_step_off(lag: int) -> Recipe:
+    loop = {"mode": "one_step_off", "max_off_policy_steps": lag}
+    return load_recipe("tiny", overrides={**SMALL, "loop": loop, **({"grpo": CORRECTED} if lag else {})})
+
+
+def regenerated(record: ArmRecord) -> list[int]:
+    return [step.overlap.num_regenerated for step in record.steps if step.overlap is not None]
+
+
+def test_one_step_off_without_a_lag_is_the_synchronous_run_bit_for_bit(
+    tmp_path: Path, policy: Path, whole: tuple[ArmRecord, Path]
+) -> None:
+    from safetensors.torch import load_file
+
+    assert_equal(train_arm(one_step_off(0), policy, tmp_path), whole[0])
+    ours, theirs = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path, whole[1]))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_one_step_off_ends_equal_after_the_driver_or_an_engine_died(
+    tmp_path: Path, policy: Path, ray_session: None
+) -> None:
+    """The engine dies in the batch of step 2, while the learner has left version 1; the driver after step 3 of 4."""
+    recipe = one_step_off(1)
+    undisturbed = train_arm(recipe, policy, tmp_path / "whole")
+    assert [step.policy_version for step in undisturbed.steps] == [0, 0, 1, 2]
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        if step == 3:
+            raise Killed
+
+    replaced = train_arm(recipe, policy, tmp_path / "replaced", engine_dies_at_call=3)
+    assert_equal(replaced, undisturbed)
+    assert regenerated(replaced) == [0, 0, 8, 0]
+
+    with pytest.raises(Killed):
+        train_arm(recipe, policy, tmp_path / "resumed", log=log)
+    resumed = train_arm(recipe, policy, tmp_path / "resumed")
+    assert_equal(resumed, undisturbed)
+    assert regenerated(resumed) == [0, 0, 8, 0]  # the checkpoint after step 2 has the batch of step 3 of 4 alone
+
+
+@pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
+def test_in_flight_trains_on_every_group_once_also_after_the_driver_died(
+    tmp_path: Path, policy: Path, ray_session: None, kv_cache: str
+) -> None:
+    loop = {"mode": "in_flight", "max_off_policy_steps": 1, "kv_cache": kv_cache}
+    recipe = load_recipe("tiny", overrides={**SMALL, "grpo": CORRECTED, "loop": loop})
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        if step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_arm(recipe, policy, tmp_path, log=log)
+    record = train_arm(recipe, policy, tmp_path)
+    assert [step.step for step in record.steps] == [0, 1, 2, 3]
+    assert [step.num_rollouts for step in record.steps] == [8] * 4
+    assert max(lag.lag for step in record.steps for lag in step.lags) <= 1
+    assert sum(step.overlap.generation_s for step in record.steps if step.overlap) > 0
 
 
 def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_it_comes_back(

@@ -80,6 +80,9 @@ class Publisher:
             origin=str(self.path),
         )
 
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        """Nobody asks for it."""
+
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
 

@@ -22,7 +22,9 @@ def test_an_unknown_recipe_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe("tinny")
     assert (
-        str(caught.value) == "recipe must name a recipe file, got 'tinny'; known recipes: qwen3_8b, qwen3_8b_h200, tiny"
+        str(caught.value)
+        == "recipe must name a recipe file, got 'tinny'; known recipes: qwen3_8b, qwen3_8b_h200, tiny, "
+        "tiny_async"
     )
 
 

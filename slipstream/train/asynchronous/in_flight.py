@@ -211,9 +211,9 @@ class InFlightLoop:
         if not indices:
             return
         shared.num_submitted = max(shared.num_submitted, indices[-1] + 1)
+        self.meeting.change(lambda: shared.started.update(dict.fromkeys(indices, version)))
         if self.tally is not None:
             self.tally.note(shared.num_submitted)
-        self.meeting.change(lambda: shared.started.update(dict.fromkeys(indices, version)))
         self.engine.submit(self._requests(indices), sampling=self.sampling)
 
     def _advance(self, shared: _Shared) -> None:
@@ -244,7 +244,7 @@ class InFlightLoop:
             with clock.stage("prepare"), watch.publishing():
                 shared.orders.put(_Publish(version=step, draft_version=draft_version))
                 published = shared.published.take()
-            versions = (*versions, (step, draft_version))
+            versions = (*recent(versions, step - 1, self.loop.max_off_policy_steps), (step, draft_version))
             batch = watch.waited(
                 clock, lambda step=step: shared.buffer.take(lambda waiting: self._batch(waiting, shared.started, step))
             )
@@ -253,7 +253,6 @@ class InFlightLoop:
             with watch.learner.busy():
                 learned = trainer.learn(step, result, _all_rewards(batch), clock=clock, published=versions)
             record = trainer.record(step, clock.times(), published.refit, learned, overlap=watch.overlap())
-            versions = recent(versions, step, self.loop.max_off_policy_steps)
             self.on_step(record, self._pending(shared, versions))
 
     def _batch(self, waiting: Sequence[Scored], started: dict[int, int], step: int) -> list[Scored] | None:

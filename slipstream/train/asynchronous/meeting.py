@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _END_S = 0.5  # for loops to see that all is over; whoever is inside a call is left to finish it
+_LOOK_S = 0.2  # a thread that only waits sees no interrupt that another thread was given
 
 
 class Over(RuntimeError):  # noqa: N818  # what it says, not that anything is wrong
@@ -72,7 +73,7 @@ class Meeting:
                 thread.start()
             with self._changed:
                 while not self._is_over:
-                    self._changed.wait()
+                    self._changed.wait(_LOOK_S)
         finally:
             self._end(None)
         deadline_s = time.monotonic() + _END_S

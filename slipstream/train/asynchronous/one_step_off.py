@@ -127,7 +127,7 @@ class OneStepOffLoop:
         step, the batch that was generated meanwhile. Unblocked by: `produce` and `score`, or the end of the training.
         """
         num_steps, trainer = self.trainer.config.num_steps, self.trainer
-        versions = set(self.pending.published)
+        versions: tuple[Versions, ...] = self.pending.published
         num_ordered = start_step + len(self.pending.scored)
         for step in range(start_step, num_steps):
             clock = self.start_clock()
@@ -135,7 +135,7 @@ class OneStepOffLoop:
             with clock.stage("prepare"), watch.publishing():
                 orders.put(_Publish(version=step, draft_version=draft_version))
                 refit = published.take()
-            versions.add((step, draft_version))
+            versions = (*recent(versions, step - 1, self.lag), (step, draft_version))
             last = min(step + self.lag, num_steps - 1)
             for batch in range(num_ordered, last + 1):
                 orders.put(batch)
@@ -147,7 +147,7 @@ class OneStepOffLoop:
             rest = watch.waited(clock, lambda last=last, step=step: buffer.wait_for(last - step))
             times = clock.times()
             record = trainer.record(step, times, refit, learned, overlap=watch.overlap())
-            self.on_step(record, Pending(scored=rest, published=recent(versions, step, self.lag)))
+            self.on_step(record, Pending(scored=tuple(rest), published=recent(versions, step, self.lag)))
 
     def _num_lost(self, start_step: int) -> int:
         """Rollouts that earlier attempts submitted, and that this one makes again."""

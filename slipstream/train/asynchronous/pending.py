@@ -79,7 +79,7 @@ class Pending:
                 under_way=tuple(text["under_way"]),
                 published=tuple((policy, draft) for policy, draft in text["published"]),
             )
-        except (ValueError, KeyError, StopIteration, OSError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, StopIteration, EOFError, OSError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"rollouts that wait for training must be as they were written, got {error!r}"
             ) from error
@@ -94,6 +94,7 @@ class Tally:
     def note(self, num_submitted: int) -> None:
         """So many in all, the first of which has the index 0."""
         if num_submitted > self.read():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".part")
             temporary.write_text(str(num_submitted))
             temporary.replace(self._path)

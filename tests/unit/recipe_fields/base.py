@@ -138,6 +138,7 @@ class NotedEngine:
     def __init__(self, *, hidden: bool = False) -> None:
         self.calls: list[Any] = []
         self.engines: tuple[Any, ...] = ()
+        self.workers: tuple[Any, ...] = ()
         self.hidden, self.version, self.num_resets = hidden, 0, 0
 
     def generate(self, prompts: Sequence[Prompt], *, sampling: Any, group_size: int, seed: int) -> GenerationResult:
@@ -145,6 +146,9 @@ class NotedEngine:
         return GenerationResult(
             groups=rollout_groups(prompts, group_size, self.version), acceptance=None, generation_s=1.0
         )
+
+    def share_cores(self, slots: Sequence[Any]) -> None:
+        """It has no threads."""
 
     def locations(self) -> list[Location]:
         return [here()]

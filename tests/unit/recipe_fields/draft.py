@@ -26,7 +26,7 @@ from slipstream.recipe import Recipe
 from slipstream.records import ScheduleEntry, TuningRecord, write_record
 from slipstream.rollout.engine import GenerationResult, RunningTime
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
-from slipstream.train import arm
+from slipstream.train import attempt
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -220,10 +220,8 @@ def flight(recipe: Recipe, _: Tools) -> object:
             drafts = not told or told[-1] == TABLE
             return replace(super().generate(prompts, **settings), generation_s=1.04 if drafts else 1.0)
 
-    plan = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
-    run: Any = SimpleNamespace(recipe=recipe, plan=plan)
     engines: Any = Engines()
-    piloted = arm._piloted(run, engines, [])
+    piloted = attempt.piloted(engines, recipe, TABLE, [])
     for step in range(24):
         piloted.generate(PROMPTS[:1], sampling=recipe.sampling, group_size=2, seed=step)
     return [schedule == TABLE for schedule in told]

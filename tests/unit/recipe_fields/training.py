@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.drafts.schedule import DraftLength
 from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
@@ -27,11 +29,13 @@ from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
 from slipstream.rollout.engine import GenerationResult
+from slipstream.stages.train_grpo import arm_plan
 from slipstream.train import arm
 from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
+from tests.unit.train.asynchronous.world import Delays, FlightWorld, in_flight
 
 
 class NotedLearner:
@@ -43,6 +47,10 @@ class NotedLearner:
         self.checkpoints: list[str] = []
         self.channels: list[Any] = []
         self.drafts: list[Any] = []
+        self.workers: tuple[Any, ...] = ()
+
+    def share_cores(self, slots: Sequence[Any]) -> None:
+        """It has no threads."""
 
     def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
         self.loads.append((optimizer, with_reference))
@@ -149,6 +157,7 @@ def trained(
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
+    tools.patch.setattr(arm, "own_node", lambda: "here")
     tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
     plan = arm.ArmPlan(
         arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
@@ -215,6 +224,25 @@ def training_loop(recipe: Recipe, tools: Tools) -> object:
     """Which loop trained, by the arm's record."""
     _, _, record, _ = trained(recipe, tools)
     return record.loop, record.max_off_policy_steps
+
+
+def started_engines(recipe: Recipe, tools: Tools) -> object:
+    """How the engines of an arm are started."""
+    plan = arm_plan(
+        recipe,
+        Arm.AUTOREGRESSIVE,
+        policy=tools.directory,
+        draft=tools.directory,
+        length=DraftLength(num_speculative_tokens=0),
+    )
+    return typing.cast(partial, plan.start_engine).keywords["kv_cache"]
+
+
+def restarts_in_flight(recipe: Recipe, tools: Tools) -> object:
+    """Whether rollouts that training would wait for start anew, with a learner that is never waited for."""
+    world = FlightWorld(delays=Delays(seed=1, longest_s=0.001), lag=1)
+    in_flight(world, 1, too_old=recipe.loop.too_old)
+    return world.num_restarts > 0
 
 
 def training_checks(recipe: Recipe, tools: Tools) -> object:
@@ -300,8 +328,8 @@ IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECT
 CHECKS = {
     "loop.mode": Check("one_step_off", training_loop),
     "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
-    "loop.kv_cache": Check("keep", lambda recipe, tools: recipe.loop, IN_FLIGHT),
-    "loop.too_old": Check("restart", lambda recipe, tools: recipe.loop, IN_FLIGHT),
+    "loop.kv_cache": Check("keep", started_engines, IN_FLIGHT),
+    "loop.too_old": Check("restart", restarts_in_flight, IN_FLIGHT),
     "sampling.temperature": Check(0.5, training_calls),
     "grpo.num_steps": Check(5, training_calls),
     "grpo.prompts_per_step": Check(1, training_calls),

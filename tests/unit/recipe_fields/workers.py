@@ -11,6 +11,7 @@ from slipstream.placement.plan import make_plan
 from slipstream.placement.table import plan_text
 from slipstream.recipe import Recipe
 from slipstream.rollout import vllm_engine
+from slipstream.rollout.vllm_arguments import sampling_params
 from slipstream.stages import support
 from slipstream.workers import engines, learners
 from tests.unit.recipe_fields.base import Check, Tools
@@ -35,7 +36,8 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setitem(sys.modules, "slipstream.refit.engine_transfer", transfer)
     tools.patch.setattr(vllm_engine.os, "environ", {})
     engine = vllm_engine.VllmEngine(tools.directory, config=recipe.engine, speculative_config=None)
-    return seen, vllm_engine.process_environment(recipe.engine), engine._params(recipe.sampling)
+    params = sampling_params(recipe.sampling, engine._stop_token_ids)
+    return seen, vllm_engine.process_environment(recipe.engine), params
 
 
 class FakeRay:

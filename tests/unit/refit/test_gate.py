@@ -107,10 +107,20 @@ class Channel:
 
     def __init__(self, engine: Engines, learner: Learner, *, counts: bool = True) -> None:
         self.engine, self.learner, self.counts = engine, learner, counts
+        self.sent: tuple[int, int | None] = (0, None)
+
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        self.engine.asked.append(("send again", with_draft))
+        return self._delivered(*self.sent, with_draft=with_draft) if self.counts else None
 
     def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
         self.engine.asked.append(("send", policy_version, draft_version))
         self.learner.version = policy_version
+        self.sent = policy_version, draft_version or self.sent[1]
+        return self._delivered(policy_version, draft_version, with_draft=draft_version is not None)
+
+    def _delivered(self, policy_version: int, draft_version: int | None, *, with_draft: bool) -> Delivery:
+        draft_version = draft_version if with_draft else None
         digest = f"digest {policy_version}" if self.counts else ""
         return Delivery(
             states=self.engine.take(policy_version, digest, draft_version),
@@ -404,3 +414,36 @@ def test_probes_on_the_bound_are_taken() -> None:
     engine.offsets = (0.0, 0.5)  # a half is exact in binary
     checked = gate(engine, probes=PROBES, config=RefitConfig(max_probe_difference=0.5))
     assert checked.refit(4).probe_difference == 0.5
+
+
+def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_no_tensor_is_compared(
+    draft: Path,
+) -> None:
+    engine, learner = Engines(), Learner()
+    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    learner.draft_version = 1
+    passed.refit(4, draft_version=1)
+    learner.version = 5
+    engine.state = replace(engine.state, policy_version=0, draft_version=0, num_prefix_cache_resets=0)
+    passed.engines_changed()
+    engine.asked.clear()
+
+    assert passed.deliver_again(4)
+    assert engine.asked == [("send again", True)]
+    assert (engine.state.policy_version, engine.state.draft_version) == (4, 1)
+
+
+def test_new_engines_that_took_other_bytes_are_refused() -> None:
+    engine = Engines(policy_digest="other")
+    passed = gate(engine)
+    engine.lie = {}
+    passed.refit(4)
+    engine.lie = {"policy_digest": "other"}
+    with pytest.raises(RefitError, match="engine 1 must read policy version 4 as the learner wrote it"):
+        passed.deliver_again(4)
+
+
+def test_a_channel_that_keeps_nothing_can_deliver_nothing_again() -> None:
+    passed = gate(Engines(), counts=False)
+    passed.refit(4)
+    assert not passed.deliver_again(4)

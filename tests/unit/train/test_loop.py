@@ -152,6 +152,9 @@ class NotingChannel:
             states=self.engine.take(policy_version), digest=digest, num_bytes=4, origin=f"weights {policy_version}"
         )
 
+    def send_again(self, *, with_draft: bool) -> Delivery | None:
+        raise AssertionError("no engine is replaced here")
+
     def engines_changed(self) -> None:
         raise AssertionError("no engine is replaced here")
 

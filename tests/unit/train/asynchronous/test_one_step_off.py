@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def test_settling_waits_for_calls_that_were_under_way_at_the_end() -> None:
     world, meeting, done = World(), Meeting(), []
     original: Callable[..., Any] = world.generate
 
-    def slow(prompts: tuple[Prompt, ...], **more: Any) -> Any:
+    def slow(prompts: Sequence[Prompt], **more: Any) -> Any:
         if world.generated:
             time.sleep(1.0)
             done.append(True)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,30 @@ import numpy as np
 
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
+from slipstream.rollout.engine import GenerationResult, Portion
+from slipstream.rollout.requests import GroupRequest
+from slipstream.train.asynchronous.in_flight import InFlightLoop
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import SyncLoop
 from slipstream.train.step import Trainer
-from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes
+from slipstream.types import (
+    Arm,
+    FinishReason,
+    LoopMode,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    StageTimes,
+    VersionSpan,
+)
 
 NUM_STEPS = 6
 GROUP_SIZE = 2
@@ -80,6 +93,7 @@ class World:
     generated: list[Any] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     scored: list[tuple[str, ...]] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)  # prompts, as the weights have learned from them
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         self.delays.wait()
@@ -114,23 +128,29 @@ class World:
         batch = update.batch
         self.calls.append(("train", self.weights))
         self.updates.append(update)
+        self.trained += [str(ids[1]) for ids in batch.token_ids[::GROUP_SIZE]]
         self.weights = hashed(self.weights, batch.token_ids, batch.advantages, batch.rollout_logprobs)
         stats = TrainStats(
-            loss=int(self.weights[:6], 16) / 2**24, grad_norm=1.0, kl=0.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.1
+            loss=int(self.weights[:6], 16) / 2**24,
+            grad_norm=1.0,
+            kl=0.0,
+            clip_fraction=0.0,
+            num_tokens=1,
+            learning_rate=0.1,
         )
         own = [np.full(len(row), -0.5, dtype=np.float32) for row in batch.rollout_logprobs]
         return Trained(stats=stats, own_logprobs=own)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
-        (path / "state.json").write_text(json.dumps({"weights": self.weights, "extra": extra}))
+        (path / "state.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained, "extra": extra}))
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         state = json.loads((path / "state.json").read_text())
-        self.weights = state["weights"]
+        self.weights, self.trained = state["weights"], state["trained"]
         return state["extra"]
 
 
@@ -180,20 +200,7 @@ def one_step_off(
     meeting: Meeting | None = None,
 ) -> list[StepRecord]:
     """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given."""
-    checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
-    history, pending = [], Pending()
-    if checkpoints is not None:
-        restored = checkpoints.restore(world)
-        history = restored.steps
-        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
-
-    def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
-        history.append(record)
-        if checkpoints is not None:
-            assert waiting is not None
-            checkpoints.save(world, history, waiting.to_bytes())
-        on_step(record)
-
+    history, pending, step_done = _restored(world, directory, on_step)
     OneStepOffLoop(
         arm=Arm.AUTOREGRESSIVE,
         engine=world,
@@ -209,6 +216,146 @@ def one_step_off(
         tally=None if directory is None else Tally(directory / "submitted"),
     ).run(start_step=len(history))
     return history
+
+
+def in_flight(
+    world: FlightWorld,
+    lag: int,
+    *,
+    too_old: TooOld = TooOld.FINISH,
+    directory: Path | None = None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> list[StepRecord]:
+    """Train with engines that never stop; from the last checkpoint of `directory`, if that is given."""
+    history, pending, step_done = _restored(world, directory, on_step)
+    InFlightLoop(
+        arm=Arm.AUTOREGRESSIVE,
+        engine=world,
+        prompts=STREAM,
+        score=world.score,
+        trainer=trainer_of(world, lag),
+        sampling=SAMPLING,
+        loop=LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old),
+        on_step=step_done,
+        pending=pending,
+        tally=None if directory is None else Tally(directory / "submitted"),
+    ).run(start_step=len(history))
+    return history
+
+
+def _restored(
+    world: World, directory: Path | None, on_step: Callable[[StepRecord], None]
+) -> tuple[list[StepRecord], Pending, Any]:
+    """The last checkpoint of `directory`, and what writes one after each step."""
+    checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
+    history, pending = [], Pending()
+    if checkpoints is not None:
+        restored = checkpoints.restore(world)
+        history = restored.steps
+        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
+
+    def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
+        history.append(record)
+        if checkpoints is not None:
+            assert waiting is not None
+            checkpoints.save(world, history, waiting.to_bytes())
+        on_step(record)
+
+    return history, pending, step_done
+
+
+@dataclass
+class _Flying:
+    """A group under way: each rollout's tokens so far, and how many it will have."""
+
+    request: GroupRequest
+    versions: list[list[int]]  # of each token of each rollout
+    lengths: list[int]
+
+
+@dataclass
+class FlightWorld(World):
+    """Its engines take one token a rollout and call; a few rollouts are ten times as long as the others."""
+
+    lag: int = 1
+    flying: dict[int, _Flying] = field(default_factory=dict)
+    submitted: list[int] = field(default_factory=list)  # group indices, in order
+    completed: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of all rollouts that came back
+    num_restarts: int = 0
+    is_busy: bool = False
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        assert not self.is_busy, "refitted inside an iteration"
+        return super().refit(version, draft_version=draft_version)
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        for request in requests:
+            assert request.index < (self.version + self.lag + 1) * PROMPTS_PER_STEP, "further ahead than the lag allows"
+            step, place = divmod(request.index, PROMPTS_PER_STEP)
+            assert request.prompt == STREAM.batch(step)[place]
+            self.submitted.append(request.index)
+            self.flying[request.index] = _Flying(
+                request=request, versions=[[] for _ in request.seeds], lengths=[length_of(s) for s in request.seeds]
+            )
+
+    def advance(self, *, max_s: float) -> Portion:
+        self.is_busy = True
+        self.delays.wait()
+        done = []
+        for index, group in list(self.flying.items()):
+            for versions, length in zip(group.versions, group.lengths, strict=True):
+                versions += [self.version] * (len(versions) < length)
+            if all(len(tokens) == length for tokens, length in zip(group.versions, group.lengths, strict=True)):
+                done.append((index, self._landed(self.flying.pop(index))))
+        self.completed += [index for index, _ in done]
+        self.is_busy = False
+        return Portion(groups=tuple(done), acceptance=None, started_s=0.0, ended_s=0.0)
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        num = 0
+        for group in [self.flying[index] for index in indices]:
+            group.request = replace(group.request, seeds=seeds(group.request))
+            for place, seed in enumerate(group.request.seeds):
+                if len(group.versions[place]) < group.lengths[place]:
+                    group.versions[place], group.lengths[place] = [], length_of(seed)
+                    num += 1
+        self.num_restarts += num
+        return num
+
+    def take_num_regenerated(self) -> int:
+        return 0
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        return tuple(group.request for group in self.flying.values())
+
+    def _landed(self, group: _Flying) -> RolloutGroup:
+        self.lengths += group.lengths
+        prompt = group.request.prompt
+        return RolloutGroup(
+            prompt=prompt,
+            rollouts=tuple(
+                Rollout(
+                    prompt_id=prompt.id,
+                    token_ids=tuple(3 + (seed + place) % 40 for place in range(len(versions))),
+                    rollout_logprobs=(-0.5,) * len(versions),
+                    finish_reason=FinishReason.STOP,
+                    policy_version=versions[0],
+                    draft_version=None,
+                    versions=tuple(
+                        VersionSpan(policy_version=version, draft_version=None, num_tokens=len(list(tokens)))
+                        for version, tokens in groupby(versions)
+                    ),
+                )
+                for seed, versions in zip(group.request.seeds, group.versions, strict=True)
+            ),
+        )
+
+
+def length_of(seed: int) -> int:
+    """One rollout in eight is long."""
+    return 40 if seed % 8 == 0 else 1 + seed % 4
 
 
 def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
