@@ -54,7 +54,7 @@ class InFlightEngines:
         portions, self._held = self._held, []
         while self._ledger.requests and not any(portion.groups for portion in portions):
             try:
-                portions.append(self._slice(max(0.0, end_s - time.monotonic())))
+                portions += self._slice(max(0.0, end_s - time.monotonic()))
             except LostWorkerError:
                 self._held = portions + self._held
                 raise
@@ -81,7 +81,7 @@ class InFlightEngines:
         """See `InFlightEngine.under_way`."""
         return self._ledger.requests
 
-    def _slice(self, max_s: float) -> Portion:
+    def _slice(self, max_s: float) -> list[Portion]:
         """Run every engine that has work, until one of one or all of several have had their time."""
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
@@ -92,11 +92,10 @@ class InFlightEngines:
         ]
         portions, lost = self._answers(calls)
         self._ledger.complete(index for portion in portions for index, _ in portion.groups)
-        whole = together(portions, num_engines=len(self._crew.workers))
         if lost:
-            self._held.append(whole)
+            self._held = portions
             raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
-        return whole
+        return portions
 
     def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
         """Of each engine by itself: what one completed is there although another died."""
