@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,3 +101,24 @@ def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
         return device
     free, _ = torch.cuda.mem_get_info(device)
     return device if 2 * num_bytes <= free else _CPU
+
+
+def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHandle]:
+    """Have `call` made after the forward and before the backward pass of each of this rank's layers.
+
+    Until the handles are removed. It changes nothing in what the layers compute.
+    """
+
+    def backward(gradient: Tensor) -> None:
+        del gradient
+        call()
+
+    def forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        call()
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(backward)
+
+    decoder: Any = gpt.decoder
+    return [layer.register_forward_hook(forward) for layer in decoder.layers]

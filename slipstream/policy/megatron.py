@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from slipstream.config import require
 from slipstream.grpo.config import OptimizerConfig
@@ -30,7 +31,7 @@ from slipstream.policy import collectives, held, hf, parallel, schedule
 from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
 from slipstream.policy.building import Parts, built
-from slipstream.policy.capture import Capture, device_with_room
+from slipstream.policy.capture import Capture, device_with_room, hooked_layers
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.policy.cpu import host
@@ -74,6 +75,7 @@ class MegatronPolicy:
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
         self._num_updates = 0
+        self._layer_hooks: list[RemovableHandle] = []
         self._batching = Batching(
             max_tokens=learner.max_tokens_per_microbatch,
             packs=packs(learner),
@@ -258,6 +260,12 @@ class MegatronPolicy:
             entropy=sums["entropy"] / num_tokens,
         )
         return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
+
+    def around_layers(self, call: Callable[[], None] | None) -> None:
+        """Have `call` made between the passes of this rank's layers; None: nothing any more. See `hooked_layers`."""
+        for hook in self._layer_hooks:
+            hook.remove()
+        self._layer_hooks = [] if call is None else hooked_layers(self._gpt, call)
 
     def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
         """One optimizer update on the next-token loss.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,10 @@ class VllmEngine:
             ended_s=ended_s,
             running=self._groups.take_running(),
         )
+
+    def before_each_iteration(self, call: Callable[[], None] | None) -> None:
+        """Have `call` made before each iteration of what `generate` runs; None: nothing."""
+        self._groups.before_step = call
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """Draft by another table from the next generation on; only an engine that started with one can.

@@ -36,6 +36,7 @@ class GroupsUnderWay:
         self._places: dict[str, tuple[_Group, int]] = {}  # unfinished rollouts by vLLM's name for them
         self._lengths: dict[str, int] = {}  # their tokens so far
         self._running: dict[int, RunningTime] = {}
+        self.before_step: Callable[[], None] | None = None
 
     def start(self, request: GroupRequest, params: Callable[[int], Any]) -> None:
         """Add a group's rollouts.
@@ -54,6 +55,8 @@ class GroupsUnderWay:
 
     def step(self) -> list[tuple[GroupRequest, Sequence[Any]]]:
         """One step of the engine: the groups that it completed, each with vLLM's outputs in the order of its seeds."""
+        if self.before_step is not None:
+            self.before_step()
         started_s = time.perf_counter()
         outputs = self._engine.step()
         self._note(outputs, time.perf_counter() - started_s)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import SeenLengths, deal
 from slipstream.rollout.engine import GenerationResult, Portion, Trace
 from slipstream.rollout.gathering import Call, gather, joined
-from slipstream.rollout.requests import group_requests
+from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import RayEngineControl, node_address
 from slipstream.workers.files import here, open_stores
 from slipstream.workers.idle import Idle
@@ -55,6 +56,30 @@ class EngineProcess(VllmEngine):
         _name_interface()
         super().__init__(here(policy, origin), config=config, speculative_config=speculative_config, executor=executor)
         self._origin = origin
+        self._most_threads = config.num_threads
+        self._share: CoreShare | None = None
+
+    def share_cores(self, slot: CoreSlot | None) -> None:
+        """Leave some of the host's cores to a learner that works at the same time; None: no longer.
+
+        The ranks of a tensor-parallel engine, which have processes of their own, keep their threads.
+        """
+        if self._share is not None:
+            self._share.leave()
+        self._share = None if slot is None else CoreShare(slot, most=self._most_threads)
+        self.before_each_iteration(None if self._share is None else self._share.fit)
+
+    def generate(
+        self,
+        requests: Sequence[GroupRequest],
+        *,
+        sampling: SamplingConfig,
+        is_first: bool = True,
+        room_for: int | None = None,
+    ) -> Portion:
+        """See `VllmEngine.generate`."""
+        with nullcontext() if self._share is None else self._share.at_work():
+            return super().generate(requests, sampling=sampling, is_first=is_first, room_for=room_for)
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -118,6 +143,16 @@ class RemoteEngine:
         result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
         self._lengths.note(result.groups)
         return result
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The same as `engines`."""
+        return self.engines
+
+    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
+        """See `EngineProcess.share_cores`; one an engine."""
+        calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
+        self._crew.gather("share_cores", calls)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         """See `VllmEngine.draft_by`; all engines."""

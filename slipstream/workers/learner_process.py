@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fing
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
+from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 
 if TYPE_CHECKING:
@@ -84,6 +86,17 @@ class LearnerProcess:
         self._sources: dict[str, WeightSource] = {}  # by model
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
+        self._share: CoreShare | None = None
+
+    def share_cores(self, slot: CoreSlot | None) -> None:
+        """Leave some of the host's cores to engines that work at the same time; None: no longer."""
+        if self._share is not None:
+            self._share.leave()
+        self._share = None if slot is None else CoreShare(slot, most=self._config.num_threads or num_cores())
+        self._loaded.around_layers(None if self._share is None else self._share.fit)
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._share is None else self._share.at_work()
 
     def listen(self, address: str) -> int:
         """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
@@ -153,7 +166,8 @@ class LearnerProcess:
 
     def logprobs(self, part: TrainBatch, temperature: float) -> Ragged:
         """Trainer logprobs of the response tokens."""
-        return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
+        with self._at_work():
+            return _float32(self._loaded.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def token_logprobs(self, part: Ragged) -> Ragged:
         """Logprob of each token but the first, given those before it, at temperature 1."""
@@ -163,7 +177,8 @@ class LearnerProcess:
         """Logprobs under the reference policy, None without one."""
         if self._reference is None:
             return None
-        return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
+        with self._at_work():
+            return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
@@ -198,7 +213,8 @@ class LearnerProcess:
 
     def train_step(self, part: Update) -> Trained:
         """One update of the policy, and of the draft where `part` says so; the stats are those of the whole update."""
-        return self._train_step_with_draft(part) if part.trains_draft else self._loaded.train_step(part)
+        with self._at_work():
+            return self._train_step_with_draft(part) if part.trains_draft else self._loaded.train_step(part)
 
     def _train_step_with_draft(self, update: Update) -> Trained:
         """One update of the policy, and the draft's on the hidden states of the same forward pass.

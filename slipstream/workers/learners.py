@@ -30,6 +30,7 @@ from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.cores import CoreSlot
 from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
@@ -59,6 +60,16 @@ class RemoteLearner:
     def ranks(self) -> tuple[Worker, ...]:
         """The actors and where they run, rank 0 first."""
         return self._crew.workers
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The same as `ranks`."""
+        return self.ranks
+
+    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
+        """See `LearnerProcess.share_cores`; one a rank."""
+        calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.ranks, slots, strict=True)]
+        self._crew.gather("share_cores", calls)
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy; returns the number of its parameters."""

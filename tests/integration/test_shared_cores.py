@@ -1,0 +1,63 @@
+"""The number of threads changes how long engine and learner take, and nothing that they compute."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.grpo.update import Update
+from slipstream.policy.config import LearnerConfig
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.train.batch import assemble
+from slipstream.types import Dtype, Prompt
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=40)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=tuple(range(2, 10 + 3 * i)), answer="") for i in range(4))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_rollouts_and_updates_are_the_same_bits_on_one_thread_and_on_two(
+    tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None, dtype: Dtype
+) -> None:
+    from slipstream.grpo.config import LossConfig
+    from slipstream.workers.cores import CoreSlot, write_shared
+    from slipstream.workers.engines import start_engine
+    from slipstream.workers.learners import start_learner
+
+    policy = make_policy(tmp_path / "policy", 0)
+    engine_config = EngineConfig(
+        max_model_len=128, max_num_seqs=16, dtype=dtype, enforce_eager=True, num_threads=2, kv_cache_gib=0.1
+    )
+    learner_config = LearnerConfig(dtype=dtype, num_threads=2, max_tokens_per_microbatch=256)
+    optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
+    path = tmp_path / "at_work"
+    write_shared(path, 3)
+    found = []
+    with start_engine(policy, config=engine_config) as engine, start_learner(learner_config) as learner:
+        for third_works in (False, True):  # who leaves them all threads, or one each
+            learner.load(policy, optimizer)
+            engine.share_cores([CoreSlot(path, 0)])
+            learner.share_cores([CoreSlot(path, 1)])
+            _say(path, 2, is_at_work=third_works)
+            groups = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1).groups
+            batch = assemble(
+                groups, [float(i % 3) for i in range(16)], policy_version=0, draft_version=None, scale_by_std=False
+            )
+            update = Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
+            learner.train_step(update)
+            learner.save_hf(tmp_path / f"trained_{third_works}", policy)
+            weights = (tmp_path / f"trained_{third_works}" / "model.safetensors").read_bytes()
+            found.append((groups, hashlib.sha256(weights).hexdigest()))
+            engine.share_cores([None])
+            learner.share_cores([None])
+    assert found[0] == found[1]
+
+
+def _say(path: Path, index: int, *, is_at_work: bool) -> None:
+    with path.open("r+b") as file:
+        file.seek(index)
+        file.write(bytes([is_at_work]))

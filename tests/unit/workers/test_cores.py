@@ -1,0 +1,87 @@
+"""Workers of one host fit their threads to who else is at work there."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.workers.calls import Worker
+from slipstream.workers.cores import CoreShare, CoreSlot, set_threads, shared_cores, write_shared
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after():
+    before = torch.get_num_threads()
+    yield
+    set_threads(before)
+
+
+def shares(directory: Path, num_workers: int, *, most: int, cores: int) -> list[CoreShare]:
+    write_shared(directory / "at_work", num_workers)
+    return [CoreShare(CoreSlot(directory / "at_work", i), most=most, cores=cores) for i in range(num_workers)]
+
+
+def test_one_that_works_alone_takes_all_that_it_may(tmp_path: Path) -> None:
+    share, _ = shares(tmp_path, 2, most=3, cores=4)
+    with share.at_work():
+        assert share.num_threads == torch.get_num_threads() == 3
+
+
+def test_two_at_work_halve_the_cores_and_have_them_back_when_the_other_rests(tmp_path: Path) -> None:
+    engine, learner = shares(tmp_path, 2, most=4, cores=4)
+    with learner.at_work():
+        with engine.at_work():
+            assert engine.num_threads == learner.num_threads == 2
+            learner.fit()
+            assert torch.get_num_threads() == 2
+        assert learner.num_threads == 4
+        learner.fit()
+        assert torch.get_num_threads() == 4
+
+
+def test_everybody_keeps_a_thread_where_more_work_than_there_are_cores(tmp_path: Path) -> None:
+    first, second, third = shares(tmp_path, 3, most=2, cores=2)
+    with first.at_work(), second.at_work(), third.at_work():
+        assert [each.num_threads for each in (first, second, third)] == [1, 1, 1]
+
+
+def test_one_that_failed_no_longer_counts_as_at_work(tmp_path: Path) -> None:
+    engine, learner = shares(tmp_path, 2, most=2, cores=2)
+    with pytest.raises(RuntimeError, match="lost"), engine.at_work():
+        raise RuntimeError("lost")
+    assert learner.num_threads == 2
+
+
+def test_one_that_leaves_computes_with_its_own_number_of_threads(tmp_path: Path) -> None:
+    engine, learner = shares(tmp_path, 2, most=2, cores=2)
+    with learner.at_work(), engine.at_work():
+        assert torch.get_num_threads() == 1
+    engine.leave()
+    assert torch.get_num_threads() == 2
+
+
+class Party:
+    def __init__(self, *node_ids: str) -> None:
+        self.workers = tuple(Worker(None, f"worker {i}", node_id=node_id) for i, node_id in enumerate(node_ids))
+        self.handed: list[Sequence[CoreSlot | None]] = []
+        self.could_join: list[bool] = []
+
+    def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
+        self.handed.append(slots)
+        self.could_join += [slot.path.stat().st_size > slot.index for slot in slots if slot is not None]
+
+
+def test_workers_of_this_host_get_slots_of_their_own_and_others_none() -> None:
+    engines, learner = Party("here", "elsewhere"), Party("here")
+    with shared_cores("here", engines, learner):
+        ((first, other),), ((second,),) = engines.handed, learner.handed
+        assert first is not None
+        assert second is not None
+        assert other is None
+        assert (first.index, second.index) == (0, 1)
+        assert first.path == second.path
+    assert engines.handed[1:] == [[None, None]]
+    assert learner.handed[1:] == [[None]]
+    assert engines.could_join == learner.could_join == [True]
+    assert not first.path.exists()
