@@ -38,7 +38,7 @@ def test_the_speculative_engine_drafts_with_what_the_draft_learned(
     subjects: list[Subject] = []
 
     @contextmanager
-    def engine(recipe: Any, policy: Path, draft: Path, k: int, *, schedule: Any) -> Iterator[Any]:
+    def engine(recipe: Any, policy: Path, draft: Path, k: int, *, schedule: Any, kv_cache: Any) -> Iterator[Any]:
         def refit(to: Path, *, policy_version: int, draft: Path | None, draft_version: int) -> None:
             refits.append((policy, k, to, draft))
 

@@ -58,6 +58,7 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"reward": {"timeout_s": 4.0}}, ALL),  # decides which answers can be read
     ({"reward": {"num_workers": 2}}, NOTHING),
     ({"tracking": {"replay_every_s": 1.0}}, NOTHING),
+    ({"loop": {"mode": "one_step_off"}}, NOTHING),
     ({"simulator": {"model": "tiny", "hardware": "gb200"}}, NOTHING),
 ]
 
