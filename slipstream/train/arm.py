@@ -155,7 +155,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
     with (
         run.checkpoints.finished(learner),
         open_channel(recipe.refit, learner, engine) as channel,
-        nullcontext() if recipe.loop.is_synchronous else shared_cores(own_node(), engine, learner),
+        shared_cores(own_node(), engine, learner) if recipe.loop.max_off_policy_steps else nullcontext(),
         progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
     ):
         gate = RefitGate(
