@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.start_run import start_run
 from slipstream.stages.support import settled
 from slipstream.stages.train_grpo import train_grpo
-from slipstream.types import Arm
+from slipstream.types import Arm, ArmLoop
 
 
 def main() -> int:
@@ -59,13 +60,11 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
     policy = prepare_policy(context, recipe, data=data)
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
     tuning = fix_draft_length(context, study.k)
-    arms = [
-        read_record(
-            ArmRecord,
-            train_grpo(context, recipe, arm, policy=policy, data=data, draft=draft, tuning=tuning) / "arm.json",
-        )
-        for arm in Arm
-    ]
+    loop = ArmLoop.SYNCHRONOUS if recipe.loop.is_synchronous else ArmLoop.ASYNCHRONOUS
+    trained = (
+        train_grpo(context, recipe, arm, policy=policy, data=data, draft=draft, tuning=tuning, loop=loop) for arm in Arm
+    )
+    arms = [with_whole_generation(read_record(ArmRecord, directory / "arm.json")) for directory in trained]
     evaluated = evaluate_aime(context, recipe, "start", data=data, model=policy) if study.evaluate else None
     return _result(
         study,
@@ -75,6 +74,17 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
         execution=resolved.parents[1],
         elapsed_s=time.perf_counter() - start,
     )
+
+
+def with_whole_generation(arm: ArmRecord) -> ArmRecord:
+    """The arm with all that its engines generated beside training counted as generation, not the exposed part alone."""
+    steps = [
+        step
+        if step.overlap is None
+        else replace(step, times=replace(step.times, generation_s=step.overlap.generation_s))
+        for step in arm.steps
+    ]
+    return replace(arm, steps=tuple(steps))
 
 
 def fix_draft_length(context: RunContext, k: int) -> Path:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.learning import Places, main
 from benchmarks.study import SeedResult, Study, append
-from slipstream.types import Workload
+from slipstream.records import ArmRecord, Overlap
+from slipstream.types import Arm, Workload
 from tests.unit.benchmarks.test_study import result
+from tests.unit.report.handmade import step
 
 ASKED = ["--seeds", "0", "1", "--k", "7"]
 
@@ -84,3 +86,21 @@ def test_more_seeds_at_once_than_cores_are_refused(tmp_path: Path, capsys: pytes
     assert main([*ASKED, "--root", str(tmp_path), "--parallel", "4096", "--pin"], run_seed=Runner()) == 2
 
     assert "--parallel must be at most the" in capsys.readouterr().err
+
+
+def test_of_an_asynchronous_arm_what_engines_generated_beside_training_counts_as_generation() -> None:
+    from benchmarks.learning_seed import with_whole_generation
+
+    overlap = Overlap(
+        generation_s=0.9,
+        hidden_s=0.8,
+        engine_idle_fraction=0.1,
+        learner_idle_fraction=0.1,
+        score_s=0.0,
+        publish_s=0.0,
+    )
+    beside, before = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
+    arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=(replace(beside, overlap=overlap), before))
+    found = with_whole_generation(arm)
+    assert [each.times.generation_s for each in found.steps] == [0.9, 0.2]
+    assert [each.times.step_s for each in found.steps] == [each.times.step_s for each in arm.steps]
