@@ -1,4 +1,4 @@
-"""The asynchronous arms as the simulator predicts them from the synchronous ones, beside what was measured."""
+"""The asynchronous arms as the simulator predicts them from the synchronous ones, and which split it would choose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from slipstream.report.asynchronous import LoopComparison
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.tables import ColumnGroup, Row, Table
 from slipstream.simulator.project.asynchronous import AsynchronousPrediction, PredictedArm, predict_asynchronous
-from slipstream.types import LoopMode
+from slipstream.simulator.project.balance import balance
+from slipstream.types import Arm, LoopMode
 
 _ON_CORES = "cpu"  # how the simulator's hardware begins that has engine and learner on a core each
 
@@ -40,6 +41,32 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
         measured = (seconds(arm.step_s), seconds(arm.exposed_s), seconds(arm.hidden_s))
         rows.append(Row(label=POLICY_LABELS[arm.name], cells=(*measured, *_projected(each, arm.step_s))))
     return Table(label="mean step", groups=groups, rows=tuple(rows))
+
+
+def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
+    """The projected step of each arm on every split of the run's GPUs; None of a run without a lag, or on cores.
+
+    Two cores have one split, and so have no table.
+    """
+    first, layout = compared.asynchronous[0], record.layout
+    if first.max_off_policy_steps < 1 or layout is None or layout.hardware.startswith(_ON_CORES):
+        return None
+    if layout.num_gpus <= layout.gpus_per_engine:  # no GPU is left for training
+        return None
+    found = balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop))
+    arms = [Arm(name) for name in found.synchronous_step_s]
+    best = {arm: found.best(arm) for arm in arms}
+    by_split: dict[tuple[int, int], list[str]] = {}
+    for row in found.rows:
+        mark = ", fastest" if row is best[row.arm] else ""
+        cells = by_split.setdefault((row.generation, row.training), [])
+        cells += [seconds(row.step_s), seconds(row.exposed_s), f"{row.bound}{mark}"]
+    columns = ("step s", "exposed s", "bound by")
+    return Table(
+        label="GPUs that generate + train",
+        groups=tuple(ColumnGroup(heading=f"{arm.value}, projected", columns=columns) for arm in arms),
+        rows=tuple(Row(label=f"{split[0]} + {split[1]}", cells=tuple(cells)) for split, cells in by_split.items()),
+    )
 
 
 def _projected(arm: PredictedArm, measured_s: float) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_a
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
-from slipstream.report.asynchronous_prediction import predicted, prediction_table
+from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table
 from slipstream.report.asynchronous_results import bound_text, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
@@ -233,6 +233,9 @@ def _tables(record: RunRecord, run: RunSummary, reference: Reference) -> dict[st
         prediction = predicted(record, compared)
         if prediction is not None:
             built["prediction"] = prediction_table(prediction, compared)
+        splits = split_table(record, compared)
+        if splits is not None:
+            built["splits"] = splits
     if record.tuning.running:
         built["running"] = running_table(record)
     if run.comparison is not None:

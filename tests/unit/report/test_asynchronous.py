@@ -17,7 +17,7 @@ import pytest
 from slipstream.records import ArmRecord, LayoutRecord, RunRecord
 from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
-from slipstream.report.asynchronous_prediction import predicted, prediction_table
+from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table
 from slipstream.report.asynchronous_results import bound_text, loop_metrics, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.page import render, write_report
@@ -209,6 +209,21 @@ def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() ->
     in_turn = replace(ON_CORES, asynchronous=arms)
     assert predicted(in_turn, compared(in_turn)) is None
     assert "as the simulator predicts them" not in render(in_turn, REFERENCE)
+
+
+def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_marked() -> None:
+    layout = replace(LAYOUT, model="qwen3-8b", hardware="gb200", num_gpus=4)
+    on_gpus = replace(ASYNCHRONOUS, layout=replace(layout, precision="bfloat16", learner_precision="bfloat16"))
+    table = split_table(on_gpus, compared(on_gpus))
+    assert table is not None
+    assert [row.label for row in table.rows] == ["1 + 3", "2 + 2", "3 + 1"]
+    assert [group.heading for group in table.groups] == ["autoregressive, projected", "speculative, projected"]
+    for column in (2, 5):
+        assert sum(row.cells[column].endswith(", fastest") for row in table.rows) == 1
+    assert "3 + 1" in render(on_gpus, REFERENCE)
+    assert split_table(ON_CORES, compared(ON_CORES)) is None
+    alone = replace(on_gpus, layout=replace(layout, num_gpus=1))
+    assert split_table(alone, compared(alone)) is None
 
 
 def test_the_figures_name_arms_and_parts() -> None:
