@@ -127,6 +127,7 @@ class RemoteEngine(InFlightEngines):
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
+        self._slots: tuple[CoreSlot | None, ...] = ()  # in the cores of the host; empty: they share none
 
     @property
     def engines(self) -> tuple[Worker, ...]:
@@ -152,6 +153,7 @@ class RemoteEngine(InFlightEngines):
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
         """See `EngineProcess.share_cores`; one an engine."""
+        self._slots = tuple(slots)
         calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
@@ -238,11 +240,17 @@ class RemoteEngine(InFlightEngines):
             if engine.name in names:  # its host and process may be another one's already
                 ray.kill(engine.actor)
                 engines[index] = self._start(index)
+                if engines[index].node_id != engine.node_id and self._slots:
+                    self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
         self._crew = Crew(engines, self._deadline)
+        new = [engine for engine in engines if engine.name in names]
         if self._kv_cache is not None:
-            new = [engine for engine in engines if engine.name in names]
             calls = [(engine, engine.actor.run_in_flight.remote(self._kv_cache)) for engine in new]
             self._crew.gather(self._of("a change of mode"), calls)
+        if self._slots:  # a lost engine may have said that it works, which whoever has its slot alone takes back
+            slots = {engine.name: slot for engine, slot in zip(engines, self._slots, strict=True)}
+            calls = [(engine, engine.actor.share_cores.remote(slots[engine.name])) for engine in new]
+            self._crew.gather(self._of("share_cores"), calls)
 
     def is_alive(self) -> bool:
         """Whether every engine's process still answers."""
