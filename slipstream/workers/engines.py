@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,82 +25,19 @@ from slipstream.rollout.engine import GenerationResult, Portion, Trace, WeightFi
 from slipstream.rollout.gathering import Call, gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_arguments import device_arguments
-from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+from slipstream.rollout.vllm_engine import process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.cores import CoreShare, CoreSlot
-from slipstream.workers.engine_control import RayEngineControl, node_address
-from slipstream.workers.files import here, open_stores
+from slipstream.workers.cores import CoreSlot
+from slipstream.workers.engine_control import RayEngineControl
+from slipstream.workers.engine_process import EngineProcess, draft_directory
+from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.in_flight import InFlightEngines
 from slipstream.workers.placement import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, own_node
 
 logger = logging.getLogger(__name__)
-
-
-class EngineProcess(VllmEngine):
-    """A rollout engine in an actor, on whichever host: it takes the driver's paths."""
-
-    def __init__(
-        self,
-        policy: Path,
-        *,
-        config: EngineConfig,
-        speculative_config: dict[str, Any] | None,
-        executor: str | None = None,
-        is_in_flight: bool = False,
-        origin: str = "",
-    ) -> None:
-        """See `VllmEngine`; `origin` is the node whose files the paths name."""
-        draft = _draft_directory(speculative_config)
-        if speculative_config is not None and draft is not None:
-            speculative_config = {**speculative_config, "model": str(here(draft, origin))}
-        _name_interface()
-        super().__init__(
-            here(policy, origin),
-            config=config,
-            speculative_config=speculative_config,
-            executor=executor,
-            is_in_flight=is_in_flight,
-        )
-        self._origin = origin
-        self._most_threads = config.num_threads
-        self._share: CoreShare | None = None
-
-    def share_cores(self, slot: CoreSlot | None) -> None:
-        """Leave some of the host's cores to a learner that works at the same time; None: no longer.
-
-        The ranks of a tensor-parallel engine, which have processes of their own, keep their threads.
-        """
-        if self._share is not None:
-            self._share.leave()
-        self._share = None if slot is None else CoreShare(slot, most=self._most_threads)
-        if self._share is None:
-            self.around_work(nullcontext, None)
-        else:
-            self.around_work(self._share.at_work, self._share.fit)
-
-    def refit(
-        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> EngineState:
-        """See `VllmEngine.refit`."""
-        if draft is not None:
-            draft = here(draft, self._origin)
-        policy = here(policy, self._origin)
-        return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
-
-
-def _name_interface() -> None:
-    """Tell gloo, which vLLM uses too, of this host's interface: it would ask for the host's name, which may have none.
-
-    The ranks of a tensor-parallel engine inherit it.
-    """
-    address = node_address()
-    if address != "127.0.0.1":
-        from slipstream.policy.rendezvous import interface_of
-
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
 
 
 class RemoteEngine(InFlightEngines):
@@ -325,7 +261,7 @@ def start_engine(
             engine = _new_engine(policy, config, speculative_config, layout, is_in_flight=is_in_flight)
         else:
             engine.run_in_flight(None)
-            engine.refit(policy, policy_version=0, draft=_draft_directory(speculative_config))
+            engine.refit(policy, policy_version=0, draft=draft_directory(speculative_config))
             if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
                 engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
         if is_in_flight:
@@ -386,13 +322,6 @@ def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
     return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
 
 
-def _draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
-    """Of the draft's own weights; None without a draft, and where it has none."""
-    if speculative_config is None or "model" not in speculative_config:
-        return None
-    return Path(speculative_config["model"])
-
-
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
     """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
     if reservation is not None:
@@ -409,7 +338,7 @@ def _engine_key(
     is_in_flight: bool,
 ) -> str:
     """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
-    draft = _draft_directory(speculative_config)
+    draft = draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
     arguments = device_arguments(config, is_in_flight=is_in_flight)
