@@ -97,33 +97,15 @@ def certify_losslessness(
         )
         seed = recipe.losslessness.seed + recipe.losslessness.num_tokens + 1
         baseline = _drawn(recipe, trained, trained, draft, _NO_DRAFT, prompts, seed=seed)
-        num_responses = len(speculative.traces) + len(baseline.traces)
-        logger.info("certify_losslessness: the learner judges %d responses", num_responses)
-        with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
-            earlier = {}
-            if kv_cache is not None:
-                learner.load(policy, None)
-                earlier[_START] = judged(
-                    speculative.traces, learner, sampling=recipe.sampling, config=recipe.losslessness
-                )
-            learner.load(trained, None)
-            record = certify(
-                speculative,
-                baseline,
-                learner,
-                config=recipe.losslessness,
-                sampling=recipe.sampling,
-                subject=Subject(
-                    num_speculative_tokens=length.num_speculative_tokens,
-                    schedule=length.schedule,
-                    policy_fingerprint=directory_fingerprint(trained),
-                    draft_fingerprint="" if weights is None else directory_fingerprint(weights),
-                    versions=versions(),
-                    kv_cache=kv_cache,
-                ),
-                started_s=started_s,
-                earlier=earlier,
-            )
+        subject = Subject(
+            num_speculative_tokens=length.num_speculative_tokens,
+            schedule=length.schedule,
+            policy_fingerprint=directory_fingerprint(trained),
+            draft_fingerprint="" if weights is None else directory_fingerprint(weights),
+            versions=versions(),
+            kv_cache=kv_cache,
+        )
+        record = _certificate(recipe, policy, trained, speculative, baseline, subject=subject, started_s=started_s)
         tracker.set_tags({"losslessness": record.verdict})
         tracker.log({"time/certify_s": record.elapsed_s, "losslessness/num_tokens": record.num_tokens})
         for power in record.detectable:
@@ -131,6 +113,37 @@ def certify_losslessness(
         tracker.log_artifact(write_record(record, directory / "certificate.json"))
     logger.info("certify_losslessness: %s: %s", record.verdict, record.reason)
     return directory
+
+
+def _certificate(
+    recipe: Recipe,
+    start: Path,
+    trained: Path,
+    speculative: Sample,
+    baseline: Sample,
+    *,
+    subject: Subject,
+    started_s: float,
+) -> CertificateRecord:
+    """What the learner says of both samples: of each token, the policy that drew it."""
+    logger.info("%s: the learner judges %d responses", _NODE, len(speculative.traces) + len(baseline.traces))
+    sampling, config = recipe.sampling, recipe.losslessness
+    with start_learner(replace(recipe.learner, dtype=Dtype.FLOAT32), layout=recipe.layout) as learner:
+        earlier = {}
+        if subject.kv_cache is not None:
+            learner.load(start, None)
+            earlier[_START] = judged(speculative.traces, learner, sampling=sampling, config=config)
+        learner.load(trained, None)
+        return certify(
+            speculative,
+            baseline,
+            learner,
+            config=config,
+            sampling=sampling,
+            subject=subject,
+            started_s=started_s,
+            earlier=earlier,
+        )
 
 
 def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, and what is asked of it

@@ -56,7 +56,7 @@ def step_record(
     mismatch: Mismatch,
     has_logprob_pass: bool,
 ) -> StepRecord:
-    """The record of one step, whose rollouts all come from one version of policy and draft."""
+    """The record of one step; its versions are those of the first rollout's first token."""
     rollouts = [rollout for group in result.groups for rollout in group.rollouts]
     rewards_PG = np.asarray(rewards.rewards).reshape(len(result.groups), -1)
     return StepRecord(

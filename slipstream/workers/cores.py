@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import mmap
 import os
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.workers.calls import Worker
+
+logger = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")  # what is written there stays in memory
 
@@ -116,7 +119,9 @@ def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
             [CoreSlot(path, next(indices)) if worker.node_id == node_id else None for worker in party.workers]
             for party in parties
         ]
-        write_shared(path, next(indices))
+        num_workers = next(indices)
+        write_shared(path, num_workers)
+        logger.info("%d workers share the %d cores of this host", num_workers, num_cores())
         for party, own in zip(parties, slots, strict=True):
             party.share_cores(own)
         yield

@@ -226,21 +226,25 @@ def regenerated(record: ArmRecord) -> list[int]:
 
 
 def test_one_step_off_without_a_lag_is_the_synchronous_run_bit_for_bit(
-    tmp_path: Path, policy: Path, whole: tuple[ArmRecord, Path]
+    tmp_path: Path, policy: Path, whole: tuple[ArmRecord, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     from safetensors.torch import load_file
 
+    caplog.set_level("INFO")
     assert_equal(train_arm(one_step_off(0), policy, tmp_path), whole[0])
+    assert "workers share" not in caplog.text  # they work in turn
     ours, theirs = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path, whole[1]))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
 def test_one_step_off_ends_equal_after_the_driver_or_an_engine_died(
-    tmp_path: Path, policy: Path, ray_session: None
+    tmp_path: Path, policy: Path, ray_session: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine dies in the batch of step 2, while the learner has left version 1; the driver after step 3 of 4."""
     recipe = one_step_off(1)
+    caplog.set_level("INFO")
     undisturbed = train_arm(recipe, policy, tmp_path / "whole")
+    assert "2 workers share the" in caplog.text
     assert [step.policy_version for step in undisturbed.steps] == [0, 0, 1, 2]
 
     def log(metrics: Mapping[str, float], step: int) -> None:

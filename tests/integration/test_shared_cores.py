@@ -57,6 +57,27 @@ def test_rollouts_and_updates_are_the_same_bits_on_one_thread_and_on_two(
     assert found[0] == found[1]
 
 
+def test_an_engine_in_the_place_of_a_lost_one_takes_back_that_it_was_at_work(
+    tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None
+) -> None:
+    import ray
+
+    from slipstream.workers.cores import CoreSlot, write_shared
+    from slipstream.workers.engines import start_engine
+
+    config = EngineConfig(max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, kv_cache_gib=0.1)
+    path = tmp_path / "at_work"
+    write_shared(path, 1)
+    with start_engine(make_policy(tmp_path / "policy", 0), config=config) as engine:
+        engine.share_cores([CoreSlot(path, 0)])
+        (lost,) = engine.engines
+        ray.kill(lost.actor)
+        _say(path, 0, is_at_work=True)  # as of one that died in a generation
+        engine.replace([lost])
+        engine.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=1)
+    assert path.read_bytes() == b"\0"
+
+
 def _say(path: Path, index: int, *, is_at_work: bool) -> None:
     with path.open("r+b") as file:
         file.seek(index)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from slipstream.drafts import fit
 from slipstream.drafts.schedule import DraftLength
-from slipstream.losslessness.sampling import Subject
+from slipstream.grpo.loop import KvCache
+from slipstream.losslessness.sampling import AcrossRefits, Subject
 from slipstream.recipe import load_recipe
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages import certify_losslessness as stage
@@ -25,9 +26,10 @@ class JudgedError(Exception):
     """The learner was asked to judge: all that comes before is done."""
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
 @pytest.mark.parametrize("learned", [True, False])
-def test_the_speculative_engine_drafts_with_what_the_draft_learned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned: bool
+def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_flight_what_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learned: bool, in_flight: bool
 ) -> None:
     models = {}
     for number, name in enumerate(("policy", "draft", "trained", "trained_draft")):
@@ -36,22 +38,34 @@ def test_the_speculative_engine_drafts_with_what_the_draft_learned(
         save_file({"w": torch.full((1,), float(number))}, models[name] / "model.safetensors")
     refits: list[tuple[Path, int, Path, Path | None]] = []
     subjects: list[Subject] = []
+    drawn_across: list[AcrossRefits | None] = []
+    caches: list[KvCache | None] = []
+    judging: list[Path] = []
+    earlier_versions: list[int] = []
 
     @contextmanager
     def engine(recipe: Any, policy: Path, draft: Path, k: int, *, schedule: Any, kv_cache: Any) -> Iterator[Any]:
+        caches.append(kv_cache)
+
         def refit(to: Path, *, policy_version: int, draft: Path | None, draft_version: int) -> None:
             refits.append((policy, k, to, draft))
 
         yield SimpleNamespace(refit=refit)
 
-    def judge(*_: Any, subject: Subject, **__: Any) -> None:
+    def draw(*_: Any, across: AcrossRefits | None, **__: Any) -> Any:
+        drawn_across.append(across)
+        return SimpleNamespace(traces=(), num_tokens=0)
+
+    def judge(*_: Any, subject: Subject, earlier: dict[int, Any], **__: Any) -> None:
         subjects.append(subject)
+        earlier_versions.extend(earlier)
         raise JudgedError
 
-    nothing = SimpleNamespace(load=lambda policy, optimizer: None)
+    nothing = SimpleNamespace(load=lambda policy, optimizer: judging.append(policy))
     monkeypatch.setattr(fit, "require_fit", lambda *_, **__: None)
     monkeypatch.setattr(stage, "recipe_engine", engine)
-    monkeypatch.setattr(stage, "draw", lambda *_, **__: SimpleNamespace(traces=(), num_tokens=0))
+    monkeypatch.setattr(stage, "draw", draw)
+    monkeypatch.setattr(stage, "judged", lambda *_, **__: None)
     monkeypatch.setattr(stage, "certify", judge)
     monkeypatch.setattr(stage, "connect", lambda: None)
     monkeypatch.setattr(stage, "settled", lambda context, recipe: recipe)
@@ -63,7 +77,9 @@ def test_the_speculative_engine_drafts_with_what_the_draft_learned(
     with pytest.raises(JudgedError):
         stage.certify_losslessness(
             RunContext(execution="e", root=str(tmp_path), experiment="x", workload="rl_zero"),
-            load_recipe("tiny"),
+            load_recipe("tiny_async", overrides={"loop": {"mode": "in_flight", "kv_cache": "keep"}})
+            if in_flight
+            else load_recipe("tiny"),
             policy=models["policy"],
             trained=models["trained"],
             data=tmp_path,
@@ -77,3 +93,16 @@ def test_the_speculative_engine_drafts_with_what_the_draft_learned(
     assert baseline == (models["trained"], 0, models["trained"], None)
     assert subjects[0].draft_fingerprint == directory_fingerprint(trained_draft or models["draft"])
     assert subjects[0].policy_fingerprint == directory_fingerprint(models["trained"])
+
+    across, of_baseline = drawn_across
+    assert of_baseline is None
+    assert judging == ([models["policy"], models["trained"]] if in_flight else [models["trained"]])
+    assert earlier_versions == ([0] if in_flight else [])
+    # Kept caches would bias what is drawn: the certificate recomputes them, and names what the run does.
+    assert caches == [KvCache.RECOMPUTE if in_flight else None, None]
+    assert subjects[0].kv_cache is (KvCache.KEEP if in_flight else None)
+    assert (across is not None) == in_flight
+    if across is not None:
+        found = [(each.policy, each.policy_version, each.draft, each.draft_version) for each in across.refits]
+        first, last = (models["draft"], trained_draft) if learned else (None, None)
+        assert found == [(models["policy"], 0, first, 0), (models["trained"], 24, last, 1)]
