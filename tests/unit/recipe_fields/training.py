@@ -86,9 +86,9 @@ class NotedLearner:
     def close_stream(self) -> None:
         self.channels.append("closed")
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
+    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
         self.channels.append("published")
-        return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
+        return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
     def continue_draft(self, draft: Path, policy: Path, config: Any) -> None:
         self.drafts.append((draft.name, config))
@@ -96,8 +96,8 @@ class NotedLearner:
     def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return self.start_fingerprints(dtypes, turn)
 
-    def publish_draft(self, directory: Path, version: int) -> Snapshot:
-        return self.publish(directory, version)
+    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+        return self.start_publish(directory, version)
 
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return lambda: {name: 7 for name in dtypes if turn.takes(name)}
