@@ -153,8 +153,8 @@ class NotedEngine:
     def locations(self) -> list[Location]:
         return [here()]
 
-    def refit(self, policy: Path, *, policy_version: int, **_: Any) -> list[EngineState]:
-        return self.adopt(policy_version=policy_version, draft_version=None)
+    def start_refit(self, policy: Path, *, policy_version: int, **_: Any) -> Callable[[], list[EngineState]]:
+        return self.start_adopt(policy_version=policy_version, draft_version=None)
 
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s

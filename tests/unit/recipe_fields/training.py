@@ -304,10 +304,10 @@ class DraftingEngine(NotedEngine):
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
 
-    def refit(self, policy: Path, *, policy_version: int, **more: Any) -> list[EngineState]:
+    def start_refit(self, policy: Path, *, policy_version: int, **more: Any) -> Callable[[], list[EngineState]]:
         if more["draft"] is not None:
             self.draft_version = more["draft_version"]
-        return self.adopt(policy_version=policy_version, draft_version=None)
+        return self.start_adopt(policy_version=policy_version, draft_version=None)
 
     def states(self) -> list[EngineState]:
         return [replace(state, draft_version=self.draft_version, draft_digest="d") for state in super().states()]
