@@ -71,6 +71,7 @@ class Recipe:
         self._check_devices()
         self._check_online()
         self._check_loop()
+        self._check_turns()
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -215,6 +216,13 @@ class Recipe:
             return
         mode = self.loop.mode.value
         require(
+            not self.placement.takes_turns,
+            "placement.memory",
+            f"must be 'shared' with loop.mode {mode}",
+            self.placement.memory.value,
+            "there learner and engines work at the same time: leave it out, or set loop.mode synchronous",
+        )
+        require(
             not self.layout.has_gpus or self.placement.mode is PlacementMode.SPLIT,
             "placement.mode",
             f"must be split with loop.mode {mode}",
@@ -251,6 +259,19 @@ class Recipe:
             "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
             "grpo.loss.truncated_importance_sampling, or none in so many words",
         )
+
+    def _check_turns(self) -> None:
+        """What learner and engines that give memory back in turn need: nobody beside them who keeps any."""
+        if not self.placement.takes_turns:
+            return
+        for section, kept in (("engine", self.engine.num_kept_idle), ("learner", self.learner.num_kept_idle)):
+            require(
+                kept == 0,
+                f"{section}.num_kept_idle",
+                f"must be 0 with placement.memory {self.placement.memory.value!r}",
+                kept,
+                "nobody's turn ever comes to what is kept for later stages, and it holds memory",
+            )
 
     def fingerprint(self) -> str:
         """Of everything that the trained weights depend on: not of how long, how often saved, or where tracked."""

@@ -140,6 +140,10 @@ class MtpDraft:
         """Write the layer as vLLM loads it beside the policy."""
         self._policy.save_mtp(path, self._tokenizer_dir)
 
+    def rest(self) -> int:
+        """The layer's gradients and optimizer are given back with those of the policy: nothing here."""
+        return 0
+
     def state(self) -> dict[str, Tensor]:
         """All that its next update depends on, whole on every rank."""
         return self._trainer.state()

@@ -47,6 +47,7 @@ class OnlineDraft(DraftTrainer):
 
     def state(self) -> dict[str, Tensor]:
         """All that its next update depends on; the tensors share memory with it."""
+        self._memory.take()
         found = {_NUM_STEPS: torch.tensor([self._num_steps])}
         for index, parameter in enumerate(self._trained):
             found[f"{index}.parameter"] = parameter.detach()
@@ -66,6 +67,7 @@ class OnlineDraft(DraftTrainer):
                 f"the checkpoint must hold the draft's {len(expected)} trained tensors, got {len(state)} others: it is "
                 "of another draft, or of a run that trained none"
             )
+        self._memory.take()
         self._num_steps = int(state[_NUM_STEPS])
         for index, parameter in enumerate(self._trained):
             parameter.copy_(state[f"{index}.parameter"])

@@ -25,6 +25,7 @@ from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
 from slipstream.drafts.passes import head_inputs
 from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
 from slipstream.policy.errors import CheckpointError
+from slipstream.policy.training_memory import TrainingMemory
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""
@@ -63,6 +64,7 @@ class DraftTrainer:
             self._cut_policy_head()
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._memory = TrainingMemory(self._model, [self._optimizer], device=device)
         self._num_steps = 0
 
     @classmethod
@@ -106,6 +108,7 @@ class DraftTrainer:
         Raises:
             FloatingPointError: the loss is not finite.
         """
+        self._memory.take()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self._optimizer.zero_grad()
@@ -202,12 +205,17 @@ class DraftTrainer:
         """The draft's tensors under the names that vLLM loads; they share memory with it."""
         yield from draft_tensors(self._model).items()
 
+    def rest(self) -> int:
+        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        return self._memory.give_back()
+
     def save(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
         save_draft(self._model, path)
 
     def save_checkpoint(self, path: Path) -> None:
         """Write weights, moments and step, so that a resumed training goes on bit for bit."""
+        self._memory.take()
         path.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for index, parameter in enumerate(self._trained):
@@ -231,6 +239,7 @@ class DraftTrainer:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {fault}; remove {path.parent} to train the draft anew"
             )
+        self._memory.take()
         self._num_steps = state["num_steps"]
         tensors = load_file(path / "draft.safetensors")
         for index, parameter in enumerate(self._trained):

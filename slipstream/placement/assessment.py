@@ -69,10 +69,18 @@ class Assessment:
     learner: LearnerMemory
     engine: EngineMemory
     is_colocated: bool
+    takes_turns: bool  # each of the two gives memory back while the other works
     max_microbatch_tokens: int  # the largest micro-batch that would fit
     num_longest_sequences: int  # of `engine.max_model_len` tokens that an engine's cache holds at once
     refit_bytes: float  # into each engine
     channel: Channel
+
+    @property
+    def beside_training(self) -> float:
+        """What an engine has of the GPU while the learner trains on it."""
+        if not self.is_colocated:
+            return 0.0
+        return self.engine.kept if self.takes_turns else self.engine.total
 
     @property
     def runtime(self) -> float:
@@ -133,6 +141,7 @@ def assess(run: Run) -> Assessment | None:
     )
     hardware = load_hardware(run.simulator.hardware)
     is_colocated = run.layout.placement.mode is PlacementMode.COLOCATED
+    takes_turns = run.layout.placement.takes_turns
     engine = engine_memory(
         shape,
         run.engine,
@@ -142,17 +151,21 @@ def assess(run: Run) -> Assessment | None:
     )
     learner = learner_memory(shape, run.learner, with_reference=run.grpo.loss.kl_coefficient > 0)
     usable = (1 - RUNTIME_RATE) * hardware.memory_bytes
+    beside = engine.kept if takes_turns else engine.total
     found = Assessment(
         hardware=hardware,
         learner=learner,
         engine=engine,
         is_colocated=is_colocated,
-        max_microbatch_tokens=_largest_microbatch(run, learner, usable - (engine.total if is_colocated else 0.0)),
+        takes_turns=takes_turns,
+        max_microbatch_tokens=_largest_microbatch(run, learner, usable - (beside if is_colocated else 0.0)),
         num_longest_sequences=engine.kv_tokens // run.engine.max_model_len,
         refit_bytes=num_parameters(shape) * WEIGHT_BYTES[run.learner.dtype],
         channel=_channel(run.refit.channel, is_colocated=is_colocated, num_nodes=run.layout.placement.nodes),
     )
     _require_cache(run, found, usable)
+    if takes_turns:
+        _require_generation(run, found, usable)
     _require_fit(run, found, usable)
     return found
 
@@ -201,9 +214,22 @@ def _require_cache(run: Run, found: Assessment, usable: float) -> None:
     require(engine.kv_tokens >= longest, field, rule, value, fix)
 
 
+def _require_generation(run: Run, found: Assessment, usable: float) -> None:
+    """Hold an engine with its cache, and what the learner keeps beside it, against the GPU."""
+    room, cache_gib = usable - found.learner.kept, run.engine.kv_cache_gib
+    rule = f"must leave a {found.hardware.name} room for the learner's weights beside the engine"
+    over = f"{_gb(found.engine.total)} and {_gb(found.learner.kept)} are more than the {_gb(usable)} it has to give"
+    if cache_gib is None:
+        field, value = "engine.gpu_memory_utilization", run.engine.gpu_memory_utilization
+        fix = f"{over}: lower it to {max(0.0, int(100 * room / found.hardware.memory_bytes) / 100):.2f}"
+    else:
+        field, value, fix = "engine.kv_cache_gib", cache_gib, over
+    require(found.engine.total <= room, field, rule, value, fix)
+
+
 def _require_fit(run: Run, found: Assessment, usable: float) -> None:
-    """Hold the learner, and the engine beside it, against the GPU; the message has the cheapest way out."""
-    engine_bytes = found.engine.total if found.is_colocated else 0.0
+    """Hold the learner, and what an engine has beside it, against the GPU; the message has the cheapest way out."""
+    engine_bytes = found.beside_training
     needed = found.learner.total + engine_bytes
     if needed <= usable:
         return
@@ -215,7 +241,8 @@ def _require_fit(run: Run, found: Assessment, usable: float) -> None:
         require(False, "learner.max_tokens_per_microbatch", rule, run.learner.max_tokens_per_microbatch, over)
     room = (usable - found.learner.total) / found.hardware.memory_bytes
     least = found.engine.total - found.engine.kv_cache + run.engine.max_model_len * found.engine.kv_bytes_per_token
-    if found.is_colocated and room * found.hardware.memory_bytes >= least and run.engine.kv_cache_gib is None:
+    gives_all = found.is_colocated and not found.takes_turns  # else a smaller cache leaves the learner no more room
+    if gives_all and room * found.hardware.memory_bytes >= least and run.engine.kv_cache_gib is None:
         rule = f"must be at most {int(room * 100) / 100:.2f} to fit"
         require(False, "engine.gpu_memory_utilization", rule, run.engine.gpu_memory_utilization, over)
     rule = "must be larger to fit"

@@ -17,6 +17,13 @@ class PlacementMode(StrEnum):
     SPLIT = "split"  # nodes of their own
 
 
+class MemoryUse(StrEnum):
+    """What a learner and engines that share GPUs keep of their memory while the others work."""
+
+    SHARED = "shared"  # all of it
+    IN_TURN = "in_turn"  # their weights: gradients and optimizer go while engines generate, caches while it trains
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     """Nodes and GPUs of a run; how they are divided stands in `learner.parallel` and in `engine`.
@@ -30,6 +37,7 @@ class PlacementConfig:
     mode: PlacementMode = PlacementMode.COLOCATED
     generation_nodes: int = 0  # split only, as is the next
     training_nodes: int = 0
+    memory: MemoryUse = MemoryUse.SHARED
     start_timeout_s: float = 900.0  # for nodes to join and GPUs to be free
 
     def __post_init__(self) -> None:
@@ -43,12 +51,31 @@ class PlacementConfig:
             self.gpus_per_node,
             "without GPUs a run lies on one node",
         )
+        require(
+            not self.takes_turns or self.gpus_per_node > 0,
+            "placement.memory",
+            "must be 'shared' without GPUs",
+            self.memory.value,
+            "set placement.gpus_per_node, or leave it out",
+        )
+        require(
+            not self.takes_turns or self.mode is PlacementMode.COLOCATED,
+            "placement.memory",
+            "must be 'shared' with mode 'split'",
+            self.memory.value,
+            "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
+        )
         if self.mode is PlacementMode.SPLIT:
             self._check_split()
             return
         for name in ("generation_nodes", "training_nodes"):
             value: int = getattr(self, name)
             require(value == 0, f"placement.{name}", "must be left out with mode 'colocated'", value, "or set 'split'")
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learner and engines give memory back while the others work."""
+        return self.memory is MemoryUse.IN_TURN
 
     def _check_split(self) -> None:
         for name in ("generation_nodes", "training_nodes"):

@@ -40,6 +40,16 @@ class LearnerMemory:
         """All parts together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
+    @property
+    def kept(self) -> float:
+        """What a learner keeps on the GPU that gives memory back while engines generate: weights."""
+        return self.weights + self.reference
+
+    @property
+    def hosted(self) -> float:
+        """What of it waits in the host's memory meanwhile; gradients are zeros afterwards."""
+        return self.optimizer
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
@@ -55,6 +65,14 @@ class EngineMemory:
     def total(self) -> float:
         """What the engine takes of the GPU."""
         return self.weights + self.draft + self.activations + self.kv_cache
+
+    @property
+    def kept(self) -> float:
+        """What an engine keeps that gives its cache back while the learner trains.
+
+        Source: vLLM 0.32, `v1/worker/gpu_worker.py`: the cache alone has the tag that is discarded.
+        """
+        return self.total - self.kv_cache
 
     @property
     def kv_tokens(self) -> int:

@@ -42,6 +42,7 @@ from slipstream.policy.optimizer import with_optimizer
 from slipstream.policy.outgoing import OutgoingWeights
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
+from slipstream.policy.training_memory import TrainingMemory
 from slipstream.policy.weights import load_exactly, mtp_from_hf
 from slipstream.records import TrainStats
 
@@ -70,6 +71,7 @@ class MegatronPolicy(OutgoingWeights):
         self.mtp_loss: float | None = None
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
+        self._memory: TrainingMemory | None = None
         self._num_updates = 0
         self._layer_hooks: list[RemovableHandle] = []
         self._batching = Batching(
@@ -82,6 +84,7 @@ class MegatronPolicy(OutgoingWeights):
             torch.set_num_threads(learner.num_threads)
         if optimizer is not None:
             self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+            self._memory = TrainingMemory.of_megatron(self._module, self._optimizer, self.device)
         self._head = OutputHead(
             self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
         )
@@ -325,6 +328,7 @@ class MegatronPolicy(OutgoingWeights):
         Args:
             beside: other tensors that belong to the run, the same on all ranks.
         """
+        self._take_memory()
         version, num_updates = self.version, self._num_updates
         self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
@@ -338,6 +342,7 @@ class MegatronPolicy(OutgoingWeights):
         Args:
             beside: is filled with the tensors that were written beside the policy.
         """
+        self._take_memory()
         state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
@@ -367,6 +372,7 @@ class MegatronPolicy(OutgoingWeights):
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
+        self._take_memory()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
@@ -381,6 +387,15 @@ class MegatronPolicy(OutgoingWeights):
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
         return collectives.sum_results(results, names, self.device), float(grad_norm)
+
+    def rest(self) -> int:
+        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        memories = (self._memory, None if self._mtp_trainer is None else self._mtp_trainer.memory)
+        return sum(memory.give_back() for memory in memories if memory is not None)
+
+    def _take_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.take()
 
     @property
     def learning_rate(self) -> float:

@@ -30,6 +30,7 @@ from slipstream.policy.cpu import host
 from slipstream.policy.errors import CheckpointError
 from slipstream.policy.mtp import MtpLayer, logits_of, probabilities, soft_cross_entropy
 from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.training_memory import TrainingMemory
 from slipstream.policy.weights import hf_from_shards, mtp_mappings, shards_of
 
 _NUM_UPDATES = "num_updates"
@@ -70,6 +71,7 @@ class MtpTrainer:
         self._chunk_tokens = learner.logprob_chunk_tokens
         # One layer's moments are too few to deal them out.
         self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
+        self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
         self._architecture, self._shard = architecture, parallel.current_shard()
         self._held = held_parameters(
             mtp, self._optimizer, architecture, self._shard, table=lambda arch, _: mtp_mappings(arch)
@@ -99,6 +101,7 @@ class MtpTrainer:
         Raises:
             FloatingPointError: the gradient is not finite.
         """
+        self.memory.take()
         chats = list(self._chats(sequences, loss_starts, states))
         weights = [decay**index for index in range(num_passes)]
         num_tokens = collectives.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
@@ -150,6 +153,7 @@ class MtpTrainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""
+        self.memory.take()
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
         for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
             for kind, own in self._stepped(held).items():
@@ -168,6 +172,7 @@ class MtpTrainer:
         names = {f"{MAIN}/{name}" for mapping in mtp_mappings(self._architecture) for name in mapping.hf}
         if missing := sorted(names - state.keys()):
             raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
+        self.memory.take()
         self.num_updates = int(state[_NUM_UPDATES])
         kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
         own = {kind: self._own(state, kind) for kind in kinds}

@@ -11,15 +11,18 @@ from slipstream.config import require
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 
 
-def device_arguments(config: EngineConfig, *, is_in_flight: bool) -> dict[str, Any]:
+def device_arguments(config: EngineConfig, *, is_in_flight: bool, can_rest: bool = False) -> dict[str, Any]:
     """vLLM's arguments for the device.
+
+    An engine that `can_rest` has its memory from an allocator that can give parts of it back; vLLM has one for GPUs.
 
     On a GPU vLLM schedules asynchronously by default: while one step's tokens come out the next step runs already, with
     the old weights where a refit comes in between. On a CPU it never does.
     """
     if config.kv_cache_gib is None:
         scheduling = {"async_scheduling": False} if is_in_flight else {}
-        return {"gpu_memory_utilization": config.gpu_memory_utilization, **scheduling}
+        sleeping = {"enable_sleep_mode": True} if can_rest else {}
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, **scheduling, **sleeping}
     return {
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;

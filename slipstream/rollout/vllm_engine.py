@@ -23,10 +23,12 @@ from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Portion, Trace, WeightFiles
 from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.rollout.vllm_arguments import device_arguments, sampling_params, seeded, stop_token_ids
+from slipstream.rollout.vllm_cache import CacheMemory
 from slipstream.rollout.vllm_drafting import Drafting
 from slipstream.rollout.vllm_groups import Drawn, GroupsUnderWay
+from slipstream.rollout.vllm_outputs import group_of, trace_of
 from slipstream.rollout.vllm_weights import VllmWeights
-from slipstream.types import Dtype, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
+from slipstream.types import Dtype, Prompt, RolloutGroup
 
 _PROBE = "slipstream.rollout.vllm_plugin.EngineProbe"
 
@@ -59,6 +61,7 @@ class VllmEngine(VllmWeights):
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
         is_in_flight: bool = False,
+        can_rest: bool = False,
     ) -> None:
         """Start the engine.
 
@@ -67,6 +70,7 @@ class VllmEngine(VllmWeights):
             speculative_config: vLLM's own, None for autoregressive decoding.
             executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
             is_in_flight: it may be refitted while rollouts are under way.
+            can_rest: it may be told to `rest`.
         Raises:
             RuntimeError: the process samples with a broken sampler.
         """
@@ -93,11 +97,12 @@ class VllmEngine(VllmWeights):
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls=_PROBE,
             seed=0,  # of what no rollout sees: each has a seed of its own
-            **device_arguments(config, is_in_flight=is_in_flight),
+            **device_arguments(config, is_in_flight=is_in_flight, can_rest=can_rest),
         )
         super().__init__(llm, has_draft=speculative_config is not None and "model" in speculative_config)
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
+        self._cache = CacheMemory(self._llm)
         self._max_model_len = config.max_model_len
         self._is_updating = False  # from the first new weight until the versions are adopted
         self._kv_cache: KvCache | None = None
@@ -175,6 +180,7 @@ class VllmEngine(VllmWeights):
         is_over: Callable[[list[tuple[int, RolloutGroup]]], bool],
     ) -> Portion:
         """Start `requests` and take steps until all is done, or as `is_over` of the groups so far says."""
+        self._cache.take()
         before = self._counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
@@ -182,7 +188,7 @@ class VllmEngine(VllmWeights):
             self._start(requests, sampling)
         with self._at_work():
             while not self._groups.is_empty():
-                done += [(request.index, _group(request, drawn)) for request, drawn in self._groups.step()]
+                done += [(request.index, group_of(request, drawn)) for request, drawn in self._groups.step()]
                 if is_over(done):
                     break
         ended_s = time.perf_counter()
@@ -195,6 +201,14 @@ class VllmEngine(VllmWeights):
             ended_s=ended_s,
             running=self._groups.take_running(),
         )
+
+    def rest(self) -> None:
+        """Give back the memory of the key-value cache until something is generated; see `CacheMemory`.
+
+        What a generation that failed may have left is forgotten. Weights may come and be compared meanwhile.
+        """
+        self._start_over()
+        self._cache.give_back()
 
     def around_work(
         self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
@@ -246,6 +260,7 @@ class VllmEngine(VllmWeights):
             One trace a rollout, prompt by prompt.
         """
         self._start_over()
+        self._cache.take()
         found: dict[int, Sequence[Drawn]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
@@ -260,7 +275,7 @@ class VllmEngine(VllmWeights):
         except BaseException:
             self._groups.drop()  # or they would come out of the next call
             raise
-        return [_trace(prompts[index], drawn) for index in range(len(prompts)) for drawn in found[index]]
+        return [trace_of(prompts[index], drawn) for index in range(len(prompts)) for drawn in found[index]]
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -316,12 +331,19 @@ class VllmEngine(VllmWeights):
             self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone."""
+        """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone.
+
+        An engine at rest is at rest again afterwards.
+        """
         from vllm import SamplingParams
 
+        rested = self._cache.is_away
+        self._cache.take()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._groups.aside(prompts, params)
+        if rested:
+            self._cache.give_back()
         found = []
         for sequence, output in zip(sequences, outputs, strict=True):
             entries: Any = output.prompt_logprobs
@@ -360,37 +382,3 @@ class VllmEngine(VllmWeights):
     @property
     def _versions(self) -> tuple[int, int | None]:
         return self.policy_version, self.draft_version if self._has_draft else None
-
-
-def _group(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:
-    return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in drawn))
-
-
-def _rollout(drawn: Drawn, prompt: Prompt) -> Rollout:
-    completion = drawn.output.outputs[0]
-    logprobs = tuple(completion.logprobs.logprobs)
-    assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
-    return Rollout(
-        prompt_id=prompt.id,
-        token_ids=tuple(completion.token_ids),
-        rollout_logprobs=logprobs,
-        finish_reason=FinishReason(completion.finish_reason),
-        policy_version=drawn.versions[0].policy_version,
-        draft_version=drawn.versions[0].draft_version,
-        versions=_if_several(drawn.versions),
-    )
-
-
-def _trace(prompt: Prompt, drawn: Drawn) -> Trace:
-    return Trace(
-        prompt_token_ids=prompt.token_ids,
-        token_ids=tuple(drawn.output.outputs[0].token_ids),
-        window_lengths=drawn.window_lengths,
-        policy_version=drawn.versions[0].policy_version,
-        draft_version=drawn.versions[0].draft_version,
-        versions=_if_several(drawn.versions),
-    )
-
-
-def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    return versions if len(versions) > 1 else ()

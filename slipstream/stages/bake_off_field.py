@@ -50,6 +50,13 @@ def entrant_recipe(recipe: Recipe, entrant: Entrant, k: int) -> Recipe:
     try:
         require_loop(recipe, ArmLoop.SYNCHRONOUS)  # steps in turn are one after another
         require_package(entrant.method)
+        require(
+            not recipe.placement.takes_turns,
+            "placement.memory",
+            "must be 'shared' in a bake-off",
+            recipe.placement.memory.value,
+            "there several learners live at once, and each would wait with all its memory",
+        )
         return replace(
             recipe,
             draft=replace(recipe.draft, method=entrant.method, init=init, online=entrant.online),

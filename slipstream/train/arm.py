@@ -147,6 +147,8 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
     recipe, draft = run.recipe, run.plan.draft
     trains_draft = draft is not None and recipe.draft.online is not DraftOnline.OFF
     name = run.plan.title
+    if recipe.placement.takes_turns:
+        engine.rest()  # they have just started, or an attempt before this one failed in their turn
     learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
     if draft is not None and trains_draft:
         learner.continue_draft(draft, run.policy, recipe.draft)

@@ -18,12 +18,17 @@ from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.autopilot import PilotedEngines, SwitchableEngines
+from slipstream.train.in_turn import EnginesInTurn, GateInTurn, Resting
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock
-from slipstream.train.recovery import LastingEngines, ReplaceableEngines
+from slipstream.train.recovery import Gate, LastingEngines, ReplaceableEngines
 from slipstream.train.step import Draft, Learner, Trainer
 from slipstream.types import Arm, LoopMode, Prompt, RolloutGroup
 from slipstream.workers.engines import RemoteEngine
+
+
+class RestingLearner(Learner, Resting, Protocol):
+    """A learner that can give memory back."""
 
 
 class OnStep(Protocol):
@@ -49,7 +54,7 @@ class Attempt:
     schedule: tuple[ScheduleEntry, ...] | None
     prompts: tuple[Prompt, ...]
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
-    learner: Learner
+    learner: RestingLearner
     engines: RemoteEngine
     gate: RefitGate
     draft: Draft
@@ -146,9 +151,13 @@ class Attempt:
     def _lasting(self, history: Sequence[StepRecord], pending: Pending) -> LastingEngines:
         steps = [record.autopilot for record in history]
         steps += [each.generated.result.autopilot for each in pending.scored]
+        engines: ReplaceableEngines = piloted(self.engines, self.recipe, self.schedule, steps)
+        gate: Gate = self.gate
+        if self.recipe.placement.takes_turns:
+            engines, gate = EnginesInTurn(engines, self.engines), GateInTurn(gate, self.learner)
         return LastingEngines(
-            piloted(self.engines, self.recipe, self.schedule, steps),
-            self.gate,
+            engines,
+            gate,
             max_restarts=self.recipe.engine.max_restarts,
             is_beside_training=not self.recipe.loop.is_synchronous,
         )

@@ -26,6 +26,7 @@ class EngineProcess(VllmEngine):
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
         is_in_flight: bool = False,
+        can_rest: bool = False,
         origin: str = "",
     ) -> None:
         """See `VllmEngine`; `origin` is the node whose files the paths name."""
@@ -39,6 +40,7 @@ class EngineProcess(VllmEngine):
             speculative_config=speculative_config,
             executor=executor,
             is_in_flight=is_in_flight,
+            can_rest=can_rest,
         )
         self._origin = origin
         self._most_threads = config.num_threads

@@ -120,6 +120,10 @@ class RemoteEngine(InFlightEngines):
             ),
         )
 
+    def rest(self) -> None:
+        """See `VllmEngine.rest`; all engines. Each takes its memory again when it is asked to generate."""
+        self._crew.ask(self._of("rest"), lambda engine: engine.rest.remote())
+
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
@@ -311,6 +315,7 @@ def _new_engine(
                 speculative_config=speculative_config,
                 executor=start.executor,
                 is_in_flight=is_in_flight,
+                can_rest=layout.placement.takes_turns,
                 origin=own_node(),
             )
         )

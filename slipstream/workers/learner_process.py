@@ -139,6 +139,10 @@ class LearnerProcess(SendingRank):
         self.send_nothing()
         gc.collect()
 
+    def rest(self) -> int:
+        """Give back the memory that updates alone need until the next one; how many bytes. The weights stay."""
+        return self._loaded.rest() + (0 if self._draft is None else self._draft.rest())
+
     def sees(self, path: Path) -> bool:
         """Whether `path` is there, on this host."""
         return path.exists()

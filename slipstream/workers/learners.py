@@ -221,6 +221,10 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_draft_checkpoint` wrote."""
         self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
+    def rest(self) -> None:
+        """Give back the memory that updates alone need; each rank takes it again for the next one."""
+        self._on_all("rest", lambda rank: rank.rest.remote())
+
     def release(self) -> None:
         """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
         self._on_all("release", lambda rank: rank.release.remote())

@@ -12,6 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
+from slipstream.refit.fingerprint import ALL
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
@@ -98,6 +99,28 @@ def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ra
     assert 0.0 < three.engine_idle_fraction < 1.0
     if one.acceptance is not None and three.acceptance is not None:
         assert one.acceptance == three.acceptance
+
+
+def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_goes_on(
+    models: dict[str, Path], ray_session: None
+) -> None:
+    """vLLM's CPU worker refuses the last call alone: all before it, the completed pause above all, is vLLM's own."""
+    from slipstream.workers.engines import start_engine
+
+    draft = speculative_config(DRAFT, models["old_draft"], 3)
+    with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
+        before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+        with pytest.raises(RuntimeError, match="Selective discard is not supported on CPU"):
+            engine.rest()
+        engine.rest()  # it rests already
+        (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
+        assert (state.policy_version, state.num_prefix_cache_resets) == (1, 1)
+        (fingerprints,) = engine.weight_fingerprints(is_draft=False, turn=ALL)
+        assert fingerprints
+        again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    assert _tokens(again) == _tokens(before)
+    assert np.array_equal(_logprobs(again), _logprobs(before))
+    assert again.acceptance == before.acceptance
 
 
 def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(

@@ -304,6 +304,12 @@ ALONE = "a group runs on one engine, and "
             "GPU work in turn: set split, or loop.mode synchronous",
         ),
         (
+            "qwen3_8b",
+            {"placement": {"memory": "in_turn"}},
+            "placement.memory must be 'shared' with loop.mode in_flight, got 'in_turn'; there learner and engines "
+            "work at the same time: leave it out, or set loop.mode synchronous",
+        ),
+        (
             "tiny",
             {"engine": {"num_engines": 7}},
             "engine.num_engines must be at most grpo.prompts_per_step 6 with loop.mode in_flight, got 7; "
@@ -330,6 +336,18 @@ def test_a_loop_that_the_rest_of_the_recipe_cannot_serve_is_refused(
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe, overrides=merge(IN_FLIGHT, overrides))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("section", ["engine", "learner"])
+def test_nothing_is_kept_for_later_stages_where_memory_is_had_in_turn(section: str) -> None:
+    kept = {section: {"num_kept_idle": 1}}
+    load_recipe("qwen3_8b", overrides=kept)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("qwen3_8b", overrides={"placement": {"memory": "in_turn"}, **kept})
+    assert str(caught.value) == (
+        f"{section}.num_kept_idle must be 0 with placement.memory 'in_turn', got 1; nobody's turn ever comes to what "
+        "is kept for later stages, and it holds memory"
+    )
 
 
 def test_a_loop_on_the_bounds_of_what_the_rest_can_serve_is_taken() -> None:

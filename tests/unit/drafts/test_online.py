@@ -110,8 +110,9 @@ def run(
     history: Sequence[StepRecord] = (),
     reference: float | None = None,
     killed_after: int | None = None,
+    rests: bool = False,
 ) -> tuple[list[StepRecord], DrawnRollouts]:
-    records, rollouts = list(history), DrawnRollouts()
+    records, rollouts = list(history), Resting(process) if rests else DrawnRollouts()
     is_off = config.online is DraftOnline.OFF
 
     def on_step(record: StepRecord) -> None:
@@ -134,6 +135,19 @@ def run(
     with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
         loop.run(start_step=len(history))
     return records, rollouts
+
+
+class Resting(DrawnRollouts):
+    """Rollouts before each of which a learner gives back what it needs for updates alone."""
+
+    def __init__(self, process: LearnerProcess) -> None:
+        super().__init__()
+        self.process = process
+        self.given_back: list[int] = []
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self.given_back.append(self.process.rest())
+        return super().refit(version, draft_version=draft_version)
 
 
 def policy_bits(process: LearnerProcess) -> dict[str, bytes]:
@@ -176,6 +190,27 @@ def test_a_run_that_trains_its_draft_ends_with_the_policy_of_one_that_does_not_b
     after = draft_bits(beside)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == before.keys()  # every trained tensor, and the count of steps
+
+
+def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy_and_draft_bit_for_bit(
+    policy: Path, draft: Path, tmp_path: Path
+) -> None:
+    resting, other = started(policy, draft), started(policy, draft)
+    _, rollouts = run(resting, rests=True)
+    run(other)
+    assert isinstance(rollouts, Resting)
+    # Before the first step there are the gradients of the policy, then moments, and the draft's gradients are freed.
+    num_policy = resting._loaded.architecture.num_parameters()
+    num_draft = resting._drafting.num_parameters
+    assert rollouts.given_back[0] >= 4 * num_policy
+    assert rollouts.given_back[1:] == [rollouts.given_back[1]] * 3
+    assert rollouts.given_back[1] - rollouts.given_back[0] == 8 * (num_policy + num_draft)
+    resting.rest()
+    assert policy_bits(resting) == policy_bits(other)
+    assert resting.rest() == 0
+    resting.save_checkpoint(tmp_path / "resting", {})
+    resting.finish_checkpoint()
+    assert draft_bits(resting) == draft_bits(other)
 
 
 def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
 from slipstream.placement.assessment import PublishedShape, assess
@@ -269,6 +271,74 @@ def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:
     found = assess(load_recipe("qwen3_8b"))
     assert found is not None
     assert found.refit_bytes == 2 * 8_190_735_360  # the published size of Qwen3-8B
+
+
+IN_TURN = {"placement": {"memory": "in_turn"}}
+
+
+def test_in_turn_a_micro_batch_has_the_room_of_the_engines_cache() -> None:
+    shared, turns = assess(load_recipe("qwen3_8b")), assess(load_recipe("qwen3_8b", overrides=IN_TURN))
+    assert shared is not None
+    assert turns is not None
+    assert (turns.learner, turns.engine) == (shared.learner, shared.engine)
+    # 61.8 GB at (67,072 x 36 + 14 x 37,984) bytes a token.
+    more = turns.max_microbatch_tokens - shared.max_microbatch_tokens
+    assert more == pytest.approx(shared.engine.kv_cache / (67_072 * 36 + 14 * 37_984), abs=1)
+    longest = {"learner": {"max_tokens_per_microbatch": turns.max_microbatch_tokens}}
+    load_recipe("qwen3_8b", overrides={**IN_TURN, **longest})
+    longer = {"learner": {"max_tokens_per_microbatch": turns.max_microbatch_tokens + 1}}
+    assert _refusal({**IN_TURN, **longer}) == (
+        f"learner.max_tokens_per_microbatch must be at most {turns.max_microbatch_tokens} to fit, got "
+        f"{turns.max_microbatch_tokens + 1}; the learner needs 154.8 GB beside the engine's 21.9 GB, a GB200 has "
+        "176.7 GB to give"
+    )
+
+
+def test_a_smaller_cache_leaves_a_learner_no_room_where_the_cache_goes_anyway() -> None:
+    h100 = {"learner": {"parallel": {"tensor": 1, "data": 32}}, "simulator": {"hardware": "h100"}}
+    assert _refusal({**IN_TURN, **h100}) == (
+        "learner.parallel.tensor must be larger to fit, got 1; the learner needs 282.5 GB beside the engine's 21.9 GB, "
+        "a H100 SXM has 76.0 GB to give"
+    )
+
+
+def test_in_turn_an_engine_leaves_room_for_the_learners_weights() -> None:
+    # 140 GiB of cache are 150.3 GB, beside the 21.9 that are none; a rank of data parallelism alone has all weights.
+    wide = {"learner": {"parallel": {"tensor": 1, "data": 32}, "distributed_optimizer": True}}
+    cache = {"engine": {"kv_cache_gib": 140.0}, "refit": {"channel": "gloo"}}
+    assert _refusal({**IN_TURN, **wide, **cache}) == (
+        "engine.kv_cache_gib must leave a GB200 room for the learner's weights beside the engine, got 140.0; 172.2 GB "
+        "and 16.4 GB are more than the 176.7 GB it has to give"
+    )
+
+
+@given(
+    tokens=st.integers(10_240, 60_000),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    utilization=st.floats(0.14, 0.475),
+    kl=st.sampled_from([0.0, 0.1]),
+    hardware=st.sampled_from(["gb200", "h200", "h100"]),
+)
+def test_whoever_works_in_turn_needs_no_more_than_whoever_shares(
+    tokens: int, tensor: int, utilization: float, kl: float, hardware: str
+) -> None:
+    overrides = {
+        "learner": {"max_tokens_per_microbatch": tokens, "parallel": {"tensor": tensor, "data": 32 // tensor}},
+        "engine": {"gpu_memory_utilization": utilization},
+        "grpo": {"loss": {"kl_coefficient": kl}},
+        "simulator": {"hardware": hardware},
+    }
+    try:
+        shared = assess(load_recipe("qwen3_8b", overrides=overrides))
+    except ConfigError:
+        return  # it does not fit: in turn it may
+    turns = assess(load_recipe("qwen3_8b", overrides={**overrides, **IN_TURN}))
+    assert shared is not None
+    assert turns is not None
+    assert turns.beside_training + turns.learner.total <= shared.beside_training + shared.learner.total
+    assert turns.learner.kept + turns.engine.total <= shared.learner.total + shared.engine.total
+    assert turns.max_microbatch_tokens >= shared.max_microbatch_tokens
+    assert turns.num_longest_sequences == shared.num_longest_sequences
 
 
 def test_without_gpus_or_without_known_hardware_nothing_is_assessed() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
+from slipstream.placement.config import Layout, MemoryUse, PlacementConfig, PlacementMode
 from slipstream.policy.config import ParallelConfig
 
-SPLIT = PlacementMode.SPLIT
+SPLIT, IN_TURN = PlacementMode.SPLIT, MemoryUse.IN_TURN
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,23 @@ SPLIT = PlacementMode.SPLIT
             {"gpus_per_node": 1, "mode": SPLIT, "nodes": 4, "generation_nodes": 2, "training_nodes": 1},
             "placement.nodes must be generation_nodes 2 + training_nodes 1, got 4",
         ),
+        (
+            {"memory": IN_TURN},
+            "placement.memory must be 'shared' without GPUs, got 'in_turn'; set placement.gpus_per_node, or leave it "
+            "out",
+        ),
+        (
+            {
+                "gpus_per_node": 1,
+                "mode": SPLIT,
+                "nodes": 2,
+                "generation_nodes": 1,
+                "training_nodes": 1,
+                "memory": IN_TURN,
+            },
+            "placement.memory must be 'shared' with mode 'split', got 'in_turn'; learner and engines have GPUs of "
+            "their own: leave it out, or set mode 'colocated'",
+        ),
     ],
 )
 def test_a_placement_that_means_nothing_is_refused(
@@ -83,6 +100,11 @@ def test_a_group_larger_than_a_node_needs_neighbours() -> None:
     placement = PlacementConfig(nodes=6, gpus_per_node=4)
     layout = Layout(placement=placement, parallel=ParallelConfig(tensor=3, data=8), num_engines=3, engine_tensor=8)
     assert (layout.learner_unit, layout.engine_unit) == (3, 2)  # 4 groups of 3 fill 3 nodes, a group of 8 fills 2
+
+
+def test_learner_and_engines_keep_their_memory_unless_told_otherwise() -> None:
+    assert not PlacementConfig(gpus_per_node=1).takes_turns
+    assert PlacementConfig(gpus_per_node=1, memory=IN_TURN).takes_turns
 
 
 def test_half_a_second_is_a_deadline() -> None:

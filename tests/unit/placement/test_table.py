@@ -75,6 +75,33 @@ def test_memory_of_a_shared_gpu_is_one_column() -> None:
     ]
 
 
+def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
+    recipe = load_recipe("qwen3_8b", overrides={"placement": {"memory": "in_turn"}})
+    found = assess(recipe)
+    assert found is not None
+    assert memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines() == [
+        "part                generating, GB  training, GB",
+        "------------------  --------------  ------------",
+        "weights             4.1             4.1",
+        "gradients           -               8.2",
+        "optimizer           -               24.6",
+        "activations         -               39.6",
+        "logits              -               8.7",
+        "engine weights      16.4            16.4",
+        "draft               1.8             1.8",
+        "engine activations  3.7             3.7",
+        "KV cache            61.8            -",
+        "runtime (assumed)   9.3             9.3",
+        "together            97.1            116.3",
+        "GB200 has           186.0           186.0",
+        "",
+        "longest micro-batch that fits: 40,029 tokens",
+        "an engine's cache holds 407,800 tokens of context, 33 of the longest sequences",
+        "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
+        "while engines generate, 24.6 GB of each GPU's optimizer wait in host memory: 98.3 GB a node",
+    ]
+
+
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
     recipe = load_recipe("qwen3_8b", overrides={**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}})
     found = assess(recipe)

@@ -150,6 +150,9 @@ class NotedEngine:
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
 
+    def rest(self) -> None:
+        self.calls.append("rest")
+
     def locations(self) -> list[Location]:
         return [here()]
 

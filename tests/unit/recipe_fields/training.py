@@ -47,10 +47,14 @@ class NotedLearner:
         self.checkpoints: list[str] = []
         self.channels: list[Any] = []
         self.drafts: list[Any] = []
+        self.num_rests = 0
         self.workers: tuple[Any, ...] = ()
 
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
+
+    def rest(self) -> None:
+        self.num_rests += 1
 
     def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
         self.loads.append((optimizer, with_reference))
@@ -223,6 +227,12 @@ def training_records(recipe: Recipe, tools: Tools) -> object:
     return [(step.mismatch, step.reward_mean) for step in record.steps]
 
 
+def training_turns(recipe: Recipe, tools: Tools) -> object:
+    """How often the engine gives memory back, and the learner."""
+    engine, learner, _, _ = trained(recipe, tools)
+    return engine.calls.count("rest"), learner.num_rests
+
+
 def training_loop(recipe: Recipe, tools: Tools) -> object:
     """Which loop trained, by the arm's record."""
     _, _, record, _ = trained(recipe, tools)
@@ -328,7 +338,15 @@ WHEN_STALE = {"draft.online": "when_stale", "grpo.num_steps": 10}
 OVER_GLOO = {"refit.channel": "gloo"}
 ONE_STEP_OFF = {"loop.mode": "one_step_off", **CORRECTED}
 IN_FLIGHT = {"loop.mode": "in_flight", "loop.max_off_policy_steps": 1, **CORRECTED}
+IN_TURN = {
+    "placement.gpus_per_node": 1,
+    "engine.kv_cache_gib": None,
+    "engine.gpu_memory_utilization": 0.45,
+    "engine.num_kept_idle": 0,
+    "learner.num_kept_idle": 0,
+}
 CHECKS = {
+    "placement.memory": Check("in_turn", training_turns, IN_TURN),
     "loop.mode": Check("one_step_off", training_loop),
     "loop.max_off_policy_steps": Check(2, training_loop, ONE_STEP_OFF),
     "loop.kv_cache": Check("keep", started_engines, IN_FLIGHT),

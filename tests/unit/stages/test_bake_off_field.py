@@ -61,6 +61,12 @@ def test_what_the_recipe_cannot_do_names_the_drafter(k: int, message: str) -> No
         entrant_recipe(load_recipe("tiny"), OFFLINE, k)
 
 
+def test_learners_that_live_at_once_cannot_have_memory_in_turn() -> None:
+    recipe = load_recipe("qwen3_8b", overrides={"placement": {"memory": "in_turn"}})
+    with pytest.raises(ConfigError, match=r"^drafter eagle3-general-off: placement\.memory must be 'shared' in a bake"):
+        entrant_recipe(recipe, OFFLINE, 3)
+
+
 def test_steps_in_turn_are_of_no_asynchronous_recipe() -> None:
     recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
     with pytest.raises(ConfigError, match=r"^drafter eagle3-general-off: loop\.mode must be synchronous here"):

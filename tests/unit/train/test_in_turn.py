@@ -1,0 +1,102 @@
+"""Who gives memory back when: the order of a step, also when an engine is lost in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.records import RefitCheck
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.in_turn import EnginesInTurn, GateInTurn
+from slipstream.train.recovery import LastingEngines
+from slipstream.types import Prompt
+from slipstream.workers.calls import LostWorkerError, Worker
+
+ENGINES = (Worker(None, "engine 0"), Worker(None, "engine 1"))
+RANK = Worker(None, "learner rank 0")
+PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
+STEP = ["learner rests", "refit", "generate", "engines rest"]
+
+
+class Run:
+    """Engines, their gate and a learner; whoever is in `losses` is lost at that call, counted over all."""
+
+    def __init__(self, losses: dict[int, Sequence[Worker]] | None = None) -> None:
+        self.engines = ENGINES
+        self.calls: list[str] = []
+        self._losses = losses or {}
+        self._num_asked = 0
+        self.learner = RestingLearner(self)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.asked("generate")
+        return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
+
+    def rest(self) -> None:
+        self.asked("engines rest")
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        self.asked("refit")
+        return RefitCheck(num_tensors=1, elapsed_s=0.0)
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        self.calls.append("replace")
+
+    def deliver_again(self, version: int) -> bool:
+        raise AssertionError("the learner does not train while engines generate")
+
+    def engines_changed(self) -> None:
+        self.calls.append("changed")
+
+    def asked(self, call: str) -> None:
+        self.calls.append(call)
+        self._num_asked += 1
+        if self._num_asked in self._losses:
+            raise LostWorkerError("died", self._losses[self._num_asked])
+
+
+class RestingLearner:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def rest(self) -> None:
+        self._run.asked("learner rests")
+
+
+def step(run: Run) -> Any:
+    lasting = LastingEngines(EnginesInTurn(run, run), GateInTurn(run, run.learner), max_restarts=2)
+    lasting.refit(0, draft_version=None)
+    return lasting.generate([PROMPT], sampling=SamplingConfig(max_response_tokens=8), group_size=2, seed=7)
+
+
+def test_the_learner_gives_back_before_the_refit_and_the_engines_after_the_generation() -> None:
+    run = Run()
+    step(run)
+    assert run.calls == STEP
+
+
+def test_an_engine_lost_in_the_refit_starts_anew_beside_a_learner_that_rests() -> None:
+    run = Run({2: [ENGINES[0]]})
+    assert step(run).num_engine_restarts == 1
+    assert run.calls == ["learner rests", "refit", "replace", "changed", *STEP]
+
+
+@pytest.mark.parametrize(("lost_at", "done"), [(3, ["generate"]), (4, ["generate", "engines rest"])])
+def test_an_engine_lost_while_it_generates_or_gives_back_is_replaced_and_all_generate_again(
+    lost_at: int, done: list[str]
+) -> None:
+    run = Run({lost_at: [ENGINES[1]]})
+    assert step(run).num_regenerated == 2
+    assert run.calls == ["learner rests", "refit", *done, "replace", "changed", *STEP]
+
+
+def test_a_learner_lost_when_it_gives_back_is_no_engines_loss() -> None:
+    run = Run({1: [RANK]})
+    with pytest.raises(LostWorkerError):
+        step(run)
+    assert run.calls == ["learner rests"]
