@@ -167,6 +167,7 @@ class StepRecord:
     autopilot: AutopilotStep | None = None  # None: it is off
     overlap: Overlap | None = None  # None: generation and training took turns
     lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
+    longest_response_tokens: int = 0  # 0: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +227,8 @@ class SweepPoint:
     rate_by_position: tuple[float, ...]
     mean_response_tokens: float = 0.0  # of this k's runs; 0: not recorded
     autoregressive_response_tokens: float = 0.0  # of the k=0 runs in the same rounds
+    longest_response_tokens: float = 0.0  # of a round, mean over this k's; 0: not recorded
+    autoregressive_longest_tokens: float = 0.0  # of the k=0 runs in the same rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

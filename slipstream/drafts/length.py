@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from statistics import fmean
 
 from slipstream.config import require
 from slipstream.drafts import schedule
@@ -222,9 +223,18 @@ def _point(k: int, batch: int, results: Sequence[GenerationResult], baseline: Se
         rate_by_position=() if merged is None else merged.rate_by_position,
         mean_response_tokens=_mean_response_tokens(results),
         autoregressive_response_tokens=_mean_response_tokens(baseline),
+        longest_response_tokens=fmean(map(_longest, results)),
+        autoregressive_longest_tokens=fmean(map(_longest, baseline)),
     )
 
 
 def _mean_response_tokens(results: Sequence[GenerationResult]) -> float:
-    lengths = [len(rollout.token_ids) for result in results for group in result.groups for rollout in group.rollouts]
-    return sum(lengths) / len(lengths)
+    return fmean(length for result in results for length in _lengths(result))
+
+
+def _longest(result: GenerationResult) -> int:
+    return max(_lengths(result))
+
+
+def _lengths(result: GenerationResult) -> list[int]:
+    return [len(rollout.token_ids) for group in result.groups for rollout in group.rollouts]

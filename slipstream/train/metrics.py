@@ -80,6 +80,7 @@ def step_record(
         has_logprob_pass=has_logprob_pass,
         draft_update=trained.draft,
         autopilot=result.autopilot,
+        longest_response_tokens=max(len(rollout.token_ids) for rollout in rollouts),
     )
 
 
@@ -91,6 +92,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         "time/step_s": record.times.step_s,
         "rollout/response_tokens": record.num_response_tokens,
         "rollout/tokens_per_s": _tokens_per_s(record),
+        "rollout/longest_response_tokens": record.longest_response_tokens,
         "rollout/truncated": record.num_truncated,
         "rollout/engine_restarts": record.num_engine_restarts,
         "rollout/engine_idle_fraction": record.engine_idle_fraction,

@@ -70,13 +70,27 @@ def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: 
         ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
     """
     require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
-    z = float(_normal_quantile(np.array([1.0 - truncated_fraction]))[0])
+    return _log_sd_reaching(max_tokens, level=1.0 - truncated_fraction, mean=mean, max_tokens=max_tokens)
+
+
+def log_sd_of_longest(*, mean: float, max_tokens: float, longest: float, count: int) -> float:
+    """The spread with which the longest of `count` responses of that mean has `longest` tokens, as a median.
+
+    Raises:
+        ConfigError: the longest is shorter than the mean.
+    """
+    require(longest >= mean, "longest", f"must be >= the mean {mean:g}", longest)
+    return _log_sd_reaching(longest, level=_median_level_of_longest(count), mean=mean, max_tokens=max_tokens)
+
+
+def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
+    """The spread with which a share `level` of responses has at most `tokens`: a wider one has more beyond."""
+    z = float(_normal_quantile(np.array([level]))[0])
     low, high = 0.01, 3.0
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
-        # A wider distribution of the same mean has more of its mass beyond the limit.
         median = lengths_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
-        low, high = (middle, high) if median * math.exp(middle * z) < max_tokens else (low, middle)
+        low, high = (middle, high) if median * math.exp(middle * z) < tokens else (low, middle)
     return 0.5 * (low + high)
 
 

@@ -33,6 +33,7 @@ class Setting:
     mean_response_tokens: dict[str, float]  # by workload
     length_log_sd: float
     captured_tokens: int
+    packed: bool  # the learner's sequences; else each is padded to the longest allowed
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -64,13 +65,9 @@ class Setting:
         """The hardware's peaks."""
         return load_hardware(self.hardware)
 
-    @property
-    def learner_tokens(self) -> float:
-        """Tokens of one step's batch as the learner sees it, padded to the longest allowed.
-
-        Source: the paper's logprob and train times do not differ between RL-Zero and RL-Think.
-        """
-        return float(self.num_rollouts * (self.prompt_tokens + self.max_response_tokens))
+    def learner_tokens(self, mean_tokens: float) -> float:
+        """Tokens of one step's batch as the learner sees it, of responses of `mean_tokens` tokens on average."""
+        return self.num_rollouts * (self.prompt_tokens + (mean_tokens if self.packed else self.max_response_tokens))
 
     @property
     def cache_tokens(self) -> float:

@@ -29,9 +29,9 @@ class LearnerEfficiency:
     measured_on: Setting | None = None  # None: the fractions are taken as they are, whatever is projected
 
 
-def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficiency:
+def learner_efficiency(measured: StageTimes, setting: Setting, *, mean_tokens: float) -> LearnerEfficiency:
     """The efficiency that a measured step implies for a batch of `setting` on all of its GPUs."""
-    ideal_s = _ideal_s(setting, setting.num_gpus)
+    ideal_s = _ideal_s(setting, setting.num_gpus, mean_tokens)
     return LearnerEfficiency(
         data_s=measured.data_s,
         prepare_s=measured.prepare_s,
@@ -42,15 +42,16 @@ def learner_efficiency(measured: StageTimes, setting: Setting) -> LearnerEfficie
 
 
 def learner_stages(
-    efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int, deviation: float = 0.0
+    efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0
 ) -> StageTimes:
     """A step without its generation: flops over peak and efficiency; data and prepare stay as measured.
 
     Args:
+        mean_tokens: of a response.
         deviation: from the believed ratio of the efficiencies here and where it was measured, in standard deviations
             of its logarithm.
     """
-    ideal_s = _ideal_s(setting, num_gpus)
+    ideal_s = _ideal_s(setting, num_gpus, mean_tokens)
     if efficiency.measured_on is not None:
         ratio = relative_efficiency(setting, efficiency.measured_on)
         ideal_s /= ratio.median * math.exp(ratio.log_sd * deviation)
@@ -92,7 +93,7 @@ def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[Sta
     return StageTimes.in_sequence(**{f"{stage}_s": statistic([each[stage] for each in by_stage]) for stage in STAGES})
 
 
-def _ideal_s(setting: Setting, num_gpus: int) -> float:
+def _ideal_s(setting: Setting, num_gpus: int, mean_tokens: float) -> float:
     """Seconds of one flop a parameter and token of the batch at the peak."""
     peak = setting.accelerator.flops_per_s[setting.learner_precision]
-    return setting.model_shape.parameters_per_token * setting.learner_tokens / (num_gpus * peak)
+    return setting.model_shape.parameters_per_token * setting.learner_tokens(mean_tokens) / (num_gpus * peak)

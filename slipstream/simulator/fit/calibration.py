@@ -167,8 +167,13 @@ def _fit(
     measured = np.log([cell.generation_s for cell in cells])
     noise = np.array([cell.log_sd for cell in cells])
 
+    labels = [cell.label for cell in cells]
+    on_clock = np.array([cell.clock in labels for cell in cells])
+    clocks = np.array([labels.index(cell.clock) if cell.clock in labels else 0 for cell in cells])
+
     def residuals(log_values: Array) -> Array:
-        return (np.log(variant.predict_s(cells, log_values)) - measured) / noise
+        errors = np.log(variant.predict_s(cells, log_values)) - measured
+        return (errors - np.where(on_clock, errors[clocks], 0.0)) / noise
 
     problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
     found = minimise(problem)

@@ -10,7 +10,7 @@ from statistics import fmean, median, pstdev
 from slipstream.config import require
 from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
 from slipstream.simulator.cost.acceptance import AcceptanceProfile
-from slipstream.simulator.cost.lengths import log_sd_of_truncation
+from slipstream.simulator.cost.lengths import log_sd_of_longest, log_sd_of_truncation
 from slipstream.simulator.cost.parameters import Regime, load_priors
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.cost.step import stagewise
@@ -25,6 +25,8 @@ _ARM_GROUP = "grpo"
 _REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 _LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
 _CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
+_P10_TO_P90 = 2.563  # standard deviations of a normal distribution
+_MEDIAN_OVER_MEAN = 1.2533  # of the standard deviation: sqrt(pi / 2)
 _SWEEP_MEAN_LOG_SD = 0.3  # of a sweep that did not record its tokens: its prompts are others than the arm's
 
 
@@ -92,14 +94,24 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Sett
 def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
     """Spread of the responses of one step: what the truncated share implies, less the spread between steps.
 
-    The setting's own where none or most responses were truncated.
+    Where none or most responses were truncated, what the longest of a step implies; without it the setting's own.
     """
-    truncated = sum(step.num_truncated for step in steps) / sum(step.num_rollouts for step in steps)
+    rollouts = sum(step.num_rollouts for step in steps)
+    truncated = sum(step.num_truncated for step in steps) / rollouts
     if not 0 < truncated < 0.5:
-        return setting.length_log_sd
+        longest = [step.longest_response_tokens for step in steps]
+        return _spread_of(setting, mean, fmean(longest) if all(longest) else 0.0, rollouts // len(steps))
     pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
     between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
     return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
+
+
+def _spread_of(setting: Setting, mean: float, longest: float, count: int) -> float:
+    """From the longest of `count` responses; the setting's own where it was not recorded (0)."""
+    if not longest:
+        return setting.length_log_sd
+    limit = float(setting.max_response_tokens)
+    return max(_LEAST_LOG_SD, log_sd_of_longest(mean=mean, max_tokens=limit, longest=longest, count=count))
 
 
 def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> CheckRecord | None:
@@ -142,40 +154,71 @@ def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) ->
 def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
     """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
 
-    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup, per token
-    where tokens were recorded: k=0 and k sample other responses to the same prompts.
+    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
     """
     cells = []
     for point in points:
-        baseline_s = median(other.autoregressive_s for other in points if other.batch == point.batch)
+        of_batch = [other for other in points if other.batch == point.batch]
+        baseline_s = median(other.autoregressive_s for other in of_batch)
         cells.append(
             Cell(
-                label=f"sweep, batch {point.batch}, k = {point.k}",
+                label=_sweep_label(point.batch, point.k),
                 group=_sweep_group(point.batch),
                 k=point.k,
                 acceptance_length=point.mean_acceptance_length,
                 generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
-                log_sd=_CELL_LOG_SD,
+                log_sd=_CELL_LOG_SD if point.k else max(map(_baseline_log_sd, of_batch)),
+                clock=_sweep_label(point.batch, 0) if point.k else "",
             )
         )
     return cells
 
 
+def _baseline_log_sd(point: SweepPoint) -> float:
+    """Noise of the median of a baseline's rounds, from their own spread; 0 of a point that is no baseline."""
+    if point.k:
+        return 0.0
+    spread = log(point.generation_p90_s / point.generation_p10_s) / _P10_TO_P90
+    return max(_CELL_LOG_SD, _MEDIAN_OVER_MEAN * spread / sqrt(point.num_repeats))
+
+
 def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
-    groups = [Group(name=_ARM_GROUP, shape=setting.shape(), mean_tokens=mean, mean_log_sd=0.0)]
+    spread = setting.length_log_sd
+    groups = [
+        Group(name=_ARM_GROUP, shape=setting.shape(), mean_tokens=mean, mean_log_sd=0.0, length_log_sd=spread),
+    ]
     for batch in sorted({point.batch for point in points}):
-        tokens = [point.autoregressive_response_tokens for point in points if point.batch == batch]
+        of_batch = [point for point in points if point.batch == batch]
+        tokens = [point.autoregressive_response_tokens for point in of_batch]
+        longest = [point.autoregressive_longest_tokens for point in of_batch]
         own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
-        shape = replace(setting.shape(), num_rollouts=batch, num_engines=1)  # tuning runs one engine
-        groups.append(Group(name=_sweep_group(batch), shape=shape, mean_tokens=own_mean, mean_log_sd=log_sd))
+        groups.append(
+            Group(
+                name=_sweep_group(batch),
+                shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # tuning runs one engine
+                mean_tokens=own_mean,
+                mean_log_sd=log_sd,
+                length_log_sd=_spread_of(setting, own_mean, fmean(longest) if all(longest) else 0.0, batch),
+            )
+        )
     return groups
 
 
 def _speedup(point: SweepPoint) -> float:
-    """Over the interleaved baseline, per generated token where both counted theirs."""
-    if not (point.mean_response_tokens and point.autoregressive_response_tokens):
-        return point.speedup
-    return point.speedup * point.mean_response_tokens / point.autoregressive_response_tokens
+    """Over the interleaved baseline, for equal responses: k = 0 and k sample other ones to the same prompts.
+
+    By the longest of a round where it was recorded, for a round lasts as long as it; else by their tokens.
+    """
+    counted = (
+        (point.longest_response_tokens, point.autoregressive_longest_tokens),
+        (point.mean_response_tokens, point.autoregressive_response_tokens),
+    )
+    own, baseline = next((pair for pair in counted if all(pair)), (1.0, 1.0))
+    return point.speedup * own / baseline
+
+
+def _sweep_label(batch: int, k: int) -> str:
+    return f"{_sweep_group(batch)}, k = {k}"
 
 
 def _sweep_group(batch: int) -> str:

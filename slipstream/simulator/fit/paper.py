@@ -73,8 +73,11 @@ def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
 def paper_groups() -> tuple[Group, ...]:
     """The two workloads, with unknown mean response lengths."""
     setting = load_setting(PAPER_SETTING)
-    means, shape = setting.mean_response_tokens, setting.shape()
-    return tuple(Group(name=name, shape=shape, mean_tokens=means[name], mean_log_sd=_MEAN_LOG_SD) for name in WORKLOADS)
+    means, shape, spread = setting.mean_response_tokens, setting.shape(), setting.length_log_sd
+    return tuple(
+        Group(name=name, shape=shape, mean_tokens=means[name], mean_log_sd=_MEAN_LOG_SD, length_log_sd=spread)
+        for name in WORKLOADS
+    )
 
 
 def calibrate_paper(cells: Sequence[Cell] | None = None) -> Ensemble:
@@ -91,7 +94,8 @@ def mean_paper_step() -> StageTimes:
 
 def paper_learner() -> LearnerEfficiency:
     """How efficiently the paper's learner ran."""
-    return learner_efficiency(mean_paper_step(), load_setting(PAPER_SETTING))
+    setting = load_setting(PAPER_SETTING)
+    return learner_efficiency(mean_paper_step(), setting, mean_tokens=max(setting.mean_response_tokens.values()))
 
 
 @cache

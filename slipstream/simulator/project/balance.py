@@ -82,8 +82,11 @@ def balance(
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
-    """Two cores have one split."""
-    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=_slowdowns(run))
+    """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
+    slowdowns = _slowdowns(run)
+    predicted = predict_asynchronous(
+        run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns
+    )
     return [
         BalanceRow(
             arm=arm.arm, generation=1, training=1, step_s=arm.step_s, exposed_s=arm.exposed_s, bound=arm.bound.value
@@ -137,11 +140,11 @@ def _of_arm(  # an arm, a machine, a loop
     generation_s = fmean(step.times.generation_s for step in arm.timed_steps)
     factor = generation_s / float(fitted_s(slowest_engine(lengths, setting.shape())).sum())
     stages = stagewise(fmean, [step.times for step in arm.timed_steps])
-    learner = learner_efficiency(stages, replace(setting, num_gpus=measured_training))
+    learner = learner_efficiency(stages, replace(setting, num_gpus=measured_training), mean_tokens=found.mean_tokens)
     rows = []
     for gpus in splits:
         joined = overlap(
-            learner_stages(learner, setting, num_gpus=num_gpus - gpus),
+            learner_stages(learner, setting, num_gpus=num_gpus - gpus, mean_tokens=found.mean_tokens),
             lengths=lengths,
             shape=setting.shape(gpus),
             lag=lag,

@@ -143,7 +143,13 @@ def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, 
             regime=draw.regime,
             network_collective_s=cluster.network_collective_s,
         )
-        trainer = learner_stages(learner, setting, num_gpus=scenario.training_gpus, deviation=cluster.learner_deviation)
+        trainer = learner_stages(
+            learner,
+            setting,
+            num_gpus=scenario.training_gpus,
+            mean_tokens=scenario.mean_tokens,
+            deviation=cluster.learner_deviation,
+        )
 
         def seconds(trace: Trace) -> Array:
             return error * model.span_s(trace, k=k, tokens_per_iteration=length)

@@ -53,7 +53,7 @@ def project_speedup(
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
     """Every k of `ks` on the run's own machine, at the acceptance lengths of its sweep's profile."""
-    learner = learner_efficiency(run.step, run.setting)
+    learner = learner_efficiency(run.step, run.setting, mean_tokens=run.mean_tokens)
     scenarios = [
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
         for k in ks

@@ -187,6 +187,7 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
     assert measured == [["0"], ["1"], ["0", "1", "2", "3"], ["4", "5", "0", "1"]]
     assert points[2].mean_response_tokens == 5.0
     assert points[2].autoregressive_response_tokens == 4.0
+    assert (points[2].longest_response_tokens, points[2].autoregressive_longest_tokens) == (5.0, 4.0)
 
 
 def test_every_engine_is_asked_alike_and_every_round_has_its_own_seed() -> None:
@@ -234,6 +235,8 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
         rate_by_position=(1.0,),
         mean_response_tokens=5.0,
         autoregressive_response_tokens=4.0,
+        longest_response_tokens=5.0,
+        autoregressive_longest_tokens=4.0,
     )
     assert (baseline.k, baseline.speedup, baseline.mean_acceptance_length, baseline.rate_by_position) == (
         0,

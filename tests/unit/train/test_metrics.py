@@ -41,6 +41,7 @@ STEP = StepRecord(
     refit=RefitCheck(num_tensors=11, elapsed_s=0.15),
     num_engine_restarts=12,
     engine_idle_fraction=0.25,
+    longest_response_tokens=7,
 )
 ACCEPTANCE = AcceptanceStats(
     num_drafts=10,
@@ -62,6 +63,7 @@ METRICS = {
     "time/step_s": 32.0,
     "rollout/response_tokens": 100,
     "rollout/tokens_per_s": 25.0,  # 100 tokens in 4 s
+    "rollout/longest_response_tokens": 7,
     "rollout/truncated": 3,
     "rollout/engine_restarts": 12,
     "rollout/engine_idle_fraction": 0.25,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.simulator.cost.lengths import (
     Lengths,
     lengths_with_mean,
+    log_sd_of_longest,
     log_sd_of_truncation,
     longest_of,
     mean_longest_of,
@@ -33,6 +35,15 @@ def test_the_truncated_share_gives_the_spread_back() -> None:
     share = float(np.mean(stratified(lengths, 100_000, longest_of_count=100_000) >= 160.0))
     found = log_sd_of_truncation(mean=70.0, max_tokens=160.0, truncated_fraction=share)
     assert found == pytest.approx(0.45, abs=0.005)
+
+
+def test_the_longest_response_gives_the_spread_back() -> None:
+    longest = longest_of(lengths_with_mean(mean=40.0, log_sd=0.2, max_tokens=160.0), 48)
+    found = log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=longest, count=48)
+    assert found == pytest.approx(0.2, abs=0.001)
+    assert log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=40.0, count=48) == pytest.approx(0.01, abs=0.001)
+    with pytest.raises(ConfigError, match=r"longest must be >= the mean 40, got 39"):
+        log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=39.0, count=48)
 
 
 def test_the_longest_of_more_responses_is_longer_on_average() -> None:

@@ -37,8 +37,9 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         replace(load_setting("paper-235b"), gpus_per_engine=1)
 
 
-def test_the_learner_sees_every_response_padded_to_the_longest() -> None:
-    assert load_setting("paper-8b").learner_tokens == 2048 * (200 + 8192)
+def test_the_learner_sees_every_response_padded_to_the_longest_or_packed() -> None:
+    assert load_setting("paper-8b").learner_tokens(5000.0) == 2048 * (200 + 8192)
+    assert load_setting("paper-235b").learner_tokens(8000.0) == 4096 * (200 + 8000)
 
 
 def test_an_engine_without_a_response_makes_no_other_faster() -> None:
@@ -49,10 +50,10 @@ def test_an_engine_without_a_response_makes_no_other_faster() -> None:
 
 
 def test_key_value_memory_is_what_the_weights_leave() -> None:
-    # Qwen3-8B in bf16 on two GB200: 0.92 x 372 GB less the weights, 2 x 36 x 8 x 128 elements of 2 bytes a token.
+    # Qwen3-8B in bf16 on two GB200: 0.6 x 372 GB less the weights, 2 x 36 x 8 x 128 elements of 2 bytes a token.
     setting = load_setting("paper-8b")
     weights = 2 * setting.model_shape.total_parameters
-    assert setting.cache_tokens == pytest.approx((0.92 * 372e9 - weights) / 147456)
+    assert setting.cache_tokens == pytest.approx((0.6 * 372e9 - weights) / 147456)
     assert setting.shape().cache_tokens == setting.cache_tokens
     assert replace(setting, memory_share=weights / 372e9).cache_tokens == 1.0
 

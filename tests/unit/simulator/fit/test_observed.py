@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,52 @@ def test_responses_are_counted_in_the_run(demo: dict[str, Any], demo_arms: DemoA
     assert found.setting.num_rollouts == 64
     assert found.mean_tokens == pytest.approx(sum(step["num_response_tokens"] for step in steps) / (64 * len(steps)))
     assert found.setting.length_log_sd != SETTING.length_log_sd  # from the truncated share
+
+
+def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
+    """A step lasts as long as its longest response, of which the mean says nothing."""
+
+    def spread(longest: int) -> float:
+        arm = demo_arms(1.0)[0]
+        steps = tuple(replace(step, num_truncated=0, longest_response_tokens=longest) for step in arm.steps)
+        return calibrate_run([replace(arm, steps=steps)], demo_tuning, SETTING, target="cpu").setting.length_log_sd
+
+    assert spread(0) == SETTING.length_log_sd  # not recorded
+    assert 0.05 <= spread(90) < spread(120) < spread(150)
+
+
+def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(
+    demo_arms: DemoArms, demo_tuning: TuningRecord
+) -> None:
+    base, point = (next(p for p in demo_tuning.points if p.k == k and p.batch == 64) for k in (0, 5))
+    tuning = replace(
+        demo_tuning,
+        points=(
+            replace(base, autoregressive_s=1.0),
+            replace(
+                point,
+                autoregressive_s=1.0,
+                speedup=2.0,
+                longest_response_tokens=60.0,
+                autoregressive_longest_tokens=80.0,
+            ),
+        ),
+    )
+    arm, baseline, cell = calibrate_run(demo_arms(1.0)[:1], tuning, SETTING, target="cpu").ensemble.best.cells
+    assert (baseline.generation_s, cell.generation_s) == (1.0, pytest.approx(1.0 / (2.0 * 60.0 / 80.0)))
+    assert (arm.clock, baseline.clock, cell.clock) == ("", "", baseline.label)
+
+
+def test_a_baseline_whose_rounds_differ_counts_for_less(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
+    """Three rounds from 1 to 2 s: ln 2 / 2.563 x 1.2533 / sqrt(3) = 0.196."""
+    points = tuple(
+        replace(point, generation_p10_s=1.0, generation_p90_s=2.0 if point.k == 0 else 4.0)
+        for point in demo_tuning.points
+    )
+    found = calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING, target="cpu")
+    noise = {cell.label: cell.log_sd for cell in found.ensemble.best.cells}
+    assert noise["sweep, batch 64, k = 0"] == pytest.approx(0.1957, abs=1e-4)
+    assert noise["sweep, batch 64, k = 5"] == noise["autoregressive arm"] == 0.05
 
 
 def test_every_k_of_the_sweep_is_projected_on_the_same_machine(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:

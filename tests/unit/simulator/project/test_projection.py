@@ -59,7 +59,7 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
     draw = Draw(parameters=parameters, regime=Regime.TILE, autoregressive_error=2.0, speculative_error=0.5)
     scenario = replace(SCENARIO, k=7)
     found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
-    trainer = learner_stages(LEARNER, scenario.setting, num_gpus=32)
+    trainer = learner_stages(LEARNER, scenario.setting, num_gpus=32, mean_tokens=5000.0)
     base_s, spec_s = 2.0 * seconds(scenario, draw, 0, 1.0), 0.5 * seconds(scenario, draw, 7, 3.0)
     assert found.autoregressive == trainer.with_generation(base_s)
     assert found.speculative == trainer.with_generation(spec_s)
@@ -72,13 +72,19 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
 def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
     split = replace(SCENARIO, lag=1, generation_fraction=0.5)
     found = project_ideal(split, LEARNER)
-    trainer = learner_stages(LEARNER, split.setting, num_gpus=16)
+    trainer = learner_stages(LEARNER, split.setting, num_gpus=16, mean_tokens=5000.0)
     assert found.autoregressive.train_s == trainer.train_s
     assert found.autoregressive.step_s >= trainer.other_s
     # A longer lag lets the engines sustain more; it changes nothing of the trainer.
     longer = project_ideal(replace(split, lag=4), LEARNER)
     assert longer.speculative.train_s == trainer.train_s
     assert longer.point.autoregressive_step_s.median <= found.point.autoregressive_step_s.median
+
+
+def test_a_packed_learner_sees_the_mean_response_of_the_scenario(ensemble: Ensemble) -> None:
+    packed = replace(SCENARIO, setting=replace(SCENARIO.setting, packed=True))
+    trainers = [project_ideal(replace(packed, mean_tokens=mean), LEARNER).autoregressive for mean in (3800.0, 1800.0)]
+    assert trainers[0].train_s == pytest.approx(2.0 * trainers[1].train_s)  # 4,000 and 2,000 with the prompt
 
 
 def test_draws_are_spread_over_the_layouts() -> None:
