@@ -3,6 +3,9 @@
 `python -m benchmarks.draft_schedule --draft-steps 24 --batch 192` trains a weak draft for the run's policy first; 0
 steps take the run's own draft. A sweep on the run's prompts gives the best fixed k and the table; then the table and
 every fixed k generate the same other prompts in turn, so the table is compared with whichever k is fastest there.
+
+`--num-long 1 --long-terms 18` puts one problem of 18 terms beside short ones in each generation: a long tail, in which
+few rollouts run for as long as many did at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import numpy as np
 from benchmarks.runs import FinishedRun, open_run
 from slipstream import logs
 from slipstream.config import ConfigError, require
-from slipstream.data.prompts import read_prompt_sets
+from slipstream.data.prompts import read_prompt_sets, render
+from slipstream.data.synthetic import dapo_rows
 from slipstream.drafts.length import TuningConfig, choose, sweep
 from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import Recipe
@@ -27,7 +31,7 @@ from slipstream.records import ScheduleEntry, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.stages.support import recipe_engine
+from slipstream.stages.support import recipe_engine, tokenizer
 from slipstream.statistics import Estimate, bootstrap_ratio
 from slipstream.types import Prompt
 from slipstream.workers.engines import RemoteEngine
@@ -69,20 +73,45 @@ def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
     return directory / "draft"
 
 
-def halves(prompts: Sequence[Prompt], size: int, num_long: int) -> tuple[list[Prompt], list[Prompt]]:
+def halves(
+    prompts: Sequence[Prompt], size: int, num_long: int, long: Sequence[Prompt] = ()
+) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts of the sweep and of the comparison, in groups of `size`.
 
     Args:
-        num_long: of each group the longest problems, beside the shortest: so the answers' lengths have a long tail, as
-            those of real problems do. 0 takes the prompts as they come.
+        num_long: problems with long answers in each group, beside the shortest: so the answers' lengths have a long
+            tail, as those of real problems do. 0 takes the prompts as they come.
+        long: those problems; empty: the longest of `prompts`.
     """
     if num_long:
         ordered = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
-        num_groups = min(len(ordered) // 10 // num_long, len(ordered) // 3 // (size - num_long)) // 2 * 2
-        long, short = ordered[-num_groups * num_long :], ordered[: num_groups * (size - num_long)]
-        prompts = [p for i in range(num_groups) for p in (*short[i::num_groups], *long[i::num_groups])]
+        longest = list(long) or ordered[-(len(ordered) // 10) :]
+        num_groups = min(len(longest) // num_long, len(ordered) // 3 // (size - num_long)) // 2 * 2
+        slow, short = longest[-num_groups * num_long :], ordered[: num_groups * (size - num_long)]
+        prompts = [p for i in range(num_groups) for p in (*short[i::num_groups], *slow[i::num_groups])]
     middle = len(prompts) // size // 2 * size
     return list(prompts[:middle]), list(prompts[middle : 2 * middle])
+
+
+def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
+    """Sums of so many digits, as the policy's prompts; none for 0."""
+    if not num_terms:
+        return []
+    data, words = run.recipe.data, tokenizer(run.policy)
+    config = replace(
+        data.synthetic, min_terms=num_terms, max_terms=num_terms, one_digit_rate=1.0, max_term=10, num_draft_rows=64
+    )
+    rows = dapo_rows(config, split="draft_in_domain", seed=data.seed + 1)
+    problems = [row["prompt"][0]["content"] for row in rows]
+    return [
+        Prompt(
+            id=f"long-{i}",
+            text=problem,
+            token_ids=render(problem, tokenizer=words, instruction=data.instruction),
+            answer=rows[i]["reward_model"]["ground_truth"],
+        )
+        for i, problem in enumerate(problems)
+    ]
 
 
 def tuned(recipe: Recipe, run: FinishedRun, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
@@ -179,6 +208,7 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
     parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
+    parser.add_argument("--long-terms", type=int, default=0, help="of those prompts; 0: the run's longest ones")
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="draft lengths, 0 among them")
     parser.add_argument("--sweep-rounds", type=int, default=6)
     parser.add_argument("--num-rounds", type=int, default=16, help="of the comparison; 0 ends with the sweep")
@@ -203,7 +233,8 @@ def main() -> int:
     )
     recipe = replace(run.recipe, engine=engine, tuning=tuning)
     size = options.batch // recipe.grpo.group_size
-    prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long)
+    long = long_problems(run, options.long_terms)
+    prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long, long)
     record = tuned(recipe, run, draft, prompts)
     show_tuned(record)
     if options.num_rounds:

@@ -1,8 +1,9 @@
 """A policy that moves away from its draft: `python -m benchmarks.moving_policy --run RUN`.
 
-Arms of GRPO train from a finished run's policy and in-domain draft, at a learning rate that shifts the answers so far
-that a frozen draft is accepted less; the arms differ in `draft.online` alone and take their steps in turn. Shown is
-what each keeps of the acceptance, and what its training of the draft took.
+A finished run's policy is first taught to answer without work (`benchmarks/habit.py`), and a draft that policy's answers.
+Then arms of GRPO train from there: the policy learns to work, and a frozen draft is accepted less. The arms differ in
+`draft.online` alone and take their steps in turn. Shown is what each keeps of the acceptance, and what its training of
+the draft took. `--habit-steps 0` starts from the run's own policy and draft.
 
 Drafts that differ draw other rollouts, so the arms' policies part: at a rate that breaks them they part widely, and one
 run says little about which arm is better. An arm that the acceptance guard stops is shown with its steps until then.
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.habit import Lessons, Start, start_with_habit
 from benchmarks.runs import FinishedRun, open_run
 from slipstream import logs
 from slipstream.config import from_mapping, merge, parse_overrides, to_mapping
@@ -57,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[2e-3])
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[3e-4])
+    parser.add_argument("--habit-steps", type=int, default=24, help="of training on answers of which few show work")
+    parser.add_argument("--habit-work", type=float, default=0.05, help="how many of them do, as a fraction")
+    parser.add_argument("--habit-rate", type=float, default=1e-3, help="learning rate of these steps")
+    parser.add_argument("--start", type=Path, help="where policy and draft with the habit lie, or are to lie")
     parser.add_argument("--online", nargs="+", choices=list(DraftOnline), default=list(DraftOnline))
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
@@ -74,47 +80,62 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for online in options.online
     ]
     changes = merge(parse_overrides(options.overrides), {"grpo": {"num_steps": options.steps}})
-    steps, ends = measured(run, contestants, changes, k=options.num_speculative_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        start = Start(policy=run.policy, draft=run.draft.parent)
+        if options.habit_steps:
+            at = options.start or directory / "start"
+            lessons = Lessons(
+                num_steps=options.habit_steps, share_of_work=options.habit_work, learning_rate=options.habit_rate
+            )
+            start = start_with_habit(run, at, lessons)
+        print(start.described(), flush=True)
+        k = options.num_speculative_tokens
+        steps, ends = measured(run, start, contestants, changes, k=k, directory=directory / "arms")
     if options.records is not None:
         options.records.write_text(json.dumps(steps))
     print(table([HEADINGS, *(row(name, found, ends[name]) for name, found in steps.items())]), flush=True)
 
 
 def measured(
-    run: FinishedRun, contestants: Sequence[Contestant], changes: Mapping[str, Any], *, k: int
+    run: FinishedRun,
+    start: Start,
+    contestants: Sequence[Contestant],
+    changes: Mapping[str, Any],
+    *,
+    k: int,
+    directory: Path,
 ) -> tuple[dict[str, list[Metrics]], dict[str, str]]:
     """The metrics of each contestant's steps, and how its arm ended."""
     prompts = read_prompt_sets(run.data).train
-    draft = run.draft.parent  # with its record beside the weights: the length that it is known to reach
     steps: dict[str, list[Metrics]] = {each.name: [] for each in contestants}
-    with tempfile.TemporaryDirectory() as directory:
 
-        def arm(contestant: Contestant, turn: Turn) -> str:
-            recipe = recipe_of(run.recipe, contestant, changes, k=k)
-            plan = arm_plan(
+    def arm(contestant: Contestant, turn: Turn) -> str:
+        recipe = recipe_of(run.recipe, contestant, changes, k=k)
+        plan = arm_plan(
+            recipe,
+            Arm.SPECULATIVE,
+            policy=start.policy,
+            draft=start.draft,
+            length=DraftLength(num_speculative_tokens=k),
+            label=contestant.name,
+        )
+        try:
+            train(
                 recipe,
-                Arm.SPECULATIVE,
-                policy=run.policy,
-                draft=draft,
-                length=DraftLength(num_speculative_tokens=k),
-                label=contestant.name,
+                plan,
+                policy=start.policy,
+                prompts=prompts,
+                decode=decode(tokenizer(start.policy)),
+                directory=directory / contestant.name,
+                log=lambda metrics, step: steps[contestant.name].append(metrics),
+                turn=turn,
             )
-            try:
-                train(
-                    recipe,
-                    plan,
-                    policy=run.policy,
-                    prompts=prompts,
-                    decode=decode(tokenizer(run.policy)),
-                    directory=Path(directory) / contestant.name,
-                    log=lambda metrics, step: steps[contestant.name].append(metrics),
-                    turn=turn,
-                )
-            except AcceptanceCollapse:
-                return "acceptance guard"
-            return "whole"
+        except AcceptanceCollapse:
+            return "acceptance guard"
+        return "whole"
 
-        ends = in_turn({each.name: partial(arm, each) for each in contestants})
+    ends = in_turn({each.name: partial(arm, each) for each in contestants})
     for end in ends.values():
         if isinstance(end, BaseException):
             raise end

@@ -10,8 +10,12 @@ with the same tokens to generate, the number of verify iterations is inverse to 
 what the last step's took. What counting noise explains is not a loss. All of it is a pure function of the steps'
 records, so a resumed run decides as an uninterrupted one.
 
-A draft that does not gain by its training is not trained for ever: after `PATIENCE` trainings without a measurable
-gain the length that it has counts as the one that it can reach, until it falls below that.
+A training that brings no measurable gain proves nothing yet: on a policy that keeps moving it may have held acceptance
+up. So after `PATIENCE` of them training pauses for up to `WINDOW` steps:
+
+- acceptance falls faster than before: the draft was held up, and its training goes on;
+- it does not fall: the length that the draft has counts as the one that it can reach, until it falls below that;
+- it falls on as before: training goes on, with half the patience.
 """
 
 from __future__ import annotations
@@ -25,9 +29,30 @@ from slipstream.rollout.acceptance import combine, sampling_deviation
 WINDOW = 3
 """Steps whose acceptance counts as the present one: a lasting fall is seen whole after so many."""
 PATIENCE = 6
-"""Trainings without a gain after which a draft has reached what it can."""
+"""Trainings without a gain after which a pause shows what they are worth."""
+_LITTLE_PATIENCE = PATIENCE // 2
 _NUM_DEVIATIONS = 2.0
 _NUM_COSTS = 5
+_FASTER = 1.5  # times as fast a fall is another one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """What happened since some step.
+
+    Attributes:
+        length: mean acceptance length then.
+        pace: by how much it fell a step in the span before this one.
+        num_steps: since then.
+    """
+
+    length: float
+    pace: float = 0.0
+    num_steps: int = 0
+
+    def pace_to(self, length: float) -> float:
+        """By how much acceptance fell a step, if it is `length` now; 0 if it rose."""
+        return max(0.0, self.length - length) / max(1, self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +62,10 @@ class Staleness:
     Attributes:
         reference: mean acceptance length that the draft is known to reach; None: nothing is known yet.
         lowest: the smallest length since the last measurable gain.
-        num_idle: trainings since the last measurable gain.
+        num_idle: trainings since the last measurable gain, or since the last pause.
+        patience: how many of them lead to a pause.
+        idle: since the first of them.
+        pause: since training paused; None: it does not.
         is_warm: there was a training.
     """
 
@@ -45,6 +73,9 @@ class Staleness:
     recent: tuple[AcceptanceStats, ...] = ()
     lowest: float = float("inf")
     num_idle: int = 0
+    patience: int = PATIENCE
+    idle: Span | None = None
+    pause: Span | None = None
     costs_s: tuple[float, ...] = ()
     is_warm: bool = False
 
@@ -62,21 +93,37 @@ class Staleness:
         """After the rollouts of another step; None, or no drafts, tell nothing."""
         if acceptance is None or acceptance.num_drafts == 0:
             return self
-        seen = replace(self, recent=(*self.recent, acceptance)[-WINDOW:])
+        seen = replace(self, recent=(*self.recent, acceptance)[-WINDOW:], idle=_next(self.idle), pause=_next(self.pause))
         length, noise = seen.length, seen.noise
         reference = length if seen.reference is None else max(seen.reference, length)
         if length > seen.lowest + noise or length >= reference:
-            return replace(seen, reference=reference, lowest=length, num_idle=0)
-        return replace(seen, reference=reference, lowest=min(seen.lowest, length))
+            return replace(seen._fresh(), reference=reference, patience=PATIENCE)
+        seen = replace(seen, reference=reference, lowest=min(seen.lowest, length))
+        return seen if seen.pause is None else seen._paused(seen.pause)
+
+    def _paused(self, pause: Span) -> Staleness:
+        """What another step of a pause shows."""
+        length, noise = self.length, self.noise
+        if pause.length - length > _FASTER * pause.pace * pause.num_steps + noise:
+            return replace(self._fresh(), patience=PATIENCE)  # it was held up
+        if pause.num_steps < WINDOW:
+            return self
+        given_up = replace(self._fresh(), patience=_LITTLE_PATIENCE)
+        return given_up if length < pause.length - noise else replace(given_up, reference=length)
+
+    def _fresh(self) -> Staleness:
+        """With nothing held against its trainings."""
+        return replace(self, lowest=self.length, num_idle=0, idle=None, pause=None)
 
     def trained(self, training_s: float) -> Staleness:
         """After the same step trained the draft, which took so many seconds."""
         # The first one pays for first allocations and cold caches.
         costs_s = (*self.costs_s, training_s)[-_NUM_COSTS:] if self.is_warm else ()
-        seen = replace(self, costs_s=costs_s, is_warm=True, num_idle=self.num_idle + 1)
-        if seen.num_idle < PATIENCE:
+        idle = self.idle or Span(length=self.length)
+        seen = replace(self, costs_s=costs_s, is_warm=True, num_idle=self.num_idle + 1, idle=idle)
+        if seen.num_idle < seen.patience or seen.pause is not None:
             return seen
-        return replace(seen, num_idle=0, reference=self.length, lowest=self.length)
+        return replace(seen, pause=Span(length=seen.length, pace=idle.pace_to(seen.length)))
 
     def decide(self, *, generation_s: float, horizon_steps: int) -> DraftDecision:
         """Whether to train the draft now.
@@ -90,8 +137,11 @@ class Staleness:
         lost = max(0.0, 1.0 - length / max(reference - self.noise, 1.0))
         saved_s = horizon_steps * generation_s * lost
         cost_s = statistics.median(self.costs_s) if self.costs_s else None
-        trains = saved_s > (cost_s or 0.0)
-        reason = "it pays" if trains else "nothing is lost" if saved_s == 0.0 else "it costs more than it saves"
+        pays = saved_s > (cost_s or 0.0)
+        trains = pays and self.pause is None
+        reason = "it pays" if pays else "nothing is lost" if saved_s == 0.0 else "it costs more than it saves"
+        if pays and not trains:
+            reason = "a pause shows what training is worth"
         return DraftDecision(
             trains=trains,
             reason="its cost is not known yet" if trains and cost_s is None else reason,
@@ -100,3 +150,7 @@ class Staleness:
             saved_s=saved_s,
             cost_s=cost_s,
         )
+
+
+def _next(span: Span | None) -> Span | None:
+    return None if span is None else replace(span, num_steps=span.num_steps + 1)

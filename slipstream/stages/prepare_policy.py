@@ -105,7 +105,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
             words.eos_token_id,
             OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate),
         )
-        losses = pretrain(learner.lm_step, _documents(recipe, words), scratch, on_step)
+        losses = pretrain(learner.lm_step, documents(recipe, words), scratch, on_step)
         learner.save_hf(directory, tokenizer_dir)
     return PolicyRecord(
         model=SCRATCH,
@@ -121,7 +121,7 @@ def train_from_scratch(recipe: Recipe, directory: Path, *, tokenizer_dir: Path, 
     )
 
 
-def _documents(recipe: Recipe, words: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
+def documents(recipe: Recipe, words: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], int]]:
     """Chats of the synthetic corpus; only the responses are learned."""
     corpus = pretraining_corpus(recipe.data.synthetic, workload=recipe.workload, seed=recipe.data.seed)
     for example in corpus:

@@ -1,10 +1,13 @@
 """A guard against drafts and policies that no longer belong together: acceptance far below its own recent band.
 
-A stale or half-written draft does not fail. It is merely accepted less, and speculation becomes slower than none.
+A half-written draft, or one of another policy, does not fail. It is merely accepted less, and speculation becomes slower
+than none. Such a fault comes from one step to the next. A policy that moves away from its draft is accepted less step
+by step: that is no fault, and the guard says so once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 
@@ -13,10 +16,15 @@ import numpy as np
 from slipstream.records import AcceptanceStats
 from slipstream.rollout.acceptance import sampling_deviation
 
+logger = logging.getLogger(__name__)
+
 _WINDOW = 20  # steps that make the band: a policy that drifts takes its band along
 _MIN_HISTORY = 6  # steps before the guard says anything
 _NUM_DEVIATIONS = 6.0
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_PACE_STEPS = 3  # that say how fast acceptance falls
+_HASTE = 2.0  # times as fast is still the same fall
+_FIX = "draft.online: when_stale trains during RL, and draft.autopilot switches off where it loses"
 
 
 class AcceptanceCollapse(RuntimeError):  # noqa: N818  # what it is, not that it is an error
@@ -24,29 +32,47 @@ class AcceptanceCollapse(RuntimeError):  # noqa: N818  # what it is, not that it
 
 
 class AcceptanceGuard:
-    """Learns the band of the mean acceptance length from the last steps and stops a run that falls out of it."""
+    """Learns the band of the mean acceptance length from the last steps and stops a run that drops out of it."""
 
     def __init__(self, history: Iterable[AcceptanceStats] = ()) -> None:
         self._recent: deque[float] = deque((stats.mean_acceptance_length for stats in history), maxlen=_WINDOW)
+        self._has_warned = False
 
     def check(self, stats: AcceptanceStats, *, policy_version: int) -> None:
-        """Add a step to the band.
+        """Add a step to the band; warn of a fall that lasts.
 
         Raises:
-            AcceptanceCollapse: the step lies far below the band of those before it.
+            AcceptanceCollapse: the step lies far below the band of those before it, and no slow fall led there.
         """
         length = stats.mean_acceptance_length
         if len(self._recent) >= _MIN_HISTORY:
             center = float(np.median(self._recent))
-            lowest = center - _NUM_DEVIATIONS * self._deviation(stats)
+            below_band = center - _NUM_DEVIATIONS * self._deviation(stats)
+            lowest = min(below_band, self._going_on() - _NUM_DEVIATIONS * sampling_deviation(stats))
             if length < lowest:
                 raise AcceptanceCollapse(
                     f"mean acceptance length must stay near that of the last {len(self._recent)} steps, {center:.2f}, "
                     f"and at least at {lowest:.2f}, got {length:.2f} at policy version {policy_version}. Likely: the "
                     "draft was not refitted with the policy, or twice for one; the prefix cache is stale; the draft's "
-                    "positions end before max_model_len; prompts of another kind"
+                    "positions end before max_model_len; prompts of another kind; a policy that a few steps moved far "
+                    f"from its draft, which {_FIX}"
+                )
+            if length < below_band and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "mean acceptance length fell from %.2f to %.2f, step by step, up to policy version %d: the policy "
+                    "moves away from its draft, which %s",
+                    center,
+                    length,
+                    policy_version,
+                    _FIX,
                 )
         self._recent.append(length)
+
+    def _going_on(self) -> float:
+        """Where this step would lie if acceptance went on falling, in haste, as in the last steps."""
+        last = list(self._recent)[-_PACE_STEPS - 1 :]
+        return last[-1] - _HASTE * max(0.0, (last[0] - last[-1]) / _PACE_STEPS)
 
     def _deviation(self, stats: AcceptanceStats) -> float:
         """The larger of the steps' own scatter and what the number of drafts alone would scatter."""

@@ -96,6 +96,59 @@ def test_without_steps_left_nothing_pays() -> None:
     assert not decided(after(4.0, 1.0), horizon_steps=0).trains
 
 
+def paused(*lengths: float) -> Staleness:
+    """A draft that reached 4, fell to 3, and was trained `PATIENCE` times without a gain; then it stood at `lengths`."""
+    state = after(4.0, 3.0, 3.0, 3.0)
+    for _ in range(PATIENCE):
+        state = state.trained(1.0).observed(accepted(3.0))
+    for length in lengths:
+        state = state.observed(accepted(length))
+    return state
+
+
+def test_trainings_without_a_gain_are_followed_by_a_pause() -> None:
+    state = after(4.0, 3.0, 3.0, 3.0)
+    for _ in range(PATIENCE):
+        assert decided(state).reason in ("it pays", "its cost is not known yet")
+        state = state.trained(1.0).observed(accepted(3.0))
+    decision = decided(state)
+    assert (decision.trains, decision.reason) == (False, "a pause shows what training is worth")
+    assert decision.saved_s > (decision.cost_s or 0.0)
+
+
+def test_a_draft_that_its_training_held_up_goes_on_being_trained() -> None:
+    state = paused(2.5)
+    assert decided(state).trains
+    assert (state.patience, state.num_idle, state.pause) == (PATIENCE, 0, None)
+    assert state.reference == pytest.approx(4.0)
+
+
+def test_a_length_that_a_pause_leaves_as_it_is_is_all_that_the_draft_can_reach() -> None:
+    assert decided(paused(3.0)).reason == "a pause shows what training is worth"
+    state = paused(3.0, 3.0)  # the step after the last training is the first of the pause
+    assert decided(state).reason == "nothing is lost"
+    assert (state.patience, state.reference) == (PATIENCE // 2, pytest.approx(3.0))
+    assert decided(state.observed(accepted(2.0))).trains
+
+
+def test_a_fall_that_goes_on_as_before_halves_the_patience() -> None:
+    """By 0.1 a step, with trainings and without."""
+    lengths = [4.0 - 0.1 * step for step in range(30)]
+    state, trained_at = Staleness(), []
+    for number, length in enumerate(lengths):
+        state, decision = step(state, length, cost_s=0.01)
+        trained_at += [number] if decision.trains else []
+    # Six steps with training, then up to three without and three with it in turn.
+    assert trained_at == [*range(1, 7), *range(9, 12), *range(14, 17), *range(19, 22), *range(24, 27), 29]
+    assert state.reference == pytest.approx(4.0)
+
+
+def test_a_measured_gain_restores_the_patience() -> None:
+    state = paused(3.0, 3.0).observed(accepted(2.0)).trained(1.0)
+    assert state.patience == PATIENCE // 2
+    assert state.observed(accepted(3.9)).patience == PATIENCE
+
+
 @given(length=LENGTHS, reference=LENGTHS, num_steps=st.integers(PATIENCE + 1, 60))
 def test_a_draft_that_cannot_gain_is_trained_no_more_than_it_takes_to_see_that(
     length: float, reference: float, num_steps: int
@@ -108,6 +161,33 @@ def test_a_draft_that_cannot_gain_is_trained_no_more_than_it_takes_to_see_that(
     assert num_trainings <= PATIENCE
     if reference <= accepted(length).mean_acceptance_length:
         assert num_trainings == 0
+
+
+@given(start=st.floats(2.0, 4.0), pace=st.floats(0.02, 0.3), num_steps=st.integers(1, 80))
+def test_a_draft_that_falls_alike_with_training_and_without_is_not_trained_all_the_time(
+    start: float, pace: float, num_steps: int
+) -> None:
+    state, num_trainings = Staleness(), 0
+    for number in range(num_steps):
+        state, decision = step(state, max(1.0, start - pace * number), cost_s=0.0)
+        num_trainings += decision.trains
+    assert num_trainings <= PATIENCE + 3 * (num_steps // 5 + 1)
+
+
+@given(pace=st.floats(0.05, 0.5), level=st.floats(1.5, 3.5), num_steps=st.integers(20, 80))
+def test_what_training_holds_up_is_trained_for_as_long_as_the_policy_moves(
+    pace: float, level: float, num_steps: int
+) -> None:
+    """Without a training the length falls by `pace` in the next step; with one it stays."""
+    state, length, num_trainings = after(4.0, 4.0, 4.0), level, 0
+    for _ in range(num_steps):
+        state, decision = step(state, length, cost_s=0.0)
+        num_trainings += decision.trains
+        length = length if decision.trains else max(1.0, length - pace)
+        if length == 1.0:
+            return  # nothing is left to hold up
+    assert num_trainings >= num_steps * PATIENCE // (PATIENCE + WINDOW) - PATIENCE
+    assert state.reference == pytest.approx(4.0)
 
 
 @given(lengths=st.lists(LENGTHS, min_size=1, max_size=30))
@@ -131,7 +211,6 @@ def test_a_collapse_is_answered_within_the_window(
         state = state.observed(accepted(level))
     for _ in range(5):
         state = state.trained(cost_s)  # what a training costs now
-    state = replace(state, num_idle=0, reference=max(state.reference or 0.0, level))
     low = 1.0 + (level - 1.0) * share
     decisions = []
     for _ in range(WINDOW):
@@ -157,6 +236,7 @@ def test_a_draft_is_trained_exactly_where_it_saves_more_than_it_costs(
     decisions = run()
     assert run() == decisions
     for decision in decisions:
-        assert decision.trains == (decision.saved_s > (decision.cost_s or 0.0))
+        pays = decision.saved_s > (decision.cost_s or 0.0)
+        assert decision.trains == (pays and decision.reason != "a pause shows what training is worth")
         assert 0.0 <= decision.saved_s <= horizon_steps * generation_s
         assert 1.0 <= decision.length <= decision.reference_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,25 @@ def test_a_slow_decline_takes_the_band_along() -> None:
         guard.check(drawn(random, 0.8 - 0.002 * step), policy_version=step)
 
 
+MOVING = [3.9, 3.91, 3.9, 3.89, 3.9, 3.91, 3.9, 3.8, 3.6, 3.4, 3.1, 2.8, 2.5, 2.2, 2.0, 1.9]
+
+
+def test_a_policy_that_moves_away_from_its_draft_is_warned_of_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    guard = AcceptanceGuard()
+    for step, length in enumerate(MOVING):
+        guard.check(of_length(length, num_drafts=1000), policy_version=step)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "from 3.90 to 3.60, step by step, up to policy version 8: the policy moves away from its draft" in message
+    assert "draft.online: when_stale" in message
+
+
+@pytest.mark.parametrize("num_steps", range(6, 12))
+def test_a_draft_that_is_damaged_while_the_policy_begins_to_move_still_stops_the_run(num_steps: int) -> None:
+    guard = AcceptanceGuard(of_length(length, num_drafts=1000) for length in MOVING[:num_steps])
+    with pytest.raises(AcceptanceCollapse):
+        guard.check(of_length(1.05, num_drafts=1000), policy_version=num_steps)
+
+
 def test_a_resumed_run_knows_its_band() -> None:
     random = np.random.default_rng(2)
     guard = AcceptanceGuard(drawn(random, 0.8) for _ in range(6))
@@ -82,9 +102,11 @@ def test_a_step_without_drafts_deviates_by_nothing() -> None:
     assert sampling_deviation(without) == 0.0
 
 
-def of_length(length: float) -> AcceptanceStats:
-    """So many drafts that their number adds nothing to the scatter."""
-    return stats(round((length - 1) * 10**8), num_drafts=10**8)
+def of_length(length: float, num_drafts: int = 10**8) -> AcceptanceStats:
+    """By default of so many drafts that their number adds nothing to the scatter; each is accepted whole or not at all."""
+    num_positions = max(1, math.ceil(length - 1))
+    whole = round((length - 1) / num_positions * num_drafts)
+    return stats(*[whole] * num_positions, num_drafts=num_drafts)
 
 
 def falls_out(history: list[float], length: float) -> bool:
@@ -106,7 +128,9 @@ def test_six_deviations_below_the_median_are_taken_and_anything_lower_is_not() -
     assert str(caught.value) == (
         "mean acceptance length must stay near that of the last 6 steps, 1.88, and at least at 1.50, got 1.48 at "
         "policy version 9. Likely: the draft was not refitted with the policy, or twice for one; the prefix cache is "
-        "stale; the draft's positions end before max_model_len; prompts of another kind"
+        "stale; the draft's positions end before max_model_len; prompts of another kind; a policy that a few steps moved "
+        "far from its draft, which draft.online: when_stale trains during RL, and draft.autopilot switches off where it "
+        "loses"
     )
 
 

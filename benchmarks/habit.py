@@ -1,0 +1,84 @@
+"""A policy with a habit that RL will unlearn, and a draft that knows the policy as it is: where a moving policy starts.
+
+A finished run's policy can add, and answers half of its problems without work. A few steps of training on answers of
+which few show work make that nearly all of them, while what it can do stays. Its own answers then teach a draft, which sees
+next to no work. RL finds that work pays, and the style of the answers moves away from what the draft knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.runs import FinishedRun
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.pretrain import read_responses
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.policy.pretrain import pretrain
+from slipstream.records import DraftRecord, read_record, write_record
+from slipstream.stages.prepare_policy import documents
+from slipstream.stages.pretrain_draft import train_on
+from slipstream.stages.support import decode, tokenizer
+from slipstream.workers.learners import start_learner
+
+_TOKENS_PER_STEP = 1024
+_WORK = "="  # only a worked step has one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where the arms begin. `draft` holds the draft's record beside its weights."""
+
+    policy: Path
+    draft: Path
+    share_of_work: float | None = None  # of the policy's answers, how many show their work; None: not counted
+
+    def described(self) -> str:
+        """What the draft is, and what the policy does, in one line."""
+        record = read_record(DraftRecord, self.draft / "draft.json")
+        text = f"start: held-out acceptance length of the draft {record.heldout_mean_acceptance_length or 0.0:.2f}"
+        return text if self.share_of_work is None else f"{text}; {100 * self.share_of_work:.1f} % of answers with work"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lessons:
+    """What teaches the habit."""
+
+    num_steps: int
+    share_of_work: float  # of the answers, how many show their work
+    learning_rate: float
+
+
+def start_with_habit(run: FinishedRun, directory: Path, lessons: Lessons) -> Start:
+    """Train habit and draft, or take them from `directory` if they are there."""
+    policy = directory / "policy"
+    if not policy.is_dir():
+        _teach(run, policy, lessons)
+    if not (directory / "draft.json").is_file():
+        prompts = read_prompt_sets(run.data).draft_in_domain
+        recipe = replace(run.recipe, learner=replace(run.recipe.learner, num_kept_idle=0))
+        record = train_on(prompts, recipe, policy=policy, directory=directory, on_step=lambda step, loss: None)
+        write_record(record, directory / "draft.json")
+    answers, words = read_responses(directory / "responses.json"), decode(tokenizer(policy))
+    pairs = zip(answers.token_ids, answers.prompt_lengths, strict=True)
+    with_work = [_WORK in words(tokens[start:]) for tokens, start in pairs]
+    return Start(policy=policy, draft=directory, share_of_work=sum(with_work) / len(with_work))
+
+
+def _teach(run: FinishedRun, directory: Path, lessons: Lessons) -> None:
+    """Go on pretraining the run's policy, on answers of which few have work."""
+    data, scratch = run.recipe.data, run.recipe.policy.scratch
+    assert scratch is not None, "the run made its policy"
+    hasty = replace(data, synthetic=replace(data.synthetic, careless_rate=1.0 - lessons.share_of_work), seed=data.seed + 1)
+    short = replace(
+        scratch,
+        num_steps=lessons.num_steps,
+        warmup_steps=min(scratch.warmup_steps, lessons.num_steps),
+        tokens_per_step=_TOKENS_PER_STEP,
+        learning_rate=lessons.learning_rate,
+    )
+    with start_learner(replace(run.recipe.learner, num_kept_idle=0)) as learner:
+        learner.load(run.policy, OptimizerConfig(method=scratch.optimizer, learning_rate=lessons.learning_rate))
+        corpus = documents(replace(run.recipe, data=hasty), tokenizer(run.policy))
+        pretrain(learner.lm_step, corpus, short)
+        learner.save_hf(directory, run.policy)
