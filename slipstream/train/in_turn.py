@@ -1,9 +1,9 @@
 """Learner and engines on the same GPUs, of which each gives memory back before the others' turn.
 
-A step goes: the learner gives back its gradients and its optimizer's state, then engines are refitted and generate, then
-they give back their caches, then the learner trains. Whoever is asked to work takes what it needs by itself, so that a
-failure in between leaves nobody without it. The learner gives back before the refit, not after: an engine that is lost
-in a refit starts anew, and measures the memory that is free.
+A step goes: the learner gives back its gradients and its optimizer's state, then engines are refitted and generate,
+then they give back their caches, then the learner trains. Whoever is asked to work takes what it needs by itself, so
+that a failure in between leaves nobody without it. The learner gives back before the refit, not after: an engine that
+is lost in a refit starts anew, and measures the memory that is free.
 """
 
 from __future__ import annotations
