@@ -1,6 +1,6 @@
 """Part of `make bench`: seconds and GB/s of a refit by each channel that this machine can do, at a size of your choice.
 
-A random Qwen3 goes from a real learner into real engines; the time is that of `WeightChannel.send`, from the learner's
+A random Qwen3 goes from a real learner into real engines; the time is that of `send`, from the learner's
 weights to engines that may generate. The first refit of each channel warms up and is left out.
 """
 
@@ -17,7 +17,7 @@ from statistics import median
 from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.policy.config import LearnerConfig
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rollout.config import EngineConfig
 from slipstream.types import Dtype
@@ -86,7 +86,7 @@ def _seconds(config: RefitConfig, learner: RemoteLearner, engines: RemoteEngine,
         with open_channel(config, learner, engines) as channel:
             for version in range(1 + repeats):
                 start = time.perf_counter()
-                channel.send(version)
+                send(channel, version)
                 times.append(time.perf_counter() - start)
     except ConfigError as error:
         return f"not here: {error}"

@@ -133,7 +133,9 @@ class Overlap:
     engine_idle_fraction: float  # of the step
     learner_idle_fraction: float
     score_s: float  # rewards, on their own thread
-    publish_s: float  # that new weights took, with the wait for the engines' iteration
+    exposed_score_s: float  # of it, while training waited for them and for nothing else
+    publish_s: float  # that new weights took: learner and engines, with the comparison of what arrived
+    exposed_publish_s: float  # what training waited for it: `times.prepare_s` is the same
     num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
     num_regenerated: int = 0  # rollouts that were lost with a process, and made again
 

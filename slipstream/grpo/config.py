@@ -154,6 +154,10 @@ class GrpoConfig:
             self.updates_per_step,
         )
 
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step."""
+        return (step + 1) % self.checkpoint_every_steps == 0
+
     @property
     def needs_logprob_pass(self) -> bool:
         """Whether the stage `logprob` runs.

@@ -8,10 +8,8 @@ returns is of the whole step, and the same everywhere.
 
 from __future__ import annotations
 
-import collections
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -28,7 +26,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.policy import collectives, held, hf, parallel, schedule
+from slipstream.policy import collectives, hf, parallel, schedule
 from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
 from slipstream.policy.building import Parts, built
@@ -41,18 +39,17 @@ from slipstream.policy.layers import TORCH_DTYPES, packs, skips_padding
 from slipstream.policy.logprobs import OutputHead
 from slipstream.policy.mtp_training import MtpTrainer
 from slipstream.policy.optimizer import with_optimizer
+from slipstream.policy.outgoing import OutgoingWeights
 from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.training_memory import TrainingMemory
 from slipstream.policy.weights import load_exactly, mtp_from_hf
 from slipstream.records import TrainStats
-from slipstream.refit.fingerprint import HeldWeights
 
-_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 FloatArray = NDArray[np.float32]
 
 
-class MegatronPolicy:
+class MegatronPolicy(OutgoingWeights):
     """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
 
     Attributes:
@@ -64,14 +61,12 @@ class MegatronPolicy:
     def __init__(
         self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
     ) -> None:
-        self.architecture = architecture
+        self.device = parallel.device()
+        mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        super().__init__(parts.gpt.to(self.device), mtp, architecture, learner.dtype)
         self.version = 0
         self._learner = learner
         self._optimizer_config = optimizer
-        self._shard = parallel.current_shard()
-        self.device = parallel.device()
-        self._gpt = parts.gpt.to(self.device)
-        self._mtp = None if parts.mtp is None else parts.mtp.to(self.device)
         self._mtp_trainer: MtpTrainer | None = None
         self.mtp_loss: float | None = None
         self._module: torch.nn.Module = self._gpt
@@ -326,42 +321,6 @@ class MegatronPolicy:
         num_tokens = collectives.most_over_expert_ranks(sum(map(len, token_ids)))
         itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
         return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
-
-        Tensors may share memory with the model: copy before the next update.
-        """
-        return held.gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
-
-    def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same of the MTP layer, which are no part of `weights`; none without one."""
-        return held.gathered_mtp_weights(self._mtp, self.architecture)
-
-    def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
-        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
-        named = dict(self._gpt.named_parameters())
-        found = dict(held.gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
-        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
-
-    def held_weights(self) -> Iterator[HeldWeights]:
-        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
-        return held.held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
-
-    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
-        self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
-
-    def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
-        """Write the MTP layer as a draft beside the policy: config, its tensors alone, and the tokenizer's files."""
-        self._write(path, self.mtp_weights(), tokenizer_dir)
-
-    def _write(self, path: Path, weights: Iterator[tuple[str, Tensor]], tokenizer_dir: Path) -> None:
-        if parallel.is_main_rank():
-            hf.save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
-        else:  # gathering is collective: every rank runs through it, and keeps nothing
-            collections.deque(weights, maxlen=0)
-        parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.records import RefitCheck
-from slipstream.refit.channel.driver import Delivery, WeightChannel
+from slipstream.refit.channel.driver import Delivery, Exported, WeightChannel
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, differences, file_fingerprints
 
@@ -28,8 +29,11 @@ class EngineWeights(Protocol):
         """See `VllmEngine.weight_dtypes`."""
         ...
 
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
-        """See `VllmEngine.weight_fingerprints`; one dict an engine."""
+    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
+        """Have those computed of `VllmEngine.weight_fingerprints`, once all is done that was asked before.
+
+        Returns at once; what it returns waits for them, one dict an engine.
+        """
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[Sequence[float]]]:
@@ -47,7 +51,8 @@ class LearnerWeights(Protocol):
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         """Have those computed of every tensor whose turn it is, as an engine with these types must have it.
 
-        Returns at once; what it returns waits for them, and raises what went wrong.
+        They are those of the weights that it has when all is done that it was asked before. Returns at once; what it
+        returns waits for them, as often as it is called, and raises what went wrong.
         """
         ...
 
@@ -58,6 +63,27 @@ class LearnerWeights(Protocol):
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
         """What the engine's logprobs must be near to."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """A version of the learner's weights for the engines, and what they must say of it.
+
+    Attributes:
+        turn: of the tensors that are compared.
+        policy: waits for the learner's fingerprints of those; None of tensors that engines hide.
+        draft: the same of the draft, the learner's or the file's; None: none of it is compared.
+        frees_learner: it may change its weights before the engines have these.
+    """
+
+    version: int
+    draft_version: int | None
+    weights: Exported
+    turn: Turn
+    draft_turn: Turn
+    policy: Callable[[], dict[str, int]] | None
+    draft: Callable[[], dict[str, int]] | None
+    frees_learner: bool
 
 
 class RefitGate:
@@ -74,6 +100,11 @@ class RefitGate:
     An engine that hides tensors of the policy is compared by its logprobs on fixed prompts instead, which rounding
     blurs: such a check finds a refit that failed, not one that lost a step. Hidden tensors of a draft are left to the
     acceptance guard. Either is logged once, and a probe's result is in the step's record.
+
+    A refit has two parts. `export` is the learner's: the bytes, and the fingerprints that engines must have. `deliver`
+    is the engines': it has them take the bytes, and compares. The learner may train between the two and during the
+    second where `Export.frees_learner`; one thread may do the first part while another does `deliver_again`. Both sides
+    are asked for their fingerprints behind what they are asked for anyway, so that nobody waits for an answer between.
     """
 
     def __init__(
@@ -109,14 +140,14 @@ class RefitGate:
         if draft is not None and not trains_draft:
             self._draft_expected = file_fingerprints(draft, self._draft_dtypes or {})
         self._trains_draft = trains_draft
-        self._num_refits = 0
-        self._draft_version: int | None = None  # that was asked for last
+        self._num_exports = 0  # since all tensors were compared
+        self._delivered: Export | None = None  # what all engines hold
 
     def engines_changed(self) -> None:
-        """Some engines are new: what they hold is known from the next refit on, which is checked in full."""
+        """Some engines are new: what they hold is known from the next refit on, and the next export is of all."""
         self._channel.engines_changed()
         self._states = self._engine.states()
-        self._num_refits = 0
+        self._num_exports = 0
 
     def refit(self, version: int, *, draft_version: int | None = None) -> RefitCheck:
         """Bring the engines to the learner's present weights, as `version`, and as `draft_version` of a trained draft.
@@ -125,18 +156,33 @@ class RefitGate:
             RefitError: an engine did not take the weights, kept another version, did not reset its prefix cache, or
                 holds other weights.
         """
-        sent_draft = draft_version if self._needs_draft(draft_version) else None
-        self._draft_version = draft_version
-        delivery = self._channel.send(version, draft_version=sent_draft)
-        self._check_states(self._states, delivery, version, sent_draft)
-        self._states = delivery.states
-        count = self._config.check_every_steps
-        is_first = delivery.digest is None or self._num_refits == 0
-        turn = ALL if is_first else Turn(index=self._num_refits % count, count=count)
-        self._num_refits += 1
+        return self.deliver(self._start(version, draft_version))
+
+    def export(self, version: int, *, draft_version: int | None = None) -> Export:
+        """The learner's part of `refit`; done when it returns. The version before must have been delivered."""
+        started = self._start(version, draft_version)
+        policy = None if started.policy is None else started.policy()
+        draft = None if started.draft is None else started.draft()
+        return replace(
+            started,
+            policy=None if policy is None else lambda: policy,
+            draft=None if draft is None else lambda: draft,
+        )
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """The engines' part of `refit`; again, if an engine was lost in it. Errors as of that."""
+        sent_draft = export.draft_version if self._needs_draft(export.draft_version) else None
+        delivering = self._channel.start_delivery(export.weights, draft_version=sent_draft)
+        policy = export.policy and self._engine.start_fingerprints(is_draft=False, turn=export.turn)
+        draft = export.draft and self._engine.start_fingerprints(is_draft=True, turn=export.draft_turn)
+        self._take(delivering(), export, sent_draft)
         start = time.perf_counter()
-        num_tensors = self._check_policy(version, turn) + self._check_draft(turn if sent_draft is None else ALL)
-        difference = self._check_probes(version) if self._dtypes is None and turn.index == 0 else None
+        num_tensors = 0
+        if policy is not None and export.policy is not None:
+            num_tensors += _compare(export.policy(), policy(), f"policy version {export.version}")
+        if draft is not None and export.draft is not None:
+            num_tensors += _compare(export.draft(), draft(), "the draft")
+        difference = self._check_probes(export.version) if self._dtypes is None and export.turn.index == 0 else None
         return RefitCheck(num_tensors=num_tensors, elapsed_s=time.perf_counter() - start, probe_difference=difference)
 
     def deliver_again(self, version: int) -> bool:
@@ -147,13 +193,40 @@ class RefitGate:
         Raises:
             RefitError: see `refit`.
         """
-        draft = self._draft_version if self._needs_draft(self._draft_version) else None
-        delivery = self._channel.send_again(with_draft=draft is not None)
-        if delivery is None:
+        export = self._delivered
+        if export is None or not self._channel.keeps_weights:
             return False
-        self._check_states(self._states, delivery, version, draft)
-        self._states = delivery.states
+        assert export.version == version, f"version {export.version} was delivered last, not {version}"
+        draft = export.draft_version if self._needs_draft(export.draft_version) else None
+        self._take(self._channel.start_delivery(export.weights, draft_version=draft)(), export, draft)
         return True
+
+    def _start(self, version: int, draft_version: int | None) -> Export:
+        """Have the learner do its part; what is compared waits for it."""
+        count = self._config.check_every_steps
+        is_first = self._num_exports == 0 or not self._channel.takes_digest
+        turn = ALL if is_first else Turn(index=self._num_exports % count, count=count)
+        self._num_exports += 1
+        sent_draft = draft_version if self._needs_draft(draft_version) else None
+        draft_turn = turn if sent_draft is None else ALL
+        exporting = self._channel.start_export(version, draft_version=sent_draft)
+        policy = None if self._dtypes is None else self._learner.start_fingerprints(self._dtypes, turn)
+        draft = self._start_draft_fingerprints(draft_turn)
+        return Export(
+            version=version,
+            draft_version=draft_version,
+            weights=exporting(),
+            turn=turn,
+            draft_turn=draft_turn,
+            policy=policy,
+            draft=draft,
+            frees_learner=self._channel.keeps_weights and self._dtypes is not None,
+        )
+
+    def _take(self, delivery: Delivery, export: Export, sent_draft: int | None) -> None:
+        self._check_states(self._states, delivery, export.version, sent_draft)
+        self._states = delivery.states
+        self._delivered = export
 
     def _needs_draft(self, draft_version: int | None) -> bool:
         return self._trains_draft and any(state.draft_version != draft_version for state in self._states)
@@ -213,28 +286,10 @@ class RefitGate:
             )
             return None
 
-    def _check_policy(self, version: int, turn: Turn) -> int:
-        if self._dtypes is None:
-            return 0
-        learner = self._learner.start_fingerprints(self._dtypes, turn)  # at the same time as the engines, a core each
-        engines = self._engine.weight_fingerprints(is_draft=False, turn=turn)
-        expected = learner()
-        for index, fingerprints in enumerate(engines):
-            _compare(expected, fingerprints, f"engine {index}", f"policy version {version}")
-        return len(expected)
-
-    def _check_draft(self, turn: Turn) -> int:
+    def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
+        """Of the file that the draft came from, or of the learner's if it trains it; None: nothing has its turn."""
         if not any(turn.takes(name) for name in self._draft_dtypes or {}):
-            return 0
-        learner = self._start_draft_fingerprints(turn)
-        engines = self._engine.weight_fingerprints(is_draft=True, turn=turn)
-        expected = learner()
-        for index, fingerprints in enumerate(engines):
-            _compare(expected, fingerprints, f"engine {index}", "the draft")
-        return len(expected)
-
-    def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]]:
-        """Of the file that the draft came from, or of the learner's if it trains it."""
+            return None
         fixed = self._draft_expected
         if fixed is not None:
             return lambda: {name: value for name, value in fixed.items() if turn.takes(name)}
@@ -263,11 +318,14 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _compare(expected: Mapping[str, int], found: Mapping[str, int], engine: str, what: str) -> None:
-    wrong = differences(expected, found)
-    if wrong:
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise RefitError(
-            f"{engine} must hold {what} to the last bit: {len(wrong)} of {len(expected)} tensors differ: "
-            f"{', '.join(wrong[:_NAMED])}{more}"
-        )
+def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:
+    """How many tensors each engine holds to the last bit; raises if one does not."""
+    for index, found in enumerate(engines):
+        wrong = differences(expected, found)
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise RefitError(
+                f"engine {index} must hold {what} to the last bit: {len(wrong)} of {len(expected)} tensors differ: "
+                f"{', '.join(wrong[:_NAMED])}{more}"
+            )
+    return len(expected)

@@ -34,7 +34,8 @@ class LoopArm:
     hidden_s: float  # generation while the learner was at work, mean
     engine_idle_fraction: float
     learner_idle_fraction: float
-    joining_fraction: float | None  # scores and new weights; None: part of the stages of a synchronous step
+    exposed_joining_fraction: float | None  # training waited for scores and new weights; None: a synchronous arm
+    hidden_joining_fraction: float | None  # the rest of what those took, which went on beside
     lags: tuple[LagStats, ...]  # over all steps; tokens of a synchronous arm have none
     reward_first_quarter: float
     reward_last_quarter: float
@@ -144,7 +145,8 @@ def _summarise(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -
         hidden_s=float(np.mean([overlap.hidden_s for overlap in overlaps])) if overlaps else 0.0,
         engine_idle_fraction=engine,
         learner_idle_fraction=learner,
-        joining_fraction=sum(each.score_s + each.publish_s for each in overlaps) / total_s if overlaps else None,
+        exposed_joining_fraction=sum(map(_exposed_joining_s, overlaps)) / total_s if overlaps else None,
+        hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
         reward_first_quarter=float(np.mean(rewards[: len(last)])),
         reward_last_quarter=float(np.mean(last)),
@@ -157,6 +159,16 @@ def _overlap(step: StepRecord) -> Overlap:
     if step.overlap is None:
         raise ValueError(f"step {step.step} of an asynchronous arm must say what overlapped, got none")
     return step.overlap
+
+
+def _exposed_joining_s(overlap: Overlap) -> float:
+    return overlap.exposed_score_s + overlap.exposed_publish_s
+
+
+def _hidden_joining_s(overlap: Overlap) -> float:
+    """Training may wait a moment longer than the work takes, for it is handed over."""
+    hidden = (overlap.score_s - overlap.exposed_score_s, overlap.publish_s - overlap.exposed_publish_s)
+    return sum(max(0.0, seconds) for seconds in hidden)
 
 
 def _step_ratio(base: ArmRecord, other: ArmRecord) -> Estimate:

@@ -16,7 +16,7 @@ def loop_table(compared: LoopComparison) -> Table:
         ColumnGroup(heading="step speedup over", columns=("the baseline", "the same arm in turn")),
         ColumnGroup(heading="generation", columns=("exposed s", "hidden s")),
         ColumnGroup(heading="idle", columns=("engines", "learner")),
-        ColumnGroup(heading="", columns=("joining",)),
+        ColumnGroup(heading="scores and new weights", columns=("exposed", "hidden")),
     )
     return Table(label="arm", groups=groups, rows=tuple(_loop_row(arm) for arm in compared.arms))
 
@@ -54,7 +54,8 @@ def _loop_row(arm: LoopArm) -> Row:
         "" if arm.is_synchronous else seconds(arm.hidden_s),
         percent(arm.engine_idle_fraction),
         percent(arm.learner_idle_fraction),
-        "" if arm.joining_fraction is None else percent(arm.joining_fraction),
+        "" if arm.exposed_joining_fraction is None else percent(arm.exposed_joining_fraction),
+        "" if arm.hidden_joining_fraction is None else percent(arm.hidden_joining_fraction),
     )
     return Row(label=_label(arm), cells=cells, kind="baseline" if arm.over_baseline is None else "")
 

@@ -176,7 +176,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
             bar.advance(text=f"reward {record.reward_mean:.3f}")
             words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
             logger.info("%s: %s", name, ", ".join(words))
-            if len(history) % recipe.grpo.checkpoint_every_steps == 0:
+            if recipe.grpo.is_checkpoint_due(record.step):
                 run.checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
             run.turn.end()
 

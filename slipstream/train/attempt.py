@@ -35,7 +35,7 @@ class OnStep(Protocol):
     """Gets each step's record before the next one starts."""
 
     def __call__(self, record: StepRecord, waiting: Pending | None = None) -> None:
-        """`waiting`: what is generated and not trained on, in a loop that has such."""
+        """`waiting`: what is generated and not trained on, in a loop that has such, where a checkpoint is due."""
         ...
 
 

@@ -143,7 +143,9 @@ def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
         "overlap/engine_idle_fraction": overlap.engine_idle_fraction,
         "overlap/learner_idle_fraction": overlap.learner_idle_fraction,
         "overlap/score_s": overlap.score_s,
+        "overlap/exposed_score_s": overlap.exposed_score_s,
         "overlap/publish_s": overlap.publish_s,
+        "overlap/exposed_publish_s": overlap.exposed_publish_s,
         "overlap/restarted_rollouts": overlap.num_restarted,
         "overlap/regenerated_rollouts": overlap.num_regenerated,
     }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine, GenerationResult
 from slipstream.types import Prompt
@@ -36,6 +37,14 @@ class Gate(Protocol):
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         """Bring all engines to the learner's present weights."""
+        ...
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        """The learner's part of that."""
+        ...
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """The engines' part of it."""
         ...
 
     def deliver_again(self, version: int) -> bool:
@@ -81,6 +90,15 @@ class LastingEngines:
         """
         self._version, self._draft_version = version, draft_version
         return self._lasting(self._refit, refit_anew=False)
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        """See `RefitGate.export`: no engine takes part."""
+        return self._gate.export(version, draft_version=draft_version)
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """See `RefitGate.deliver`; errors as of `refit`. The same weights again, if an engine was lost meanwhile."""
+        self._version, self._draft_version = export.version, export.draft_version
+        return self._lasting(lambda: self._gate.deliver(export), refit_anew=False)
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int

@@ -97,7 +97,14 @@ class Crew:
         Args:
             deadline: of this call alone.
         """
-        return self.gather(what, [(worker, call(worker.actor)) for worker in self.workers], deadline=deadline)
+        return self.start(what, call, deadline=deadline)()
+
+    def start(
+        self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None
+    ) -> Callable[[], list[Any]]:
+        """Call all of them at once; what it returns waits for the answers, as `ask` does, from then on by the clock."""
+        calls = [(worker, call(worker.actor)) for worker in self.workers]
+        return lambda: self.gather(what, calls, deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
         """Of calls that were made to some of them the one that is answered first.

@@ -66,7 +66,8 @@ class EngineProcess(VllmEngine):
         if draft is not None:
             draft = here(draft, self._origin)
         policy = here(policy, self._origin)
-        return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+        with nullcontext() if self._share is None else self._share.at_work():
+            return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
 
 
 def _name_interface() -> None:

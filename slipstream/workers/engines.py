@@ -128,8 +128,16 @@ class RemoteEngine(InFlightEngines):
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
         """Refit every engine; returns what each holds when all have the new weights."""
+        return self.start_refit(
+            policy, policy_version=policy_version, draft=draft, draft_version=draft_version
+        )()
+
+    def start_refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> Callable[[], list[EngineState]]:
+        """The same; what it returns waits."""
         self._policy_version = policy_version
-        return self._crew.ask(
+        return self._crew.start(
             self._of("refit"),
             lambda engine: engine.refit.remote(
                 policy, policy_version=policy_version, draft=draft, draft_version=draft_version
@@ -145,10 +153,10 @@ class RemoteEngine(InFlightEngines):
         num_workers = len(self._locations()[0])
         return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
-    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
-        """See `VllmEngine.adopt`; one state an engine."""
+    def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
+        """See `VllmEngine.adopt`; what it returns waits for the states, one an engine."""
         self._policy_version = policy_version
-        return self._crew.ask(
+        return self._crew.start(
             self._of("adopt"),
             lambda engine: engine.adopt.remote(policy_version=policy_version, draft_version=draft_version),
         )
@@ -157,9 +165,13 @@ class RemoteEngine(InFlightEngines):
         """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
         return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
-        """See `VllmEngine.weight_fingerprints`; one dict an engine."""
-        return self._crew.ask(
+    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
+        """See `VllmEngine.weight_fingerprints`; what it returns waits for them, one dict an engine.
+
+        An engine does what it is asked in the order in which it is asked: they are of the weights that it was told to
+        take last.
+        """
+        return self._crew.start(
             self._of("weight_fingerprints"),
             lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft, turn=turn),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,6 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel import choice
-from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
-from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
@@ -34,6 +30,7 @@ from slipstream.workers.learner_draft import (
     sum_over_ranks,
     train_beside,
 )
+from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +41,12 @@ if TYPE_CHECKING:
     from slipstream.grpo.update import Trained, Update
     from slipstream.policy.megatron import MegatronPolicy
     from slipstream.policy.rendezvous import Rendezvous
-    from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
-    from slipstream.refit.channel.source import WeightSource
 
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
-_POLICY, _DRAFT = "policy", "draft"  # the models whose weights travel
 
 
-class LearnerProcess:
+class LearnerProcess(SendingRank):
     """One rank of the learner; every method is called on all ranks.
 
     Those that take a part of a batch are handed the share of the rank's data-parallel group, as arrays, and return what
@@ -65,8 +59,8 @@ class LearnerProcess:
         Args:
             origin: node whose files the paths name that are to be read; empty for this one.
         """
+        super().__init__(rank)
         self._config = config
-        self._rank = rank
         self._world_size = world_size
         self._origin = origin
         self._rendezvous: Rendezvous | None = None
@@ -75,9 +69,6 @@ class LearnerProcess:
         self._draft: DraftTrainer | MtpDraft | None = None
         self._online: tuple[OnlineDraft | MtpDraft, DraftConfig] | None = None  # one that is trained beside the policy
         self._draft_chats: HeldChats | None = None
-        self._sources: dict[str, WeightSource] = {}  # by model
-        self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
-        self._sender: Sender | None = None
         self._share: CoreShare | None = None
 
     def share_cores(self, slot: CoreSlot | None) -> None:
@@ -121,7 +112,7 @@ class LearnerProcess:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
         path = here(path, self._origin)
         self._policy = self._load(path, optimizer)
-        self._sources.pop(_POLICY, None)
+        self.is_new(POLICY)
         self._reference = self._load(path, None) if with_reference else None
         return self._policy.architecture.num_parameters()
 
@@ -139,14 +130,13 @@ class LearnerProcess:
             rank=self._rank,
             world_size=self._world_size,
         )
-        self._sources.pop(_POLICY, None)
+        self.is_new(POLICY)
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = self._online = None
-        self.close_stream()
-        self._sources, self._snapshots = {}, {}
+        self.send_nothing()
         gc.collect()
 
     def rest(self) -> int:
@@ -221,62 +211,9 @@ class LearnerProcess:
             assert self._online is not None, "continue_draft comes first"
             return train_beside(self._loaded, *self._online, part, self._config)
 
-    def location(self) -> Location:
-        """Where this rank computes."""
-        import torch
-
-        if not torch.cuda.is_available():
-            return choice.here()
-        return choice.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-
-    def weight_bytes(self) -> int:
-        """Size of the policy as it is sent to engines; collective."""
-        return self._source(_POLICY).num_bytes()
-
-    def publish(self, directory: Path, version: int) -> Snapshot | None:
-        """Write the policy for engines on this host; rank 0 alone writes and returns the snapshot."""
-        return self._publish(_POLICY, directory, version)
-
-    def publish_draft(self, directory: Path, version: int) -> Snapshot | None:
-        """The same of the draft."""
-        return self._publish(_DRAFT, directory, version)
-
-    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
-        """Join a channel with the engines, which rank 0 steers; one that was open is left."""
-        from slipstream.refit.channel.sender import open_sender
-        from slipstream.workers.engine_control import node_address
-
-        self.close_stream()
-        self._sender = open_sender(
-            settings, engines=engines, source=self._source(_POLICY), rank=self._rank, address=node_address()
-        )
-
-    def stream(self, *, is_draft: bool) -> Sent:
-        """Send the policy, or the draft, to the engines; what rank 0 returns counts."""
-        assert self._sender is not None, "open_stream comes first"
-        return self._sender.send(self._source(_DRAFT if is_draft else _POLICY), is_draft=is_draft)
-
-    def close_stream(self) -> None:
-        """Leave the channel, if there is one."""
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = None
-
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is."""
-        held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
-        return part_fingerprints(held, dtypes)
-
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
         self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
-
-    def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """The same of the draft, from rank 0 alone; gathering an MTP layer is collective."""
-        named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
-        if self._rank:
-            return {}
-        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
@@ -302,7 +239,7 @@ class LearnerProcess:
             self._loaded, own_policy, config, self._config, writes=self._rank == 0, draft=own_draft
         )
         self._draft, self._online = trainer, (trainer, config)
-        self._sources.pop(_DRAFT, None)
+        self.is_new(DRAFT)
         return self._draft.num_parameters
 
     def start_draft(
@@ -329,7 +266,7 @@ class LearnerProcess:
             token_ids=token_ids,
         )
         self._online = None
-        self._sources.pop(_DRAFT, None)
+        self.is_new(DRAFT)
         return self._draft.num_parameters
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
@@ -372,21 +309,6 @@ class LearnerProcess:
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
-
-    def _source(self, model: str) -> WeightSource:
-        from slipstream.refit.channel.source import WeightSource
-
-        weights = self._loaded.weights if model == _POLICY else self._drafting.weights
-        return self._sources.setdefault(model, WeightSource(weights, model=model))
-
-    def _publish(self, model: str, directory: Path, version: int) -> Snapshot | None:
-        source = self._source(model)
-        if self._rank == 0:
-            writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
-            return writer.write(source, version=version)
-        for _ in source:  # gathering is collective: every rank must run through it
-            pass
-        return None
 
     def _generator(self, seed: int) -> torch.Generator:
         """Where the learner computes; ranks that compute different tokens draw different numbers."""

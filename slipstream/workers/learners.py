@@ -25,8 +25,6 @@ from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.choice import Location
-from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.rollout.config import SamplingConfig
 from slipstream.types import TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
@@ -34,6 +32,7 @@ from slipstream.workers.cores import CoreSlot
 from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
+from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.placement import reserved
 from slipstream.workers.session import actor_environment, own_node
 from slipstream.workers.shards import Shards
@@ -42,24 +41,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
-    from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-    from slipstream.refit.snapshot import Snapshot
 
 Sequences = Sequence[Sequence[int]]
-_GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
 
 
-class RemoteLearner:
+class RemoteLearner(SendingRanks):
     """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
 
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
-        self._crew = Crew(ranks, deadline)
+        super().__init__(Crew(ranks, deadline))
         self._layout = layout
-
-    @property
-    def ranks(self) -> tuple[Worker, ...]:
-        """The actors and where they run, rank 0 first."""
-        return self._crew.workers
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -152,55 +143,6 @@ class RemoteLearner:
         )
         own = [answer.own_logprobs for answer in answers if answer.own_logprobs is not None]
         return replace(answers[0], own_logprobs=shards.in_order(own) if own else None)
-
-    def locations(self) -> list[Location]:
-        """Where each rank computes."""
-        return self._crew.ask("location", lambda rank: rank.location.remote())
-
-    def weight_bytes(self) -> int:
-        """Size of the policy as it is sent to engines."""
-        return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
-
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        """Write the present weights for the engines."""
-        return self._on_all(
-            f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
-        )
-
-    def publish_draft(self, directory: Path, version: int) -> Snapshot:
-        """Write the draft's present weights for the engines."""
-        return self._on_all("publish_draft", lambda rank: rank.publish_draft.remote(directory, version))
-
-    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
-        """Join a channel with the engines. See `answers` for errors: engines may be lost as well as ranks."""
-        self._crew.ask(
-            f"opening the {settings.channel.value} channel",
-            lambda rank: rank.open_stream.remote(settings, engines),
-            deadline=_sending(settings.timeout_s),
-        )
-
-    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
-        """Send the policy, or the draft, to the engines that joined. Errors as of `open_stream`."""
-        what = f"sending the {'draft' if is_draft else 'policy'}"
-        deadline = _sending(timeout_s)
-        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
-
-    def close_stream(self) -> None:
-        """Leave the channel."""
-        self._on_all("close_stream", lambda rank: rank.close_stream.remote())
-
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
-
-        Returns what waits for them.
-        """
-        calls = [(rank, rank.actor.weight_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
-        return lambda: weight_totals(self._crew.gather("weight_fingerprints", calls))
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """The same of the draft; rank 0 alone answers, once all have gathered what is split over them."""
-        calls = [(rank, rank.actor.draft_fingerprints.remote(dtypes, turn)) for rank in self.ranks]
-        return lambda: weight_totals(self._crew.gather("draft_fingerprints", calls))
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
@@ -296,9 +238,6 @@ class RemoteLearner:
         for rank in self.ranks:
             ray.kill(rank.actor)
 
-    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
-        return self._crew.ask(what, call)[0]
-
     def _require_shared(self, path: Path) -> None:
         """Ranks write what the driver reads, and one rank what another one does.
 
@@ -341,10 +280,6 @@ class RemoteLearner:
     def _shared(self, value: Any) -> Any:
         """One copy in the object store where several ranks read it."""
         return ray.put(value) if len(self.ranks) > 1 else value
-
-
-def _sending(timeout_s: float) -> Deadline:
-    return Deadline(timeout_s + _GRACE_S, f"refit.timeout_s + {_GRACE_S:g}")
 
 
 def _of(what: str, batch: TrainBatch) -> str:

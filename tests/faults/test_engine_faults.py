@@ -21,11 +21,11 @@ from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
 from slipstream.ragged import Ragged
 from slipstream.records import CertificateRecord
-from slipstream.refit.channel.driver import Delivery
+from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import bytes_digest
+from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Dtype, Prompt
@@ -297,19 +297,22 @@ class Publisher:
     def __init__(self, bench: Bench, policy: str, *, sends: str | None = None, altered: bool = False) -> None:
         self.bench, self.policy, self.sends, self.altered = bench, policy, sends or policy, altered
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+    keeps_weights = takes_digest = True
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         assert draft_version is None
         path = self.bench.models[self.sends] / "model.safetensors"
         digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
-        return Delivery(
-            states=self.refit(path, policy_version=policy_version),
-            digest=digest,
-            num_bytes=path.stat().st_size,
-            origin=str(path),
-        )
+        policy = Snapshot(path=str(path), version=policy_version, num_bytes=path.stat().st_size, digest=digest)
+        return lambda: Exported(policy_version=policy_version, policy=policy)
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        """Nobody asks for it."""
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        policy = exported.policy
+        assert policy is not None
+        states = self.refit(Path(policy.path), policy_version=policy.version)
+        return lambda: Delivery(
+            states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path
+        )
 
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
@@ -377,11 +380,11 @@ def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(
 ) -> None:
     import ray
 
-    checked = gate(bench, Publisher(bench, "old"))
+    gate(bench, Publisher(bench, "old"))
     ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
 
     with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
-        checked._check_policy(1, ALL)
+        bench.engine.start_fingerprints(is_draft=False, turn=ALL)()
 
 
 def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from slipstream.policy.config import LearnerConfig, ParallelConfig
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.gate import RefitGate
 from slipstream.rollout.config import EngineConfig, SamplingConfig
@@ -106,4 +106,4 @@ def test_nccl_brings_the_same_bits_from_one_gpu_to_another(models: dict[str, Pat
 
 def test_auto_is_ipc_where_learner_and_engine_share_a_gpu(models: dict[str, Path], ray_session: None) -> None:
     with _ends(models, share=True) as (learner, engines), open_channel(RefitConfig(), learner, engines) as channel:
-        assert channel.send(1).origin == "the ipc channel"
+        assert send(channel, 1).origin == "the ipc channel"

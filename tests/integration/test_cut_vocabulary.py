@@ -49,11 +49,11 @@ def test_a_draft_of_half_the_vocabulary_is_loaded_accepted_and_refitted(
         before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         dtypes = engine.weight_dtypes(is_draft=True)
         assert dtypes["d2t"] == "int64"
-        (held,) = engine.weight_fingerprints(is_draft=True, turn=ALL)
+        (held,) = engine.start_fingerprints(is_draft=True, turn=ALL)()
         assert held == file_fingerprints(even, dtypes)
         weights = odd / "model.safetensors"
         engine.refit(policy / "model.safetensors", policy_version=1, draft=weights, draft_version=1)
-        (held,) = engine.weight_fingerprints(is_draft=True, turn=ALL)
+        (held,) = engine.start_fingerprints(is_draft=True, turn=ALL)()
         assert held == file_fingerprints(odd, dtypes)
         after = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     with start(odd) as engine:

@@ -85,8 +85,8 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
     with safe_open(ends.models["old"] / "model.safetensors", framework="pt") as file:
         assert dtypes.keys() == set(file.keys())  # every expert's three matrices, by their own names
     old, new = (file_fingerprints(ends.models[name], dtypes) for name in ("old", "new"))
-    assert ends.engine.weight_fingerprints(is_draft=False, turn=ALL) == [old]
-    assert ends.fresh.weight_fingerprints(is_draft=False, turn=ALL) == [new]
+    assert ends.engine.start_fingerprints(is_draft=False, turn=ALL)() == [old]
+    assert ends.fresh.start_fingerprints(is_draft=False, turn=ALL)() == [new]
     before = ends.engine.token_logprobs(batch)
 
     config = RefitConfig(channel=channel, bucket_mib=0.02)
@@ -94,7 +94,7 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
         gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=ends.models["draft"], config=config)
         check = gate.refit(1)
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=True))
-    assert ends.engine.weight_fingerprints(is_draft=False, turn=ALL) == [new]
+    assert ends.engine.start_fingerprints(is_draft=False, turn=ALL)() == [new]
     assert differences(old, new)
     after = ends.engine.token_logprobs(batch)
     assert after == ends.fresh.token_logprobs(batch)

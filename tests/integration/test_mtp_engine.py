@@ -15,7 +15,7 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
 from slipstream.policy.config import LearnerConfig
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate
@@ -81,10 +81,10 @@ def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Chan
     old = ends.root / "old"
     ends.engine.refit(old, policy_version=0, draft=old, draft_version=0)
     dtypes = ends.engine.weight_dtypes(is_draft=True)
-    assert ends.engine.weight_fingerprints(is_draft=True, turn=ALL) == [file_fingerprints(old, dtypes)]
+    assert ends.engine.start_fingerprints(is_draft=True, turn=ALL)() == [file_fingerprints(old, dtypes)]
     before = ends.engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     with open_channel(RefitConfig(channel=channel, bucket_mib=0.02), ends.learner, ends.engine) as opened:
-        opened.send(1, draft_version=1)
+        send(opened, 1, draft_version=1)
         states = ends.engine.states()
         assert [(state.policy_version, state.draft_version) for state in states] == [(1, 1)]
         gate = RefitGate(

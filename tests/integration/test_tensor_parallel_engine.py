@@ -12,11 +12,11 @@ import pytest
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.driver import Delivery
+from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import RefitConfig, RefitError
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import bytes_digest
+from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.types import Dtype, Prompt
 
@@ -68,20 +68,24 @@ class Publisher:
         self.process = LearnerProcess(LearnerConfig())
         self.process.load(models["new"], None)
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+    keeps_weights = takes_digest = True
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         import torch
 
         assert draft_version is None
         content = self.path.read_bytes()
-        return Delivery(
-            states=self.engine.refit(self.path, policy_version=policy_version),
-            digest=bytes_digest([torch.tensor(list(content)).byte()]),
-            num_bytes=len(content),
-            origin=str(self.path),
-        )
+        digest = bytes_digest([torch.tensor(list(content)).byte()])
+        policy = Snapshot(path=str(self.path), version=policy_version, num_bytes=len(content), digest=digest)
+        return lambda: Exported(policy_version=policy_version, policy=policy)
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        """Nobody asks for it."""
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        policy = exported.policy
+        assert policy is not None
+        states = self.engine.start_refit(self.path, policy_version=policy.version)
+        return lambda: Delivery(
+            states=states(), digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path
+        )
 
     def engines_changed(self) -> None:
         """All engines read where they are told to."""

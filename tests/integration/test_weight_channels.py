@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
 from slipstream.policy.config import LearnerConfig, ParallelConfig
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
@@ -105,13 +105,13 @@ def test_engines_refitted_over_gloo_equal_those_refitted_by_shared_memory(ends: 
         ends.back()
         assert _tokens(ends.sample()) == _tokens(before)
         with open_channel(config, ends.learner, ends.engines) as channel:
-            delivery = channel.send(version, draft_version=version)
+            delivery = send(channel, version, draft_version=version)
         assert [(state.policy_version, state.draft_version) for state in delivery.states] == [(version, version)] * 2
         assert {state.policy_digest for state in delivery.states} == {delivery.digest}
         assert {state.draft_digest for state in delivery.states} == {delivery.draft_digest}
         results[config.channel], digests[config.channel] = ends.sample(), delivery.digest
         for is_draft in (False, True):
-            held = ends.engines.weight_fingerprints(is_draft=is_draft, turn=ALL)
+            held = ends.engines.start_fingerprints(is_draft=is_draft, turn=ALL)()
             assert held[0] == held[1]
             results[config.channel, is_draft] = held[0]
     shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]
@@ -133,7 +133,7 @@ def test_the_gate_compares_every_tensor_of_what_came_over_gloo(ends: Ends) -> No
 
 def test_one_host_without_a_gpu_takes_shared_memory(ends: Ends) -> None:
     with open_channel(RefitConfig(), ends.learner, ends.engines) as channel:
-        assert channel.send(1).origin.endswith("policy-1.safetensors")
+        assert send(channel, 1).origin.endswith("policy-1.safetensors")
 
 
 @pytest.mark.parametrize("channel", [Channel.NCCL, Channel.IPC])
@@ -154,7 +154,7 @@ def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) ->
         start = time.monotonic()
         try:
             with pytest.raises(LostWorkerError, match=_STOPPED) as caught:
-                channel.send(3)
+                send(channel, 3)
         finally:
             os.kill(pid, signal.SIGCONT)
         assert time.monotonic() - start < 25.0
@@ -166,4 +166,4 @@ def test_an_engine_that_was_killed_is_named(ends: Ends) -> None:
     with open_channel(GLOO, ends.learner, ends.engines) as channel:
         os.kill(ends.engines.engines[1].pid, signal.SIGKILL)
         with pytest.raises(LostWorkerError, match=r"^engine 1 on [\d.]+ died during the start of an update"):
-            channel.send(4)
+            send(channel, 4)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,25 +34,66 @@ class Delivery:
     origin: str  # where the engines read, for people
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A version of the learner's weights on its way.
+
+    Attributes:
+        policy: where it was written; None where weights stream, straight from the learner.
+        draft: the learner's newest draft at that version; None also if none was ever written.
+    """
+
+    policy_version: int
+    policy: Snapshot | None = None
+    draft: Snapshot | None = None
+
+
 class WeightChannel(Protocol):
-    """Brings the learner's present weights to every engine."""
+    """Brings the learner's weights to every engine, in two parts: first the learner's, then the engines'."""
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
-        """Send the policy as `policy_version`, and the learner's draft if a version of it is named.
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether what was exported can be delivered, more than once, whatever the learner has by then.
 
-        Raises:
-            RefitError: an engine failed, died or did not take them in time.
-            ValueError: a weight is not finite.
+        Else the learner must have the weights of that version until they are delivered.
         """
         ...
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        """Send what was sent last, although the learner has moved on; None: it is nowhere but in the engines."""
+    @property
+    def takes_digest(self) -> bool:
+        """Of the bytes that it brings."""
+        ...
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
+        """Have the learner's present policy written as `policy_version`, and its draft if a version of it is named.
+
+        Returns at once; what it returns waits. The version before must have been delivered, as files are reused.
+
+        Raises:
+            ValueError: of what it returns: a weight is not finite.
+        """
+        ...
+
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        """Have every engine take the policy, and the draft as this version if one is named.
+
+        Returns once all that is asked of the engines was asked; what it returns waits for their answers.
+
+        Raises:
+            RefitError: an engine failed, died or did not take them in time; of what it returns too.
+            ValueError: a weight is not finite, where they stream.
+        """
         ...
 
     def engines_changed(self) -> None:
         """Some engines are new, and have not joined."""
         ...
+
+
+def send(channel: WeightChannel, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+    """Both parts, one after the other; errors as of the two."""
+    exported = channel.start_export(policy_version, draft_version=draft_version)()
+    return channel.start_delivery(exported, draft_version=draft_version)()
 
 
 class SendingLearner(Protocol):
@@ -66,11 +107,11 @@ class SendingLearner(Protocol):
         """Size of the policy as it is sent."""
         ...
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
-        """Write the policy where engines on this host find it."""
+    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+        """Have the policy written where engines on this host find it; what it returns waits for that."""
         ...
 
-    def publish_draft(self, directory: Path, version: int) -> Snapshot:
+    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
         """The same of the draft."""
         ...
 
@@ -94,23 +135,26 @@ class ReceivingEngines(Protocol):
         """Where each worker of each engine computes."""
         ...
 
-    def refit(
+    def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
-        """See `VllmEngine.refit`; one state an engine."""
+    ) -> Callable[[], list[EngineState]]:
+        """See `VllmEngine.refit`; what it returns waits for the states, one an engine."""
         ...
 
     def control(self, channel: Channel, *, timeout_s: float) -> EngineControl:
         """What a sender in another process steers them with."""
         ...
 
-    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
-        """See `VllmEngine.adopt`; one state an engine."""
+    def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
+        """See `VllmEngine.adopt`; what it returns waits for the states, one an engine."""
         ...
 
 
 class SharedMemoryChannel:
     """Versioned files in one host's memory: the learner writes, the engines read."""
+
+    keeps_weights = True  # a file stays until the version after the next is written
+    takes_digest = True
 
     def __init__(self, learner: SendingLearner, engines: ReceivingEngines, directory: Path) -> None:
         """The caller removes `directory`.
@@ -122,31 +166,36 @@ class SharedMemoryChannel:
         self._learner = learner
         self._engines = engines
         self._directory = directory
-        self._sent: Snapshot | None = None
-        self._sent_draft: Snapshot | None = None
+        self._draft: Snapshot | None = None  # that was written last
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
-        """See `WeightChannel.send`."""
-        self._sent = self._learner.publish(self._directory, policy_version)
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
+        """See `WeightChannel.start_export`."""
+        policy = self._learner.start_publish(self._directory, policy_version)
+        draft = None
         if draft_version is not None:
-            self._sent_draft = self._learner.publish_draft(self._directory, draft_version)
-        return self._hand_over(self._sent, None if draft_version is None else self._sent_draft)
+            draft = self._learner.start_publish_draft(self._directory, draft_version)
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        """See `WeightChannel.send_again`: the files stay until the version after the next is written."""
-        if self._sent is None:
-            return None
-        return self._hand_over(self._sent, self._sent_draft if with_draft else None)
+        def wait() -> Exported:
+            written = policy()
+            if draft is not None:
+                self._draft = draft()
+            return Exported(policy_version=policy_version, policy=written, draft=self._draft)
 
-    def _hand_over(self, policy: Snapshot, draft: Snapshot | None) -> Delivery:
-        states = self._engines.refit(
+        return wait
+
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        """See `WeightChannel.start_delivery`."""
+        policy = exported.policy
+        assert policy is not None, "exported over another channel"
+        draft = exported.draft if draft_version is not None else None
+        states = self._engines.start_refit(
             Path(policy.path),
             policy_version=policy.version,
             draft=None if draft is None else Path(draft.path),
             draft_version=0 if draft is None else draft.version,
         )
-        return Delivery(
-            states=states,
+        return lambda: Delivery(
+            states=states(),
             digest=policy.digest,
             draft_digest=None if draft is None else draft.digest,
             num_bytes=policy.num_bytes + (0 if draft is None else draft.num_bytes),
@@ -159,6 +208,8 @@ class SharedMemoryChannel:
 
 class StreamChannel:
     """gloo, NCCL and IPC: the learner's ranks send, and steer the engines while they do."""
+
+    keeps_weights = False
 
     def __init__(
         self, learner: SendingLearner, engines: ReceivingEngines, channel: Channel, config: RefitConfig
@@ -178,21 +229,28 @@ class StreamChannel:
         engines = self._engines.control(self._channel, timeout_s=self._timeout_s)
         self._learner.open_stream(self._settings, engines)
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
-        """See `WeightChannel.send`."""
+    @property
+    def takes_digest(self) -> bool:
+        """Of what we send ourselves; vLLM's own transfers count no bytes."""
+        return self._channel is Channel.GLOO
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
+        """See `WeightChannel.start_export`: nothing is written anywhere."""
+        del draft_version
+        return lambda: Exported(policy_version=policy_version)
+
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        """See `WeightChannel.start_delivery`: the learner's ranks steer the engines until all has come."""
         sent = self._learner.stream(is_draft=False, timeout_s=self._timeout_s)
         draft = None if draft_version is None else self._learner.stream(is_draft=True, timeout_s=self._timeout_s)
-        return Delivery(
-            states=self._engines.adopt(policy_version=policy_version, draft_version=draft_version),
+        states = self._engines.start_adopt(policy_version=exported.policy_version, draft_version=draft_version)
+        return lambda: Delivery(
+            states=states(),
             digest=sent.digest,
             draft_digest=None if draft is None else draft.digest,
             num_bytes=sent.num_bytes + (0 if draft is None else draft.num_bytes),
             origin=f"the {self._channel.value} channel",
         )
-
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        """See `WeightChannel.send_again`: what streams leaves nothing behind."""
-        del with_draft
 
     def close(self) -> None:
         """Part them."""

@@ -21,6 +21,7 @@ from typing import Protocol
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.records import AcceptanceStats, RefitCheck, StepRecord
+from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
@@ -35,14 +36,18 @@ from slipstream.train.step import Trainer, Versions, engine_seed, recent
 from slipstream.types import Arm, RolloutGroup
 
 MAX_ADVANCE_S = 0.05
-"""How long the trainer may wait for engines that could take new weights."""
+"""How long new weights may wait for engines that could take them."""
 
 
 class FlyingEngines(Protocol):
     """Engines as `InFlightEngine` has them, which take new weights and outlive the loss of one."""
 
-    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        """Bring them to the learner's present weights."""
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        """See `RefitGate.export`; it may be called beside everything else."""
+        ...
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """See `RefitGate.deliver`."""
         ...
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
@@ -65,14 +70,6 @@ class FlyingEngines(Protocol):
     def under_way(self) -> tuple[GroupRequest, ...]:
         """See `InFlightEngine.under_way`."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Publish:
-    """Give the engines the learner's present weights."""
-
-    version: int
-    draft_version: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +97,7 @@ class _Shared:
             changed under the meeting's lock.
     """
 
-    orders: Handover[_Publish]
+    orders: Handover[Export]
     published: Handover[_Published]
     generated: Handover[Generated]
     advanced: Handover[_Advanced]
@@ -117,7 +114,7 @@ class InFlightLoop:
     Attributes:
         meeting: of this training alone.
         pending: what an earlier attempt generated and did not train on; what it had begun starts anew.
-        on_step: gets each step's record before the next one starts, and what is pending then.
+        on_step: gets each step's record before the next one starts, and what is pending if a checkpoint is due.
         tally: of all attempts; None counts nothing.
     """
 
@@ -128,7 +125,7 @@ class InFlightLoop:
     trainer: Trainer
     sampling: SamplingConfig
     loop: LoopConfig
-    on_step: Callable[[StepRecord, Pending], None]
+    on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
     meeting: Meeting = field(default_factory=Meeting)
     pending: Pending = field(default_factory=Pending)
@@ -179,12 +176,13 @@ class InFlightLoop:
                 continue
             self._advance(shared)
 
-    def _publish(self, shared: _Shared, order: _Publish) -> int:
-        refit = self.engine.refit(order.version, draft_version=order.draft_version)
+    def _publish(self, shared: _Shared, export: Export) -> int:
+        with shared.watch.delivery.busy():
+            refit = self.engine.deliver(export)
         restarts = self.loop.too_old is TooOld.RESTART
-        num_restarted = self._restart_old(shared, order.version) if restarts else 0
+        num_restarted = self._restart_old(shared, export.version) if restarts else 0
         shared.published.put(_Published(refit=refit, num_restarted=num_restarted))
-        return order.version
+        return export.version
 
     def _restart_old(self, shared: _Shared, version: int) -> int:
         """Start anew what this step would have to wait for; how many rollouts that were.
@@ -232,28 +230,33 @@ class InFlightLoop:
     def _train(self, start_step: int, shared: _Shared) -> None:
         """The finite loop. Consumes one batch of groups a step, and has its new weights published at the next.
 
-        Waits for: the engines to take new weights, which they do after the iteration that they are in; and for a batch
-        that leaves nothing behind that the next step could not take. Unblocked by: `produce` and `score`, or the end of
-        the training.
+        Waits for: the learner to write its new weights; a batch that leaves nothing behind that the next step could not
+        take; and, at the end of the step, the engines to have taken the weights, which they do after the iteration that
+        they are in. Where they need the learner for that, all of it comes first. Unblocked by: `produce` and `score`,
+        or the end of the training.
         """
         trainer, watch = self.trainer, shared.watch
         versions: tuple[Versions, ...] = self.pending.published
         for step in range(start_step, trainer.config.num_steps):
             clock = self.start_clock()
-            draft_version = trainer.draft.version
-            with clock.stage("prepare"), watch.publishing():
-                shared.orders.put(_Publish(version=step, draft_version=draft_version))
-                published = shared.published.take()
+            draft_version, published = trainer.draft.version, None
+            with watch.exporting():
+                export = self.engine.export(step, draft_version=draft_version)
+                shared.orders.put(export)
+                if not export.frees_learner:
+                    published = shared.published.take()
             versions = (*recent(versions, step - 1, self.loop.max_off_policy_steps), (step, draft_version))
             batch = watch.waited(
                 clock, lambda step=step: shared.buffer.take(lambda waiting: self._batch(waiting, shared.started, step))
             )
             result = self._joined(batch, shared, watch)
-            watch.num_restarted += published.num_restarted
             with watch.learner.busy():
                 learned = trainer.learn(step, result, _all_rewards(batch), clock=clock, published=versions)
+            if published is None:
+                published = watch.delivered(clock, shared.published.take)
+            watch.num_restarted += published.num_restarted
             record = trainer.record(step, clock.times(), published.refit, learned, overlap=watch.overlap())
-            self.on_step(record, self._pending(shared, versions))
+            self.on_step(record, self._pending(shared, versions) if trainer.config.is_checkpoint_due(step) else None)
 
     def _batch(self, waiting: Sequence[Scored], started: dict[int, int], step: int) -> list[Scored] | None:
         """The batch of a step, once it is there; its groups are taken out of `started`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import InFlightEngine, Portion
 from slipstream.rollout.requests import GroupRequest
@@ -39,10 +40,10 @@ class LastingInFlight(LastingEngines):
         """See `InFlightEngine.under_way`."""
         return self._flight.under_way
 
-    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        """See `RefitGate.refit`; errors as of `LastingEngines.refit`."""
-        self._version, self._draft_version = version, draft_version
-        return self._flying(self._refit, is_refit=True)
+    def deliver(self, export: Export) -> RefitCheck:
+        """See `RefitGate.deliver`; errors as of `LastingEngines.refit`."""
+        self._version, self._draft_version = export.version, export.draft_version
+        return self._flying(lambda: self._gate.deliver(export), is_refit=True)
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
         """See `InFlightEngine.submit`; errors as of `generate`."""

@@ -1,8 +1,11 @@
 """One step off: batch t comes, whole, from version t - n of the policy, while earlier batches are trained on.
 
-Which version makes a batch is fixed, so nothing depends on how fast anybody is. At the start of step t engines and
-learner are at rest; the engines take version t, and generate batch t + n while the learner trains on batch t. The step
-ends when both are done. With n = 0 there is no "while", and the steps are those of `SyncLoop`.
+Which version makes a batch is fixed, so nothing depends on how fast anybody is. Step t begins when the learner has
+version t, which it writes at once. Then it trains on batch t, as soon as that is there, while the engines take version
+t, when they have made the batches that older versions are to make, and generate batch t + n. They generate nothing by a
+version that has not passed the gate. With n = 0 there is no "while", and the steps are those of `SyncLoop`.
+
+A step that is followed by a checkpoint ends when all that was ordered is there, so that none of it is made twice.
 """
 
 from __future__ import annotations
@@ -10,32 +13,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
 from slipstream.records import RefitCheck, StepRecord
+from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
-from slipstream.train.asynchronous.activity import Activity
 from slipstream.train.asynchronous.buffer import Buffer, Generated, Scored, score_all
 from slipstream.train.asynchronous.meeting import Handover, Meeting
 from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.asynchronous.timing import Stopwatch
-from slipstream.train.loop import Gate
 from slipstream.train.metrics import StageClock
 from slipstream.train.step import Trainer, Versions, engine_seed, recent
 from slipstream.types import Arm, RolloutGroup
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Publish:
-    """Give the engines the learner's present weights."""
+class Gate(Protocol):
+    """The way of new weights into the engines, in two parts: see `RefitGate`."""
 
-    version: int
-    draft_version: int | None
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        """The learner's part, which ends before this returns."""
+        ...
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """The engines' part: they hold these weights when it returns."""
+        ...
 
 
-_Order = _Publish | int  # a number: generate the batch of that step
+_Order = Export | int  # weights to take; a number: generate the batch of that step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +53,7 @@ class OneStepOffLoop:
         meeting: of this training alone.
         pending: what an earlier attempt generated and did not train on.
         tally: of all attempts; None counts nothing.
-        on_step: gets each step's record before the next one starts, and what is pending then.
+        on_step: gets each step's record before the next one starts, and what is pending if a checkpoint is due.
     """
 
     arm: Arm
@@ -57,7 +64,7 @@ class OneStepOffLoop:
     trainer: Trainer
     sampling: SamplingConfig
     lag: int
-    on_step: Callable[[StepRecord, Pending], None]
+    on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
     meeting: Meeting = field(default_factory=Meeting)
     pending: Pending = field(default_factory=Pending)
@@ -77,7 +84,7 @@ class OneStepOffLoop:
         watch = Stopwatch(num_regenerated=self._num_lost(start_step))
         meeting.run(
             {
-                "produce": lambda: self._produce(orders, published, generated, watch.engine),
+                "produce": lambda: self._produce(orders, published, generated, watch),
                 "score": lambda: score_all(generated, buffer, self.score, watch.score),
                 "train": lambda: self._train(start_step, orders, published, buffer, watch),
             },
@@ -89,7 +96,7 @@ class OneStepOffLoop:
         orders: Handover[_Order],
         published: Handover[RefitCheck],
         generated: Handover[Generated],
-        activity: Activity,
+        watch: Stopwatch,
     ) -> None:
         """The loop that owns the engines. Consumes the trainer's orders: new weights to take, a batch to generate.
 
@@ -98,19 +105,21 @@ class OneStepOffLoop:
         config = self.trainer.config
         while True:
             order = orders.take()
-            if isinstance(order, _Publish):
-                published.put(self.gate.refit(order.version, draft_version=order.draft_version))
+            if isinstance(order, Export):
+                with watch.delivery.busy():
+                    check = self.gate.deliver(order)
+                published.put(check)
                 continue
             if self.tally is not None:
                 self.tally.note((order + 1) * config.prompts_per_step)
-            with activity.busy():
+            with watch.engine.busy():
                 result = self.engine.generate(
                     self.prompts.batch(order),
                     sampling=self.sampling,
                     group_size=config.group_size,
                     seed=engine_seed(config.seed, self.arm, order),
                 )
-            activity.rested(result.engine_idle_fraction * result.generation_s)
+            watch.engine.rested(result.engine_idle_fraction * result.generation_s)
             generated.put(Generated(index=order, result=result, ended_s=time.perf_counter()))
 
     def _train(
@@ -123,20 +132,23 @@ class OneStepOffLoop:
     ) -> None:
         """The finite loop. Consumes one batch a step, and orders the one that the new weights are to generate.
 
-        Waits for: the engines to take new weights, for which they are at rest; its own batch; and, at the end of the
-        step, the batch that was generated meanwhile. Unblocked by: `produce` and `score`, or the end of the training.
+        Waits for: the learner to write its new weights; its own batch; and, at the end of the step, the engines to have
+        taken those weights. Where the engines need the learner for that, all of it comes first. Unblocked by: `produce`
+        and `score`, or the end of the training.
         """
-        num_steps, trainer = self.trainer.config.num_steps, self.trainer
+        config, trainer = self.trainer.config, self.trainer
         versions: tuple[Versions, ...] = self.pending.published
         num_ordered = start_step + len(self.pending.scored)
-        for step in range(start_step, num_steps):
+        for step in range(start_step, config.num_steps):
             clock = self.start_clock()
-            draft_version = trainer.draft.version
-            with clock.stage("prepare"), watch.publishing():
-                orders.put(_Publish(version=step, draft_version=draft_version))
-                refit = published.take()
+            draft_version, refit = trainer.draft.version, None
+            with watch.exporting():
+                export = self.gate.export(step, draft_version=draft_version)
+                orders.put(export)
+                if not export.frees_learner:
+                    refit = published.take()
             versions = (*recent(versions, step - 1, self.lag), (step, draft_version))
-            last = min(step + self.lag, num_steps - 1)
+            last = min(step + self.lag, config.num_steps - 1)
             for batch in range(num_ordered, last + 1):
                 orders.put(batch)
             num_ordered = last + 1
@@ -144,11 +156,14 @@ class OneStepOffLoop:
             watch.num_regenerated += own.generated.result.num_regenerated
             with watch.learner.busy():
                 learned = trainer.learn(step, own.generated.result, own.rewards, clock=clock, published=versions)
-            rest = watch.waited(clock, lambda last=last, step=step: buffer.wait_for(last - step))
-            times = clock.times()
-            record = trainer.record(step, times, refit, learned, overlap=watch.overlap())
-            self.on_step(record, Pending(scored=tuple(rest), published=recent(versions, step, self.lag)))
-
+            if refit is None:
+                refit = watch.delivered(clock, published.take)
+            pending = None
+            if config.is_checkpoint_due(step):
+                rest = watch.waited(clock, lambda last=last, step=step: buffer.wait_for(last - step))
+                pending = Pending(scored=tuple(rest), published=recent(versions, step, self.lag))
+            record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
+            self.on_step(record, pending)
     def _num_lost(self, start_step: int) -> int:
         """Rollouts that earlier attempts submitted, and that this one makes again."""
         if self.tally is None:

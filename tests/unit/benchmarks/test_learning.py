@@ -97,7 +97,9 @@ def test_of_an_asynchronous_arm_what_engines_generated_beside_training_counts_as
         engine_idle_fraction=0.1,
         learner_idle_fraction=0.1,
         score_s=0.0,
+        exposed_score_s=0.0,
         publish_s=0.0,
+        exposed_publish_s=0.0,
     )
     beside, before = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
     arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=(replace(beside, overlap=overlap), before))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig, OptimizerMethod
@@ -21,7 +20,6 @@ from slipstream.policy.capture import Capture
 from slipstream.policy.config import LearnerConfig, Packing, Recompute, ScratchConfig
 from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
-from slipstream.policy.hf import save_model
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
 from slipstream.records import TrainStats
@@ -103,42 +101,6 @@ def test_logprobs_and_hidden_states_equal_transformers(tied: bool, tmp_path: Pat
         hidden = out.hidden_states
         torch.testing.assert_close(aux, torch.cat([hidden[i][0] for i in (0, 2, 1)], -1), rtol=0, atol=2e-6)
         torch.testing.assert_close(last, hidden[-1][0], rtol=0, atol=5e-6)
-
-
-def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_path: Path) -> None:
-    policy = _policy()
-    path = _save(policy, tmp_path)
-    loaded = MegatronPolicy.load(path, learner=LEARNER, optimizer=None)
-    assert all(
-        name == other and torch.equal(tensor, copy)
-        for (name, tensor), (other, copy) in zip(policy.weights(), loaded.weights(), strict=True)
-    )
-    assert loaded.architecture == policy.architecture
-    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-
-
-def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
-    policy = _policy()
-    (tmp_path / "tokenizer").mkdir()
-    largest = max(tensor.nbytes for _, tensor in policy.weights())
-    taken: list[str] = []
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in policy.weights():
-            taken.append(name)
-            yield name, tensor
-
-    config = policy.architecture.to_hf(Dtype.FLOAT32)
-    save_model(tmp_path / "model", config, weights(), tmp_path / "tokenizer", max_file_bytes=2 * largest)
-    files = sorted(tmp_path.glob("model/*.safetensors"))
-    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
-    assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
-    loaded = MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None)
-    for (name, tensor), (_, copy) in zip(policy.weights(), loaded.weights(), strict=True):
-        assert torch.equal(tensor, copy), name
-    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert {name for name, _ in theirs.named_parameters()} == set(taken)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])

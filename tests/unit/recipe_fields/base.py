@@ -156,15 +156,15 @@ class NotedEngine:
     def locations(self) -> list[Location]:
         return [here()]
 
-    def refit(self, policy: Path, *, policy_version: int, **_: Any) -> list[EngineState]:
-        return self.adopt(policy_version=policy_version, draft_version=None)
+    def start_refit(self, policy: Path, *, policy_version: int, **_: Any) -> Callable[[], list[EngineState]]:
+        return self.start_adopt(policy_version=policy_version, draft_version=None)
 
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s
 
-    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
+    def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
         self.version, self.num_resets = policy_version, self.num_resets + 1
-        return self.states()
+        return self.states
 
     def states(self) -> list[EngineState]:
         return [
@@ -181,9 +181,9 @@ class NotedEngine:
             raise LookupError("hidden")
         return {"w": "float32"}
 
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
+    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
         self.calls.append("fingerprints" if turn.takes("w") else "none to compare")
-        return [{"w": 7} if turn.takes("w") else {}]
+        return lambda: [{"w": 7} if turn.takes("w") else {}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[[-0.95] * (len(sequence) - 1) for sequence in sequences]]

@@ -90,9 +90,9 @@ class NotedLearner:
     def close_stream(self) -> None:
         self.channels.append("closed")
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
+    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
         self.channels.append("published")
-        return Snapshot(path="weights", version=version, num_bytes=4, digest="d")
+        return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
     def continue_draft(self, draft: Path, policy: Path, config: Any) -> None:
         self.drafts.append((draft.name, config))
@@ -100,8 +100,8 @@ class NotedLearner:
     def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return self.start_fingerprints(dtypes, turn)
 
-    def publish_draft(self, directory: Path, version: int) -> Snapshot:
-        return self.publish(directory, version)
+    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+        return self.start_publish(directory, version)
 
     def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return lambda: {name: 7 for name in dtypes if turn.takes(name)}
@@ -314,10 +314,10 @@ class DraftingEngine(NotedEngine):
         )
         return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
 
-    def refit(self, policy: Path, *, policy_version: int, **more: Any) -> list[EngineState]:
+    def start_refit(self, policy: Path, *, policy_version: int, **more: Any) -> Callable[[], list[EngineState]]:
         if more["draft"] is not None:
             self.draft_version = more["draft_version"]
-        return self.adopt(policy_version=policy_version, draft_version=None)
+        return self.start_adopt(policy_version=policy_version, draft_version=None)
 
     def states(self) -> list[EngineState]:
         return [replace(state, draft_version=self.draft_version, draft_digest="d") for state in super().states()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.refit.channel.driver import Delivery
+from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
@@ -86,13 +86,17 @@ class Engines:
             raise error
         return {"fc": "float32"} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
+    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
         self.asked.append(("fingerprints", is_draft))
         if is_draft:
-            return [{name: value for name, value in self.draft.items() if turn.takes(name)}] * 2
-        right = dict.fromkeys(DTYPES, 100 + self.state.policy_version)
-        held = [right, right | dict.fromkeys(list(DTYPES)[: self.num_wrong], 7)]
-        return [{name: value for name, value in each.items() if turn.takes(name)} for each in held]
+            return lambda: [{name: value for name, value in self.draft.items() if turn.takes(name)}] * 2
+
+        def wait() -> list[dict[str, int]]:
+            right = dict.fromkeys(DTYPES, 100 + self.state.policy_version)
+            held = [right, right | dict.fromkeys(list(DTYPES)[: self.num_wrong], 7)]
+            return [{name: value for name, value in each.items() if turn.takes(name)} for each in held]
+
+        return wait
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -103,32 +107,33 @@ class Engines:
 
 
 class Channel:
-    """Brings version after version; `counts` the bytes of each, or not."""
+    """Brings version after version; `counts` the bytes of each and keeps them, or not."""
 
     def __init__(self, engine: Engines, learner: Learner, *, counts: bool = True) -> None:
-        self.engine, self.learner, self.counts = engine, learner, counts
-        self.sent: tuple[int, int | None] = (0, None)
+        self.engine, self.learner = engine, learner
+        self.keeps_weights = self.takes_digest = counts
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        self.engine.asked.append(("send again", with_draft))
-        return self._delivered(*self.sent, with_draft=with_draft) if self.counts else None
-
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
-        self.engine.asked.append(("send", policy_version, draft_version))
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
+        self.engine.asked.append(("export", policy_version, draft_version))
         self.learner.version = policy_version
-        self.sent = policy_version, draft_version or self.sent[1]
-        return self._delivered(policy_version, draft_version, with_draft=draft_version is not None)
+        return lambda: Exported(policy_version=policy_version)
 
-    def _delivered(self, policy_version: int, draft_version: int | None, *, with_draft: bool) -> Delivery:
-        draft_version = draft_version if with_draft else None
-        digest = f"digest {policy_version}" if self.counts else ""
-        return Delivery(
-            states=self.engine.take(policy_version, digest, draft_version),
-            digest=digest or None,
-            draft_digest=f"draft {draft_version}" if self.counts and draft_version is not None else None,
-            num_bytes=4,
-            origin=f"weights {policy_version}",
-        )
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        version = exported.policy_version
+        self.engine.asked.append(("deliver", version, draft_version))
+        digest = f"digest {version}" if self.takes_digest else ""
+
+        def wait() -> Delivery:
+            self.engine.asked.append("delivered")
+            return Delivery(
+                states=self.engine.take(version, digest, draft_version),
+                digest=digest or None,
+                draft_digest=f"draft {draft_version}" if self.takes_digest and draft_version is not None else None,
+                num_bytes=4,
+                origin=f"weights {version}",
+            )
+
+        return wait
 
     def engines_changed(self) -> None:
         self.engine.asked.append(("engines changed",))
@@ -162,25 +167,76 @@ def draft(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_channel_is_asked_to_send_and_then_all_tensors_are_compared(draft: Path) -> None:
+def test_the_channel_is_asked_to_bring_the_weights_and_all_tensors_are_compared(draft: Path) -> None:
     engine, learner = Engines(), Learner()
     check = gate(engine, learner=learner, draft=draft).refit(4)
     assert engine.asked == [
         ("dtypes", False),
         ("dtypes", True),
-        ("send", 4, None),
+        ("export", 4, None),
+        ("deliver", 4, None),
         ("fingerprints", False),
         ("fingerprints", True),
+        "delivered",
     ]
     assert (check.num_tensors, check.probe_difference) == (8, None)  # seven of the policy, one of the draft
     assert 0 < check.elapsed_s < 60
 
 
-def test_the_learner_computes_while_the_engines_do() -> None:
+def test_both_sides_are_asked_for_fingerprints_before_anybody_answers_and_the_learner_first() -> None:
     engine, learner = Engines(), Learner()
     learner.asked = engine.asked
     gate(engine, learner=learner).refit(4)
-    assert engine.asked[-3:] == ["start", ("fingerprints", False), "wait"]
+    assert engine.asked[1:] == [
+        ("export", 4, None),
+        "start",
+        ("deliver", 4, None),
+        ("fingerprints", False),
+        "delivered",
+        "wait",
+    ]
+
+
+def test_an_export_has_all_that_the_learner_knows_so_that_it_may_train_before_the_engines_have_it(draft: Path) -> None:
+    engine, learner = Engines(), Learner()
+    learner.asked = engine.asked
+    parts = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    learner.draft_version = 6
+    export = parts.export(4, draft_version=6)
+    assert (export.version, export.draft_version, export.frees_learner) == (4, 6, True)
+    assert engine.asked[2:] == [("export", 4, 6), "start", "start draft", "wait"]
+    learner.version, learner.draft_version = 5, 7  # it has trained
+    assert parts.deliver(export).num_tensors == 8
+    assert engine.asked[6:] == [("deliver", 4, 6), ("fingerprints", False), ("fingerprints", True), "delivered"]
+
+
+def test_an_export_is_delivered_again_to_an_engine_that_takes_a_lost_ones_place() -> None:
+    engine, learner = Engines(), Learner()
+    parts = gate(engine, learner=learner, config=RefitConfig(check_every_steps=2))
+    parts.refit(3)
+    export = parts.export(4)
+    parts.deliver(export)
+    learner.version = 5
+    parts.engines_changed()
+    assert parts.deliver(export).num_tensors == 1  # what the learner's fingerprints are known of
+    assert parts.refit(5).num_tensors == 7
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_the_learner_is_not_free_where_the_check_or_the_channel_needs_it_again(hides: bool) -> None:
+    engine = Engines()
+    engine.hidden = LookupError("packed") if hides else None
+    parts = gate(engine, counts=hides, probes=PROBES)
+    assert not parts.export(4).frees_learner
+
+
+def test_other_bits_are_found_though_the_learner_has_moved_on() -> None:
+    engine, learner = Engines(num_wrong=1), Learner()
+    parts = gate(engine, learner=learner)
+    export = parts.export(4)
+    learner.version = 5
+    with pytest.raises(RefitError, match="engine 1 must hold policy version 4 to the last bit: 1 of 7 tensors differ"):
+        parts.deliver(export)
 
 
 def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
@@ -194,7 +250,7 @@ def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
     engine = Engines()
     with pytest.raises(RuntimeError, match="learner rank 0 died"):
         gate(engine, learner=Lost()).refit(4)
-    assert engine.asked[-1] == ("fingerprints", False)
+    assert engine.asked[-1] == "delivered"
 
 
 def test_after_an_engine_was_replaced_the_channel_takes_the_new_one_in_and_the_next_refit_is_checked_in_full() -> None:
@@ -317,12 +373,12 @@ def test_a_draft_that_the_learner_trains_is_sent_where_it_changed_and_compared_w
     engine.draft, learner.draft_version = {"fc": 203}, 3
     checked = gate(engine, learner=learner, draft=draft, trains_draft=True, config=RefitConfig(check_every_steps=9))
     checked.refit(4, draft_version=3)
-    assert ("send", 4, None) in engine.asked  # the engines hold version 3
+    assert ("deliver", 4, None) in engine.asked  # the engines hold version 3
     learner.draft_version = 4
     assert checked.refit(5, draft_version=4).num_tensors == 2  # one layer of the policy, and all of the draft
     assert checked.refit(6, draft_version=4).num_tensors == 1  # it is not the draft's turn
-    sent = [call for call in engine.asked if isinstance(call, tuple) and call[0] == "send"]
-    assert sent == [("send", 4, None), ("send", 5, 4), ("send", 6, None)]
+    sent = [call for call in engine.asked if isinstance(call, tuple) and call[0] == "deliver"]
+    assert sent == [("deliver", 4, None), ("deliver", 5, 4), ("deliver", 6, None)]
     assert learner.asked.count("start draft") == 2
 
 
@@ -334,7 +390,7 @@ def test_an_engine_that_starts_anew_gets_the_present_draft(draft: Path) -> None:
     engine.state = replace(engine.state, draft_version=0)
     checked.engines_changed()
     checked.refit(4, draft_version=7)
-    assert engine.asked.count(("send", 4, 7)) == 2
+    assert engine.asked.count(("deliver", 4, 7)) == 2
 
 
 @pytest.mark.parametrize(
@@ -429,7 +485,7 @@ def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_
     engine.asked.clear()
 
     assert passed.deliver_again(4)
-    assert engine.asked == [("send again", True)]
+    assert engine.asked == [("deliver", 4, 1), "delivered"]
     assert (engine.state.policy_version, engine.state.draft_version) == (4, 1)
 
 

@@ -82,8 +82,9 @@ def test_parts_of_a_step_are_means_and_add_up_to_it() -> None:
     # In turn: of 27 s the engines work 21 and the learner 3 x 1.7.
     assert (base.engine_idle_fraction, base.learner_idle_fraction) == pytest.approx((6 / 27, 1 - 5.1 / 27))
     assert (both.engine_idle_fraction, both.learner_idle_fraction) == pytest.approx((0.5 / 2.5, 0.8 / 2.5))
-    assert base.joining_fraction is None
-    assert both.joining_fraction == pytest.approx(0.2 / 2.5)
+    assert base.exposed_joining_fraction is base.hidden_joining_fraction is None
+    assert both.exposed_joining_fraction == pytest.approx(0.07 / 2.5)
+    assert both.hidden_joining_fraction == pytest.approx(0.13 / 2.5)
 
 
 def test_tokens_are_counted_by_their_lag_over_all_steps() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.drafts.autopilot import AutopilotConfig
 from slipstream.records import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.autopilot import PilotedEngines
@@ -75,6 +76,12 @@ class Switchable:
 class NoGate:
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         return RefitCheck(num_tensors=0, elapsed_s=0.0)
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        raise AssertionError("learner and engines take turns here")
+
+    def deliver(self, export: Export) -> RefitCheck:
+        raise AssertionError("learner and engines take turns here")
 
     def deliver_again(self, version: int) -> bool:
         raise AssertionError("the learner is at rest while these engines generate")

@@ -16,10 +16,11 @@ from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
-from slipstream.refit.channel.driver import Delivery
+from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
+from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
@@ -89,8 +90,8 @@ class NotingEngine:
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
         return {} if is_draft else DTYPES
 
-    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> list[dict[str, int]]:
-        return [{} if is_draft else {"weight": 100 + self.version}]
+    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
+        return lambda: [{} if is_draft else {"weight": 100 + self.version}]
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         raise AssertionError("its tensors can be read")
@@ -145,15 +146,21 @@ class NotingChannel:
     learner: NotingLearner
     engine: NotingEngine
 
-    def send(self, policy_version: int, *, draft_version: int | None = None) -> Delivery:
+    keeps_weights = takes_digest = True
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
         assert draft_version is None  # the loop trains the policy alone
         digest = self.learner.give(policy_version)
-        return Delivery(
-            states=self.engine.take(policy_version), digest=digest, num_bytes=4, origin=f"weights {policy_version}"
-        )
+        policy = Snapshot(path=f"weights {policy_version}", version=policy_version, num_bytes=4, digest=digest)
+        return lambda: Exported(policy_version=policy_version, policy=policy)
 
-    def send_again(self, *, with_draft: bool) -> Delivery | None:
-        raise AssertionError("no engine is replaced here")
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        assert draft_version is None
+        policy = exported.policy
+        assert policy is not None
+        return lambda: Delivery(
+            states=self.engine.take(policy.version), digest=policy.digest, num_bytes=4, origin=policy.path
+        )
 
     def engines_changed(self) -> None:
         raise AssertionError("no engine is replaced here")

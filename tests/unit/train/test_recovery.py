@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import LastingEngines, WeightsLostError
 from slipstream.types import Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
+from tests.unit.train.asynchronous.world import export_of
 
 ENGINES = (Worker(None, "engine 0", "10.77.0.11"), Worker(None, "engine 1", "10.77.0.12"))
 RANK = Worker(None, "learner rank 1", "10.77.0.12")
@@ -39,6 +41,14 @@ class Run:
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         self._asked(("refit", version, draft_version))
+        return RefitCheck(num_tensors=1, elapsed_s=0.0)
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        self._asked(("export", version, draft_version))
+        return export_of(version, draft_version=draft_version)
+
+    def deliver(self, export: Export) -> RefitCheck:
+        self._asked(("deliver", export.version))
         return RefitCheck(num_tensors=1, elapsed_s=0.0)
 
     def replace(self, lost: Sequence[Worker]) -> None:
@@ -94,6 +104,17 @@ def test_an_engine_lost_in_a_refit_is_replaced_and_the_refit_repeated() -> None:
 
     assert steps(run) == [1]
     assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]
+
+
+def test_an_engine_lost_while_it_takes_weights_gets_the_same_ones_though_the_learner_has_moved_on() -> None:
+    run = Run({2: [ENGINES[0]]})
+    lasting = LastingEngines(run, run, max_restarts=3, is_beside_training=True)
+
+    assert lasting.deliver(lasting.export(4, draft_version=2)).num_tensors == 1
+    assert run.calls == [("export", 4, 2), ("deliver", 4), ("replace", ["engine 0"]), "changed", ("deliver", 4)]
+    run.calls.clear()
+    lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
+    assert run.calls == [("generate", 70)]
 
 
 def test_an_engine_lost_right_after_another_was_replaced_is_replaced_too() -> None:

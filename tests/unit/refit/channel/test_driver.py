@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.refit.channel.choice import Location, here
-from slipstream.refit.channel.driver import Delivery, SharedMemoryChannel, StreamChannel, open_channel
+from slipstream.refit.channel.driver import Delivery, SharedMemoryChannel, StreamChannel, open_channel, send
 from slipstream.refit.channel.sender import Sent, StreamSettings
 from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.snapshot import Snapshot
@@ -34,19 +35,24 @@ class Ends:
     def weight_bytes(self) -> int:
         return self._num_bytes
 
-    def publish(self, directory: Path, version: int) -> Snapshot:
+    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
         self.calls.append(("publish", directory, version))
-        return Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
+        return lambda: Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
 
-    def publish_draft(self, directory: Path, version: int) -> Snapshot:
+    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
         self.calls.append(("publish_draft", directory, version))
-        return Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
+        return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
 
-    def refit(
+    def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
-    ) -> list[EngineState]:
+    ) -> Callable[[], list[EngineState]]:
         self.calls.append(("refit", policy, policy_version, draft, draft_version))
-        return STATES
+
+        def wait() -> list[EngineState]:
+            self.calls.append("taken")
+            return STATES
+
+        return wait
 
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s
@@ -61,27 +67,60 @@ class Ends:
     def close_stream(self) -> None:
         self.calls.append("close")
 
-    def adopt(self, *, policy_version: int, draft_version: int | None) -> list[EngineState]:
+    def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
         self.calls.append(("adopt", policy_version, draft_version))
-        return STATES
+        return lambda: STATES
 
 
 def test_shared_memory_writes_and_has_the_engines_read(tmp_path: Path) -> None:
     ends = Ends()
-    delivery = SharedMemoryChannel(ends, ends, tmp_path).send(7)
-    assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0)]
+    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7)
+    assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0), "taken"]
     assert delivery == Delivery(states=STATES, digest="p", num_bytes=10, origin="policy 7")
 
 
 def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
     ends = Ends()
-    delivery = SharedMemoryChannel(ends, ends, tmp_path).send(7, draft_version=3)
+    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7, draft_version=3)
     assert ends.calls == [
         ("publish", tmp_path, 7),
         ("publish_draft", tmp_path, 3),
         ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
+        "taken",
     ]
     assert (delivery.num_bytes, delivery.draft_digest) == (12, "d")
+
+
+def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
+    """Though the learner has written later ones; and nobody waits before he asks for an answer."""
+    ends = Ends()
+    channel = SharedMemoryChannel(ends, ends, tmp_path)
+    first = channel.start_export(7, draft_version=3)()
+    second = channel.start_export(8)()
+    third = channel.start_export(9, draft_version=4)()
+    ends.calls.clear()
+    waits = [
+        channel.start_delivery(first, draft_version=3),
+        channel.start_delivery(first),
+        channel.start_delivery(second, draft_version=3),
+        channel.start_delivery(third, draft_version=4),
+    ]
+    assert ends.calls == [
+        ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
+        ("refit", Path("policy 7"), 7, None, 0),
+        ("refit", Path("policy 8"), 8, Path("draft 3"), 3),
+        ("refit", Path("policy 9"), 9, Path("draft 4"), 4),
+    ]
+    assert [wait().draft_digest for wait in waits] == ["d", None, "d", "d"]
+    assert channel.keeps_weights and channel.takes_digest
+
+
+@pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
+def test_a_stream_keeps_no_weights_and_only_ours_takes_a_digest(channel: Channel) -> None:
+    ends = Ends()
+    stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
+    assert not stream.keeps_weights
+    assert stream.takes_digest == (channel is Channel.GLOO)
 
 
 def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
@@ -95,8 +134,8 @@ def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path:
 def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel) -> None:
     ends = Ends(digest=None if channel is not Channel.GLOO else "p")
     stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
-    delivery = stream.send(7)
-    stream.send(8, draft_version=3)
+    delivery = send(stream, 7)
+    send(stream, 8, draft_version=3)
     stream.close()
     settings = StreamSettings(channel=channel, bucket_bytes=1 << 20, timeout_s=5.0)
     assert ends.calls == [
@@ -134,7 +173,7 @@ def test_engines_that_changed_read_the_next_file_without_joining_anything(tmp_pa
 def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
     ends = Ends()
     with open_channel(RefitConfig(), ends, ends) as channel:
-        channel.send(0)
+        send(channel, 0)
         directory = ends.calls[0][1]
         assert directory.is_dir()
     assert not directory.exists()
@@ -143,7 +182,7 @@ def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterw
 def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
     ends = Ends([here(), Location(host="b", memory="b")])
     with open_channel(RefitConfig(), ends, ends) as channel:
-        channel.send(0)
+        send(channel, 0)
     assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
 
 

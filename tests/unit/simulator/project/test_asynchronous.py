@@ -125,7 +125,9 @@ def test_an_arm_that_ran_in_both_loops_gives_its_own_factors(demo_arms: DemoArms
         engine_idle_fraction=0.0,
         learner_idle_fraction=0.0,
         score_s=0.0,
+        exposed_score_s=0.0,
         publish_s=0.0,
+        exposed_publish_s=0.0,
     )
     beside = with_stages(alone, generation_s=1.0, train_s=1.5)
     assert measured_slowdowns(alone, beside) is None

@@ -12,6 +12,8 @@ import pytest
 
 from slipstream.grpo.loop import TooOld
 from slipstream.records import StepRecord
+from slipstream.refit.config import RefitError
+from slipstream.refit.gate import Export
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,
@@ -69,7 +71,7 @@ def test_what_grows_too_old_starts_anew_where_the_recipe_says_so_and_is_counted(
     assert sum(record.overlap.num_restarted for record in records if record.overlap) == restarted.num_restarts
 
 
-@pytest.mark.parametrize("point", ["refit", "advance", "score", "train_step", "submit", "save_checkpoint"])
+@pytest.mark.parametrize("point", ["export", "deliver", "advance", "score", "train_step", "submit", "save_checkpoint"])
 @pytest.mark.parametrize("at", [2, 4])
 def test_after_a_death_at_any_point_no_group_is_lost_and_none_trained_twice(
     tmp_path: Path, point: str, at: int
@@ -98,19 +100,47 @@ def test_after_a_death_at_any_point_no_group_is_lost_and_none_trained_twice(
     assert 0 <= counted - made_again * GROUP_SIZE <= (PROMPTS_PER_STEP * GROUP_SIZE * 3 if point == "submit" else 0)
 
 
-def test_the_trainer_waits_for_a_moment_at_most_before_its_weights_are_published() -> None:
+def test_the_trainer_waits_for_a_moment_at_most_until_its_weights_are_published() -> None:
     flight, asked = world(1, seed=7), []
-    refit = flight.refit
+    deliver = flight.deliver
 
-    def noted(version: int, **more: Any) -> Any:
-        asked.append(time.monotonic())
-        return refit(version, **more)
+    def noted(export: Export) -> Any:
+        asked.append(export.version)
+        return deliver(export)
 
-    flight.refit = noted
+    flight.deliver = noted
     records = in_flight(flight, 1)
-    assert len(asked) == NUM_STEPS
-    waited_s = statistics.median(record.overlap.publish_s for record in records if record.overlap)
+    assert asked == list(range(NUM_STEPS))
+    waited_s = statistics.median(record.overlap.exposed_publish_s for record in records if record.overlap)
     assert waited_s < 0.1  # of most: on a busy machine a thread may wait longer for its turn
+
+
+def test_weights_that_only_the_learner_holds_reach_the_engines_before_it_trains() -> None:
+    flight = FlightWorld(delays=Delays(seed=9, longest_s=FAST), lag=2, frees_learner=False)
+    in_flight(flight, 2)
+    assert Counter(flight.trained) == EVERY_PROMPT
+
+
+@pytest.mark.parametrize("too_old", TooOld)
+def test_no_token_is_drawn_by_weights_that_the_gate_refuses(too_old: TooOld) -> None:
+    flight, records = world(2, seed=10), []
+    deliver, advance, drawn_by = flight.deliver, flight.advance, []
+
+    def refused(export: Export) -> Any:
+        check = deliver(export)
+        if export.version == 3:
+            raise RefitError("other weights")
+        return check
+
+    def noted(*, max_s: float) -> Any:
+        drawn_by.append(flight.version)
+        return advance(max_s=max_s)
+
+    flight.deliver, flight.advance = refused, noted
+    with pytest.raises(RefitError, match="other weights"):
+        in_flight(flight, 2, too_old=too_old, on_step=records.append)
+    assert max(drawn_by) == 2
+    assert [record.step for record in records] == [0, 1, 2]
 
 
 def test_a_failing_engine_ends_all_within_a_second() -> None:

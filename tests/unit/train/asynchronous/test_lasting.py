@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.engine import Portion
 from slipstream.rollout.requests import GroupRequest
 from slipstream.train.asynchronous.lasting import LastingInFlight
 from slipstream.train.recovery import WeightsLostError
 from slipstream.workers.calls import LostWorkerError, Worker
-from tests.unit.train.asynchronous.world import PROMPTS, SAMPLING
+from tests.unit.train.asynchronous.world import PROMPTS, SAMPLING, export_of
 
 ENGINE = Worker(None, "engine 0", "10.77.0.11")
 RANK = Worker(None, "learner rank 0", "10.77.0.11")
@@ -30,7 +31,13 @@ class Run:
         self._lost, self._keeps_weights = lost, keeps_weights
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        self._asked(("refit", version))
+        raise AssertionError("learner and engines do their parts in turn")
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        raise AssertionError("the learner has done its part")
+
+    def deliver(self, export: Export) -> RefitCheck:
+        self._asked(("refit", export.version))
         return RefitCheck(num_tensors=1, elapsed_s=0.0)
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: Any) -> None:
@@ -80,7 +87,7 @@ RECOVERY = [("take", ["engine 0"]), "replace", "changed"]
 def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_and_counted() -> None:
     run = Run({3: ENGINE})
     engines = lasting(run)
-    engines.refit(4, draft_version=None)
+    engines.deliver(export_of(4))
     engines.submit(REQUESTS, sampling=SAMPLING)
     engines.advance(max_s=1.0)
 
@@ -92,7 +99,7 @@ def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_
 def test_groups_that_were_handed_to_an_engine_that_died_are_handed_over_once() -> None:
     run = Run({2: ENGINE})
     engines = lasting(run)
-    engines.refit(4, draft_version=None)
+    engines.deliver(export_of(4))
     engines.submit(REQUESTS, sampling=SAMPLING)
 
     assert run.calls[2:] == [*RECOVERY, ("again", 4), ("submit", [0, 1, 2])]
@@ -102,9 +109,9 @@ def test_groups_that_were_handed_to_an_engine_that_died_are_handed_over_once() -
 def test_an_engine_lost_in_a_refit_gets_the_new_weights_and_then_its_groups() -> None:
     run = Run({3: ENGINE})
     engines = lasting(run)
-    engines.refit(4, draft_version=None)
+    engines.deliver(export_of(4))
     engines.submit(REQUESTS, sampling=SAMPLING)
-    engines.refit(5, draft_version=None)
+    engines.deliver(export_of(5))
 
     assert run.calls[3:] == [*RECOVERY, ("refit", 5), ("submit", [0, 1, 2])]
 
@@ -112,7 +119,7 @@ def test_an_engine_lost_in_a_refit_gets_the_new_weights_and_then_its_groups() ->
 def test_weights_that_nobody_keeps_end_the_attempt_with_the_engine_replaced() -> None:
     run = Run({2: ENGINE}, keeps_weights=False)
     engines = lasting(run)
-    engines.refit(4, draft_version=None)
+    engines.deliver(export_of(4))
     with pytest.raises(WeightsLostError):
         engines.submit(REQUESTS, sampling=SAMPLING)
     assert "replace" in run.calls
@@ -122,4 +129,4 @@ def test_weights_that_nobody_keeps_end_the_attempt_with_the_engine_replaced() ->
 def test_a_lost_learner_and_one_engine_too_many_end_the_run(lost: Worker, max_restarts: int) -> None:
     engines = lasting(Run({1: lost}), max_restarts=max_restarts)
     with pytest.raises(LostWorkerError):
-        engines.refit(4, draft_version=None)
+        engines.deliver(export_of(4))

@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
-from slipstream.records import StepRecord
+from slipstream.records import RefitCheck, StepRecord
+from slipstream.refit.config import RefitError
+from slipstream.refit.gate import Export
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.types import Prompt
 from tests.unit.train.asynchronous.world import (
@@ -110,6 +113,83 @@ def test_what_was_made_after_the_last_checkpoint_is_made_again_and_counted(tmp_p
     assert [regenerated(record) for record in found] == [0, 0, 0, PROMPTS_PER_STEP * GROUP_SIZE, 0, 0]
 
 
+def test_between_checkpoints_nobody_waits_for_what_a_checkpoint_would_hold(tmp_path: Path) -> None:
+    """Killed after step 3, the checkpoint after step 2 is the last: batches of steps 3 and 4 are made, 4 twice."""
+
+    def killed(record: StepRecord) -> None:
+        if record.step == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        one_step_off(World(Delays(seed=7)), 1, directory=tmp_path, on_step=killed, every=3)
+    found = one_step_off(World(), 1, directory=tmp_path, every=3)
+
+    assert timeless(found) == timeless(one_step_off(World(), 1))
+    assert [regenerated(record) for record in found] == [0, 0, 0, PROMPTS_PER_STEP * GROUP_SIZE, 0, 0]
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_weights_that_only_the_learner_holds_reach_the_engines_before_it_trains(lag: int) -> None:
+    world = World(Delays(seed=8), frees_learner=False)
+
+    assert timeless(one_step_off(world, lag)) == timeless(one_step_off(World(), lag))
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_nothing_is_drawn_by_weights_that_the_gate_refuses_and_no_step_of_theirs_is_recorded(
+    lag: int, bad: int
+) -> None:
+    world, records = World(Delays(seed=9)), []
+    deliver = world.deliver
+
+    def refused(export: Export) -> RefitCheck:
+        check = deliver(export)
+        if export.version == bad:
+            raise RefitError("other weights")
+        return check
+
+    world.deliver = refused
+    with pytest.raises(RefitError, match="other weights"):
+        one_step_off(world, lag, on_step=records.append)
+    assert all(call[-1] < bad for call in world.generated)
+    assert [record.step for record in records] == list(range(bad))
+
+
+def test_training_goes_on_while_the_engines_take_its_weights() -> None:
+    """Delivery takes 0.3 s, training 0.3 and generation nothing: a step takes 0.3, and nothing of it is exposed."""
+    world = World()
+    deliver, train_step = world.deliver, world.train_step
+    world.deliver, world.train_step = slowly(deliver, 0.3), slowly(train_step, 0.3)
+    records = one_step_off(world, 1)
+
+    overlaps = [record.overlap for record in records[1:] if record.overlap is not None]
+    assert median(record.times.step_s for record in records[1:]) == pytest.approx(0.3, abs=0.1)
+    assert median(each.publish_s for each in overlaps) == pytest.approx(0.3, abs=0.1)
+    assert median(each.exposed_publish_s for each in overlaps) < 0.1
+    assert [each.exposed_publish_s for each in overlaps] == [record.times.prepare_s for record in records[1:]]
+
+
+def test_delivery_that_training_waits_for_counts_as_publication_and_not_as_generation() -> None:
+    """Delivery takes 0.1 s and generation 0.2, one after the other: a batch takes 0.3 s, and training nothing."""
+    world = World()
+    world.deliver, world.generate = slowly(world.deliver, 0.1), slowly(world.generate, 0.2)
+    records = one_step_off(world, 1)
+
+    times = [record.times for record in records[1:-1]]
+    assert median(each.step_s for each in times) == pytest.approx(0.3, abs=0.1)
+    assert median(each.prepare_s for each in times) == pytest.approx(0.1, abs=0.05)
+    assert median(each.generation_s for each in times) == pytest.approx(0.2, abs=0.08)
+
+
+def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def timed(*args: Any, **more: Any) -> Any:
+        time.sleep(seconds)
+        return call(*args, **more)
+
+    return timed
+
+
 def regenerated(record: StepRecord) -> int:
     assert record.overlap is not None
     return record.overlap.num_regenerated
@@ -127,13 +207,13 @@ def hang(*_: Any, **__: Any) -> Any:
     time.sleep(30.0)
 
 
-@pytest.mark.parametrize("failing", ["refit", "generate", "score", "train_step"])
+@pytest.mark.parametrize("failing", ["export", "deliver", "generate", "score", "train_step"])
 @pytest.mark.parametrize("others", ["go on", "hang"])
 def test_whatever_fails_ends_all_within_a_second(failing: str, others: str) -> None:
     world = World()
     setattr(world, failing, boom)
     if others == "hang":  # whoever does not have to be done for the failing one to be called
-        hanging = {"refit": [], "generate": [], "score": [], "train_step": ["generate"]}[failing]
+        hanging = {"train_step": ["generate"]}.get(failing)
         original = world.generate
 
         def generate(prompts: Any, **more: Any) -> Any:
@@ -183,23 +263,14 @@ def test_settling_waits_for_calls_that_were_under_way_at_the_end() -> None:
 def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None:
     """Generation takes 0.2 s and training 0.1 s: half of a batch's generation is exposed, but for the first."""
     world = World()
-    generate, train_step = world.generate, world.train_step
-
-    def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def timed(*args: Any, **more: Any) -> Any:
-            time.sleep(seconds)
-            return call(*args, **more)
-
-        return timed
-
-    world.generate, world.train_step = slow(generate, 0.2), slow(train_step, 0.1)
+    world.generate, world.train_step = slowly(world.generate, 0.2), slowly(world.train_step, 0.1)
     records = one_step_off(world, 1)
 
     first, *middle, last = records
     assert first.overlap is not None
-    assert first.overlap.generation_s == pytest.approx(0.4, abs=0.09)
-    assert first.times.generation_s == pytest.approx(0.3, abs=0.09)
-    for record in middle[:-1]:
+    assert first.overlap.generation_s == pytest.approx(0.3, abs=0.09)
+    assert first.times.generation_s == pytest.approx(0.2, abs=0.09)
+    for record in middle:
         assert record.overlap is not None
         assert record.overlap.generation_s == pytest.approx(0.2, abs=0.08)
         assert record.overlap.hidden_s == pytest.approx(0.1, abs=0.08)
@@ -208,6 +279,7 @@ def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None
         assert record.overlap.learner_idle_fraction == pytest.approx(0.5, abs=0.25)
         times = record.times
         assert sum(times.by_stage().values()) == pytest.approx(times.step_s, rel=0.1)
-    assert last.overlap is not None
-    assert (last.overlap.generation_s, last.overlap.engine_idle_fraction) == (0.0, 1.0)
-    assert last.times.generation_s == pytest.approx(0.0, abs=0.05)
+    assert last.overlap is not None  # nothing is left to generate
+    assert last.overlap.generation_s == pytest.approx(0.1, abs=0.08)
+    assert last.overlap.engine_idle_fraction == pytest.approx(0.5, abs=0.25)
+    assert last.times.generation_s == pytest.approx(0.1, abs=0.08)

@@ -22,6 +22,9 @@ from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
 from slipstream.records import RefitCheck, StepRecord, TrainStats
+from slipstream.refit.channel.driver import Exported
+from slipstream.refit.fingerprint import ALL
+from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Portion
@@ -94,12 +97,25 @@ class World:
     updates: list[Update] = field(default_factory=list)
     scored: list[tuple[str, ...]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)  # prompts, as the weights have learned from them
+    exported: dict[int, str] = field(default_factory=dict)  # weights by version
+    frees_learner: bool = True
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        return self.deliver(self.export(version, draft_version=draft_version))
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
         self.delays.wait()
+        assert self.version in (version - 1, -1), f"version {self.version} is delivered, the file of another is reused"
         self.calls.append(("refit", version, draft_version, self.weights))
-        self.engine_weights, self.version = self.weights, version
-        return RefitCheck(num_tensors=version, elapsed_s=0.0)
+        self.exported[version] = self.weights
+        return export_of(version, draft_version=draft_version, frees_learner=self.frees_learner)
+
+    def deliver(self, export: Export) -> RefitCheck:
+        self.delays.wait()
+        weights = self.exported.pop(export.version)
+        assert self.frees_learner or weights == self.weights, "trained before the engines had its weights"
+        self.engine_weights, self.version = weights, export.version
+        return RefitCheck(num_tensors=export.version, elapsed_s=0.0)
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -154,6 +170,20 @@ class World:
         return state["extra"]
 
 
+def export_of(version: int, *, draft_version: int | None = None, frees_learner: bool = True) -> Export:
+    """Of weights that nobody compares."""
+    return Export(
+        version=version,
+        draft_version=draft_version,
+        weights=Exported(policy_version=version),
+        turn=ALL,
+        draft_turn=ALL,
+        policy=None,
+        draft=None,
+        frees_learner=frees_learner,
+    )
+
+
 def drawn(prompt: Prompt, weights: str, seed: str, version: int, group_size: int) -> RolloutGroup:
     def rollout(sample: int) -> Rollout:
         source = random.Random(f"{weights}/{prompt.id}/{seed}/{sample}")
@@ -187,8 +217,9 @@ def synchronous(world: World) -> list[StepRecord]:
     return records
 
 
-def trainer_of(world: World, lag: int) -> Trainer:
-    return Trainer(learner=world, config=CONFIG, temperature=SAMPLING.temperature, max_lag=lag)
+def trainer_of(world: World, lag: int, *, every: int = NUM_STEPS + 1) -> Trainer:
+    config = replace(CONFIG, checkpoint_every_steps=every)
+    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, max_lag=lag)
 
 
 def one_step_off(
@@ -198,8 +229,13 @@ def one_step_off(
     directory: Path | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     meeting: Meeting | None = None,
+    every: int = 1,
 ) -> list[StepRecord]:
-    """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given."""
+    """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given.
+
+    Args:
+        every: so many steps a checkpoint is written, with a `directory`.
+    """
     history, pending, step_done = _restored(world, directory, on_step)
     OneStepOffLoop(
         arm=Arm.AUTOREGRESSIVE,
@@ -207,7 +243,7 @@ def one_step_off(
         gate=world,
         prompts=STREAM,
         score=world.score,
-        trainer=trainer_of(world, lag),
+        trainer=trainer_of(world, lag) if directory is None else trainer_of(world, lag, every=every),
         sampling=SAMPLING,
         lag=lag,
         on_step=step_done,
@@ -233,7 +269,7 @@ def in_flight(
         engine=world,
         prompts=STREAM,
         score=world.score,
-        trainer=trainer_of(world, lag),
+        trainer=trainer_of(world, lag) if directory is None else trainer_of(world, lag, every=1),
         sampling=SAMPLING,
         loop=LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old),
         on_step=step_done,
@@ -256,8 +292,7 @@ def _restored(
 
     def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
         history.append(record)
-        if checkpoints is not None:
-            assert waiting is not None
+        if checkpoints is not None and waiting is not None:
             checkpoints.save(world, history, waiting.to_bytes())
         on_step(record)
 
@@ -285,9 +320,9 @@ class FlightWorld(World):
     num_restarts: int = 0
     is_busy: bool = False
 
-    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+    def deliver(self, export: Export) -> RefitCheck:
         assert not self.is_busy, "refitted inside an iteration"
-        return super().refit(version, draft_version=draft_version)
+        return super().deliver(export)
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
         for request in requests:

@@ -1,0 +1,157 @@
+"""What training waited for, by a clock that is set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from slipstream.records import Overlap
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.asynchronous.buffer import Generated, Scored
+from slipstream.train.asynchronous.timing import Stopwatch
+from slipstream.train.metrics import StageClock
+from slipstream.types import StageTimes
+
+
+class Clock:
+    """Starts at 0 s and stands still."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def now() -> Clock:
+    return Clock()
+
+
+def batch(ended_s: float) -> Scored:
+    """That the engines had at this time."""
+    result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
+    rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
+    return Scored(generated=Generated(index=0, result=result, ended_s=ended_s), rewards=rewards)
+
+
+def until(now: Clock, end_s: float, generated_s: float) -> Callable[[], Sequence[Scored]]:
+    """A wait that ends at `end_s`, for what was generated at `generated_s`."""
+
+    def wait() -> Sequence[Scored]:
+        now.now = end_s
+        return [batch(generated_s)]
+
+    return wait
+
+
+def step(
+    now: Clock,
+    *,
+    exported_s: float = 10.0,
+    generated_s: float,
+    ended_s: float,
+    delivery: tuple[float, float] | None = None,
+    engine: tuple[float, float] | None = None,
+) -> tuple[StageTimes, Overlap]:
+    """One that begins at 10 s and waits for its rollouts; the ones before were there at 5 s."""
+    watch = Stopwatch(now_s=now)
+    now.now = 0.0
+    watch.waited(StageClock(now), until(now, 5.0, 5.0))
+    watch.overlap()
+    for activity, span in ((watch.delivery, delivery), (watch.engine, engine)):
+        if span is not None:
+            now.now = span[0]
+            with activity.busy():
+                now.now = span[1]
+    now.now = 10.0
+    clock = StageClock(now)
+    if exported_s > 10.0:
+        with watch.exporting():
+            now.now = exported_s
+    watch.waited(clock, until(now, ended_s, generated_s))
+    return clock.times(), watch.overlap()
+
+
+def test_rollouts_that_were_there_leave_the_whole_export_exposed(now: Clock) -> None:
+    times, overlap = step(now, exported_s=12.0, generated_s=8.0, ended_s=12.0, delivery=(5.0, 6.0), engine=(6.0, 8.0))
+    assert (times.prepare_s, times.generation_s, times.data_s, times.step_s) == (2.0, 0.0, 0.0, 2.0)
+    assert (overlap.exposed_publish_s, overlap.publish_s, overlap.exposed_score_s) == (2.0, 3.0, 0.0)
+
+
+def test_an_export_while_the_engines_generate_costs_nothing(now: Clock) -> None:
+    times, overlap = step(now, exported_s=12.0, generated_s=15.0, ended_s=15.0, engine=(5.0, 15.0))
+    assert (times.prepare_s, times.generation_s, times.data_s) == (0.0, 5.0, 0.0)
+    assert (overlap.exposed_publish_s, overlap.publish_s) == (0.0, 2.0)
+
+
+def test_what_is_left_of_an_export_when_the_rollouts_are_there_is_exposed_and_scores_come_after(now: Clock) -> None:
+    times, overlap = step(now, exported_s=14.0, generated_s=11.0, ended_s=17.0, engine=(5.0, 11.0))
+    assert (times.prepare_s, times.generation_s, times.data_s) == (3.0, 1.0, 3.0)
+    assert (overlap.exposed_publish_s, overlap.exposed_score_s) == (3.0, 3.0)
+
+
+def test_a_wait_for_rollouts_is_first_one_for_the_weights_that_the_engines_took_before(now: Clock) -> None:
+    times, _ = step(now, generated_s=13.0, ended_s=13.0, delivery=(5.0, 6.0), engine=(6.0, 13.0))
+    assert (times.prepare_s, times.generation_s) == (1.0, 2.0)
+
+
+def test_a_wait_that_is_shorter_than_the_delivery_is_all_publication(now: Clock) -> None:
+    times, overlap = step(now, generated_s=10.5, ended_s=11.0, delivery=(5.0, 9.0), engine=(9.0, 10.5))
+    assert (times.prepare_s, times.generation_s, times.data_s) == (0.5, 0.0, 0.5)
+    assert (overlap.exposed_publish_s, overlap.publish_s) == (0.5, 4.0)
+
+
+def test_a_delivery_after_the_rollouts_held_nothing_up(now: Clock) -> None:
+    times, _ = step(now, generated_s=12.0, ended_s=14.0, delivery=(12.0, 13.0), engine=(5.0, 12.0))
+    assert (times.prepare_s, times.generation_s, times.data_s) == (0.0, 2.0, 2.0)
+
+
+def test_engines_that_stand_still_while_the_learner_writes_make_the_export_part_of_the_wait(now: Clock) -> None:
+    """As in the first step, and without a lag."""
+    watch = Stopwatch(now_s=now)
+    clock = StageClock(now)
+    with watch.exporting():
+        now.now = 2.0
+    with watch.delivery.busy():
+        now.now = 3.0
+    with watch.engine.busy():
+        now.now = 7.0
+    watch.waited(clock, until(now, 7.5, 7.0))
+    times = clock.times()
+    assert (times.prepare_s, times.generation_s, times.data_s, times.step_s) == (3.0, 4.0, 0.5, 7.5)
+    assert watch.overlap().publish_s == 3.0
+
+
+def test_a_wait_for_the_delivery_itself_is_publication_but_while_engines_still_generate(now: Clock) -> None:
+    watch = Stopwatch(now_s=now)
+    clock = StageClock(now)
+
+    def wait() -> str:
+        with watch.engine.busy():
+            now.now = 2.0
+        with watch.delivery.busy():
+            now.now = 3.0
+        return "taken"
+
+    assert watch.delivered(clock, wait) == "taken"
+    with watch.engine.busy():
+        now.now = 3.5
+    watch.waited(clock, until(now, 4.0, 4.0))  # that delivery is not counted again
+    times = clock.times()
+    assert (times.prepare_s, times.generation_s) == (1.0, 2.5 + 0.0)
+    assert watch.overlap().exposed_publish_s == 1.0
+
+
+def test_a_step_starts_from_nothing(now: Clock) -> None:
+    watch = Stopwatch(num_regenerated=3, now_s=now)
+    with watch.exporting():
+        now.now = 1.0
+    watch.waited(StageClock(now), until(now, 2.0, 0.5))
+    assert (watch.overlap().num_regenerated, watch.overlap().num_regenerated) == (3, 0)
+    now.now = 4.0
+    last = watch.overlap()
+    assert (last.publish_s, last.exposed_publish_s, last.score_s, last.exposed_score_s) == (0.0, 0.0, 0.0, 0.0)
+    assert (last.engine_idle_fraction, last.learner_idle_fraction) == (1.0, 1.0)

@@ -1,0 +1,105 @@
+"""What a rank of the learner sends: files for engines on its host, and fingerprints by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
+from slipstream.workers.sending_rank import POLICY, SendingRank
+
+
+@dataclass
+class Model:
+    """Some tensors; `num_passes` counts how often they were gone through."""
+
+    tensors: dict[str, torch.Tensor]
+    num_passes: int = 0
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.num_passes += 1
+        yield from self.tensors.items()
+
+    def held_weights(self) -> Iterator[HeldWeights]:
+        return (held_whole(name, tensor) for name, tensor in self.tensors.items())
+
+
+def policy() -> Model:
+    return Model({"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.full((4,), 2.0)})
+
+
+@dataclass
+class Rank(SendingRank):
+    """A rank that holds those, and notes when it works."""
+
+    rank: int = 0
+    policy: Any = field(default_factory=policy)
+    draft: Any = field(default_factory=lambda: Model({"fc": torch.zeros(3)}))
+    num_works: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.rank)
+
+    @property
+    def _loaded(self) -> Any:
+        return self.policy
+
+    @property
+    def _drafting(self) -> Any:
+        return self.draft
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        self.num_works += 1
+        return nullcontext()
+
+
+def test_policy_and_draft_are_written_to_files_of_their_own_and_shared_cores_are_told(tmp_path: Path) -> None:
+    rank = Rank()
+    written, draft = rank.publish(tmp_path, 3), rank.publish_draft(tmp_path, 1)
+    assert written is not None and draft is not None
+    assert (written.version, draft.version, rank.num_works) == (3, 1, 2)
+    assert {name: tensor.tolist() for name, tensor in load_file(written.path).items()} == {
+        "layers.0.w": [[1.0] * 3] * 2,
+        "layers.1.w": [2.0] * 4,
+    }
+    assert list(load_file(draft.path)) == ["fc"]
+    assert rank.weight_bytes() == (6 + 4) * 4
+
+
+def test_other_ranks_go_through_the_weights_and_write_nothing(tmp_path: Path) -> None:
+    rank = Rank(rank=1)
+    assert rank.publish(tmp_path, 3) is None
+    assert rank.policy.num_passes == 2  # what there is, and the weights
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tmp_path: Path) -> None:
+    rank = Rank()
+    rank.publish(tmp_path, 3)
+    rank.policy = Model({"w": torch.ones(1)})
+    rank.is_new(POLICY)
+    assert rank.weight_bytes() == 4
+    rank.send_nothing()
+    written = rank.publish(tmp_path, 4)
+    assert written is not None and list(load_file(written.path)) == ["w"]
+
+
+def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for() -> None:
+    rank = Rank()
+    dtypes = dict.fromkeys(rank.policy.tensors, "bfloat16")
+    first = rank.weight_fingerprints(dtypes, Turn(index=1, count=2))
+    assert first == part_fingerprints([held_whole("layers.1.w", torch.full((4,), 2.0, dtype=torch.bfloat16))])
+    assert {part.name for part in rank.weight_fingerprints(dtypes, ALL)} == set(dtypes)
+
+
+@pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])
+def test_the_first_rank_alone_answers_for_the_draft(rank: int, names: set[str]) -> None:
+    found = Rank(rank=rank).draft_fingerprints({"fc": "float32"}, ALL)
+    assert {part.name for part in found} == names
