@@ -128,9 +128,7 @@ class RemoteEngine(InFlightEngines):
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> list[EngineState]:
         """Refit every engine; returns what each holds when all have the new weights."""
-        return self.start_refit(
-            policy, policy_version=policy_version, draft=draft, draft_version=draft_version
-        )()
+        return self.start_refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)()
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0

@@ -310,9 +310,7 @@ class Publisher:
         policy = exported.policy
         assert policy is not None
         states = self.refit(Path(policy.path), policy_version=policy.version)
-        return lambda: Delivery(
-            states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path
-        )
+        return lambda: Delivery(states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path)
 
     def engines_changed(self) -> None:
         """All engines read where they are told to."""

@@ -164,6 +164,7 @@ class OneStepOffLoop:
                 pending = Pending(scored=tuple(rest), published=recent(versions, step, self.lag))
             record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
             self.on_step(record, pending)
+
     def _num_lost(self, start_step: int) -> int:
         """Rollouts that earlier attempts submitted, and that this one makes again."""
         if self.tally is None:

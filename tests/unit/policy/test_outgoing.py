@@ -84,4 +84,6 @@ def test_embeddings_and_output_layer_are_those_of_the_checkpoint(tied: bool) -> 
 
 def test_shards_of_one_rank_are_all_weights() -> None:
     policy = _policy()
-    assert {part.name for held in policy.held_weights() for part in held.parts} == {name for name, _ in policy.weights()}
+    assert {part.name for held in policy.held_weights() for part in held.parts} == {
+        name for name, _ in policy.weights()
+    }

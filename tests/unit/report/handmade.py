@@ -244,7 +244,7 @@ def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) 
             engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
             learner_idle_fraction=1 - 1.7 / step_s,
             score_s=0.05,
-            exposed_score_s=0.02,
+            exposed_score_s=0.03,
             publish_s=0.15,
             exposed_publish_s=0.05,
             num_restarted=1 if index == 0 else 0,
