@@ -65,9 +65,7 @@ def memory_text(found: Assessment, plan: Plan) -> str:
     return "\n".join([table(rows), "", *_consequences(found, plan)])
 
 
-def _kinds(
-    found: Assessment, learner: dict[str, float], engine: dict[str, float]
-) -> dict[str, dict[str, float]]:
+def _kinds(found: Assessment, learner: dict[str, float], engine: dict[str, float]) -> dict[str, dict[str, float]]:
     """What a GPU holds, by part, by its role or by whose turn it is."""
     if not found.is_colocated:
         return {"training GPU": learner, "generation GPU": engine}
@@ -81,17 +79,18 @@ def _kinds(
 def _consequences(found: Assessment, plan: Plan) -> list[str]:
     layout = plan.layout
     moved = found.refit_bytes * layout.num_engines
-    hosted, on_node = found.learner.hosted, found.learner.hosted * layout.placement.gpus_per_node
-    turns = [
-        f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: {_gb(on_node)} GB a node"
-    ]
+    hosted = found.learner.hosted
+    waiting = (
+        f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: "
+        f"{_gb(hosted * layout.placement.gpus_per_node)} GB a node"
+    )
     return [
         f"longest micro-batch that fits: {found.max_microbatch_tokens:,} tokens",
         f"an engine's cache holds {found.engine.kv_tokens:,} tokens of context, "
         f"{found.num_longest_sequences} of the longest sequences",
         f"a refit moves {_gb(found.refit_bytes)} GB into each of {layout.num_engines} engines, {_gb(moved)} GB in "
         f"all, by {found.channel.value}",
-        *(turns if found.takes_turns else []),
+        *([waiting] if found.takes_turns else []),
     ]
 
 

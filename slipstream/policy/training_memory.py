@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -58,7 +59,8 @@ class TrainingMemory:
         """Of what `with_optimizer` returned."""
 
         def gradients() -> Iterator[Tensor]:
-            for buffer in [*module.buffers, *module.expert_parallel_buffers]:
+            lists: Any = module  # whose `buffers` are no method, as those of a torch module
+            for buffer in [*lists.buffers, *lists.expert_parallel_buffers]:
                 yield buffer.grad_data
 
         return cls(module.module, _steppers(optimizer), device=device, gradients=gradients)

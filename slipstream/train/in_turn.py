@@ -1,9 +1,9 @@
 """Learner and engines on the same GPUs, of which each gives memory back before the others' turn.
 
-A step goes: the learner gives back its gradients and its optimizer's state, then engines are refitted and generate, then
-they give back their caches, then the learner trains. Whoever is asked to work takes what it needs by itself, so that a
-failure in between leaves nobody without it. The learner gives back before the refit, not after: an engine that is lost
-in a refit starts anew, and measures the memory that is free.
+A step goes: the learner gives back its gradients and its optimizer's state, then engines are refitted and generate,
+then they give back their caches, then the learner trains. Whoever is asked to work takes what it needs by itself, so
+that a failure in between leaves nobody without it. The learner gives back before the refit, not after: an engine that
+is lost in a refit starts anew, and measures the memory that is free.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import Gate, ReplaceableEngines
@@ -38,6 +39,15 @@ class GateInTurn:
         """See `RefitGate.refit`."""
         self._learner.rest()
         return self._gate.refit(version, draft_version=draft_version)
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        """See `RefitGate.export`."""
+        self._learner.rest()
+        return self._gate.export(version, draft_version=draft_version)
+
+    def deliver(self, export: Export) -> RefitCheck:
+        """See `RefitGate.deliver`."""
+        return self._gate.deliver(export)
 
     def deliver_again(self, version: int) -> bool:
         """See `RefitGate.deliver_again`."""

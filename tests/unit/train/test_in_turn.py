@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.records import RefitCheck
+from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.in_turn import EnginesInTurn, GateInTurn
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
+from tests.unit.recipe_fields.base import NotedEngine, Tools, recipe_with
+from tests.unit.recipe_fields.training import IN_TURN, NotedLearner, trained
 
 ENGINES = (Worker(None, "engine 0"), Worker(None, "engine 1"))
 RANK = Worker(None, "learner rank 0")
@@ -46,6 +50,12 @@ class Run:
 
     def replace(self, lost: Sequence[Worker]) -> None:
         self.calls.append("replace")
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        raise AssertionError("a refit is whole where the learner does not train meanwhile")
+
+    def deliver(self, export: Export) -> RefitCheck:
+        raise AssertionError("a refit is whole where the learner does not train meanwhile")
 
     def deliver_again(self, version: int) -> bool:
         raise AssertionError("the learner does not train while engines generate")
@@ -100,3 +110,43 @@ def test_a_learner_lost_when_it_gives_back_is_no_engines_loss() -> None:
     with pytest.raises(LostWorkerError):
         step(run)
     assert run.calls == ["learner rests"]
+
+
+class LoggedEngine(NotedEngine):
+    """Writes what it is asked for into a list that it shares with a learner."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.calls = calls
+
+
+class LoggedLearner(NotedLearner):
+    """The same of a learner, as far as memory is concerned."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
+        self._calls.append("load")
+        super().load(policy, optimizer, with_reference=with_reference)
+
+    def rest(self) -> None:
+        self._calls.append("learner rests")
+
+    def train_step(self, update: Any) -> Any:
+        self._calls.append("train")
+        return super().train_step(update)
+
+
+def test_an_arm_begins_with_engines_at_rest_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    trained(
+        recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2}),
+        Tools(tmp_path, monkeypatch),
+        engine=LoggedEngine(calls),
+        learner=LoggedLearner(calls),
+    )
+    words = [call[0] if isinstance(call, tuple) else call for call in calls]
+    turns = [word for word in words if word in ("rest", "load", "learner rests", "generate", "train")]
+    assert turns == ["rest", "load", *["learner rests", "generate", "rest", "train"] * 2]

@@ -1,0 +1,170 @@
+"""Learner and engine that have a GPU's memory in turn, on a real one: any single GPU. Not run so far: none was at hand.
+
+What is free is read from the driver, over all processes: memory that torch or vLLM keeps for itself does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.policy.megatron import MegatronPolicy
+from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.config import RefitConfig
+from slipstream.refit.fingerprint import ALL
+from slipstream.refit.gate import RefitGate
+from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
+from slipstream.train.in_turn import EnginesInTurn, GateInTurn
+from slipstream.train.recovery import LastingEngines
+from slipstream.types import Dtype, Prompt, TrainBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB = 8192
+SCRATCH = ScratchConfig(hidden_size=1024, num_layers=8, num_attention_heads=16, head_dim=64, ffn_hidden_size=3072)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-4)
+SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 100).tolist() for i in range(4)]
+ENGINE = EngineConfig(
+    max_model_len=128, max_num_seqs=16, dtype=Dtype.BFLOAT16, enforce_eager=False, gpu_memory_utilization=0.3
+)
+SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
+
+
+def _free() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
+def test_a_resting_learner_gives_its_memory_to_others_and_gets_it_back_to_the_last_bit(
+    dtype: Dtype, is_distributed: bool
+) -> None:
+    learner = LearnerConfig(max_tokens_per_microbatch=1024, dtype=dtype, distributed_optimizer=is_distributed)
+    policy = MegatronPolicy.from_scratch(
+        SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=OPTIMIZER
+    )
+    policy.lm_step(SEQUENCES, [0] * 4)
+    torch.cuda.empty_cache()
+    before, free = _numbers(policy), _free()
+
+    num_bytes = policy.rest()
+
+    assert num_bytes >= 12 * policy.architecture.num_parameters()  # gradients and two moments
+    assert _free() - free >= 0.95 * num_bytes
+    policy.logprobs(SEQUENCES, [1] * 4, 1.0)  # by its weights, which it has
+    policy._take_memory()
+    assert all(torch.equal(one, other) for one, other in zip(_numbers(policy), before, strict=True))
+    policy.lm_step(SEQUENCES, [0] * 4)
+
+
+def _numbers(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Weights, masters and moments, on the host."""
+    held = policy._checkpoints._held
+    stepped = [each.stepped for each in held if each.stepped is not None]
+    moments = [each.optimizer.state[each.main][name] for each in stepped for name in each.moments]
+    return [each.detach().cpu().clone() for each in [*(h.parameter for h in held), *(s.main for s in stepped), *moments]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+
+
+@contextmanager
+def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
+    """An engine that can rest, with `old`, and a learner that trains `new`, which starts when the engine rests."""
+    import ray
+
+    from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+    from slipstream.workers.calls import Deadline, Worker
+    from slipstream.workers.engines import RemoteEngine
+    from slipstream.workers.learner_process import LearnerProcess
+    from slipstream.workers.learners import RemoteLearner
+    from slipstream.workers.session import actor_environment
+
+    deadline = Deadline(300.0, "fixed")
+    environment = {"env_vars": actor_environment(process_environment(ENGINE))}
+    engine: Any = ray.remote(VllmEngine).options(num_gpus=0.5, runtime_env=environment)
+    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None, can_rest=True)
+    engines = RemoteEngine([Worker(actor, "engine 0")], deadline)
+    learner: Any = None
+    try:
+        engines.states()  # it measures the free memory first
+        process: Any = ray.remote(LearnerProcess).options(num_gpus=0.5)
+        config = LearnerConfig(max_tokens_per_microbatch=1024, dtype=Dtype.BFLOAT16)
+        learner = RemoteLearner([Worker(process.remote(config), "learner rank 0")], ParallelConfig(), deadline)
+        yield learner, engines
+    finally:
+        engines.close()
+        if learner is not None:
+            learner.close()
+
+
+def _drawn(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
+
+
+def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict[str, Path], ray_session: None) -> None:
+    with _ends(models) as (_, engines):
+        before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
+        free = _free()
+
+        engines.rest()
+
+        total = torch.cuda.mem_get_info()[1]
+        assert _free() - free > 0.2 * total  # of the 0.3 that it has, nearly all is cache
+        engines.refit(models["new"], policy_version=1)
+        (new,) = engines.weight_fingerprints(is_draft=False, turn=ALL)
+        engines.token_logprobs([PROMPTS[0].token_ids])
+        assert _free() - free > 0.2 * total  # it took its cache for that, and gave it back
+        changed = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
+        assert abs(_free() - free) < 0.02 * total
+        assert _drawn(changed) != _drawn(before)
+        engines.rest()
+        engines.refit(models["old"], policy_version=2)
+        assert engines.weight_fingerprints(is_draft=False, turn=ALL) != [new]
+        assert _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == _drawn(before)
+
+
+def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], ray_session: None) -> None:
+    with _ends(models) as (learner, engines):
+        engines.rest()
+        learner.load(models["new"], OPTIMIZER)
+        config = RefitConfig(bucket_mib=1.0)
+        with open_channel(config, learner, engines) as channel:
+            gate = RefitGate(engines, learner, channel=channel, draft=None, config=config)
+            turns: Any = LastingEngines(
+                EnginesInTurn(engines, engines), GateInTurn(gate, learner), max_restarts=0
+            )
+            for step in range(3):
+                assert turns.refit(step, draft_version=None).num_tensors > 0
+                result = turns.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=step)
+                learner.train_step(_update(result, step))
+
+
+def _update(result: GenerationResult, version: int) -> Update:
+    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
+    batch = TrainBatch(
+        token_ids=[[*prompt.token_ids, *each.token_ids] for prompt, each in zip(PROMPTS, rollouts, strict=True)],
+        prompt_lengths=[len(prompt.token_ids) for prompt in PROMPTS],
+        rollout_logprobs=[each.rollout_logprobs for each in rollouts],
+        advantages=[1.0, -1.0, 0.5, -0.5],
+        policy_version=version,
+    )
+    return Update(batch=batch, trainer_logprobs=None, ref_logprobs=None, loss=LossConfig(), temperature=1.0)
