@@ -89,6 +89,9 @@ def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> 
         f"{setting.num_rollouts} rollouts of {scenario.mean_tokens:.0f} tokens on average, "
         f"{setting.gpus_per_engine} GPUs an engine",
         f"k = {request.k}, acceptance length {request.acceptance_length:g}, {split}",
+        "the learner packs its sequences"
+        if setting.packed
+        else f"the learner pads each response to {setting.max_response_tokens} tokens",
         "",
         f"{'projected, p10 / median / p90':30} {'ideal stack':>22} {'calibrated':>22}"
         + (f" {'paper, projected':>18}" if published else ""),

@@ -84,9 +84,7 @@ def balance(
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
     """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
     slowdowns = _slowdowns(run)
-    predicted = predict_asynchronous(
-        run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns
-    )
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
     return [
         BalanceRow(
             arm=arm.arm, generation=1, training=1, step_s=arm.step_s, exposed_s=arm.exposed_s, bound=arm.bound.value

@@ -33,10 +33,11 @@ def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str])
     layout = ["--model", "mimo-7b", "--hardware", "h200", "--gpus", "40", "--gpus-per-engine", "4"]
     rollouts = ["--rollouts", "96", "--mean-tokens", "1234", "--lag", "3", "--generation-fraction", "0.6"]
     assert main(["simulate", "project", *layout, *rollouts, "--k", "4", "--acceptance-length", "2.25"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
+    assert capsys.readouterr().out.splitlines()[:4] == [
         "MiMo-7B, 40 x H200 SXM, bfloat16",
         "96 rollouts of 1234 tokens on average, 4 GPUs an engine",
         "k = 4, acceptance length 2.25, lag 3, 24 GPUs generate",
+        "the learner pads each response to 8192 tokens",
     ]
 
 
