@@ -37,12 +37,13 @@ class BalanceRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceRecord:
-    """All splits of a run's machine. `synchronous_step_s` is measured, by arm; everything in `rows` is projected."""
+    """All splits of a run's machine. The steps by arm are measured; everything in `rows` is projected."""
 
     unit: str  # what is split: "GPU" or "core"
     mode: LoopMode
     lag: int
     synchronous_step_s: dict[str, float]
+    asynchronous_step_s: dict[str, float]  # of the run's own loop; empty where it had none
     rows: tuple[BalanceRow, ...]
 
     def best(self, arm: Arm) -> BalanceRow:
@@ -76,9 +77,14 @@ def balance(
         unit="core" if on_cores else "GPU",
         mode=mode,
         lag=lag,
-        synchronous_step_s={arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in run.arms},
+        synchronous_step_s=_measured_s(run.arms),
+        asynchronous_step_s=_measured_s(run.asynchronous),
         rows=tuple(rows),
     )
+
+
+def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
+    return {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
