@@ -227,7 +227,7 @@ class SweepPoint:
     rate_by_position: tuple[float, ...]
     mean_response_tokens: float = 0.0  # of this k's runs; 0: not recorded
     autoregressive_response_tokens: float = 0.0  # of the k=0 runs in the same rounds
-    longest_response_tokens: float = 0.0  # of a round, mean over this k's; 0: not recorded
+    longest_response_tokens: float = 0.0  # of a round, median over this k's, as its seconds; 0: not recorded
     autoregressive_longest_tokens: float = 0.0  # of the k=0 runs in the same rounds
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from slipstream.config import require
 from slipstream.drafts import schedule
@@ -223,8 +223,8 @@ def _point(k: int, batch: int, results: Sequence[GenerationResult], baseline: Se
         rate_by_position=() if merged is None else merged.rate_by_position,
         mean_response_tokens=_mean_response_tokens(results),
         autoregressive_response_tokens=_mean_response_tokens(baseline),
-        longest_response_tokens=fmean(map(_longest, results)),
-        autoregressive_longest_tokens=fmean(map(_longest, baseline)),
+        longest_response_tokens=median(map(_longest, results)),
+        autoregressive_longest_tokens=median(map(_longest, baseline)),
     )
 
 

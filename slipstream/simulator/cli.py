@@ -59,9 +59,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     calibrated.set_defaults(run=_calibrate)
     balanced = inner.add_parser("balance", help="which split into generation and training a run's times suggest")
     _add_run_options(balanced, fetch_run)
-    balanced.add_argument("--lag", type=int, default=1, help="policy lag in steps")
+    balanced.add_argument("--lag", type=int, help="policy lag in steps; default: of the run's own loop, else 1")
     loops = [mode.value for mode in LoopMode if mode is not LoopMode.SYNCHRONOUS]
-    balanced.add_argument("--mode", choices=loops, default=LoopMode.IN_FLIGHT.value, help="of the loop")
+    balanced.add_argument("--mode", choices=loops, help="of the loop; default: the run's own, else in_flight")
     balanced.add_argument("--gpus-per-node", type=int, default=1, help="list splits in whole nodes of so many alone")
     balanced.set_defaults(run=_balance)
 
@@ -89,6 +89,9 @@ def projection_lines(request: ProjectionRequest, found: RequestedProjection) -> 
         f"{setting.num_rollouts} rollouts of {scenario.mean_tokens:.0f} tokens on average, "
         f"{setting.gpus_per_engine} GPUs an engine",
         f"k = {request.k}, acceptance length {request.acceptance_length:g}, {split}",
+        "the learner packs its sequences"
+        if setting.packed
+        else f"the learner pads each response to {setting.max_response_tokens} tokens",
         "",
         f"{'projected, p10 / median / p90':30} {'ideal stack':>22} {'calibrated':>22}"
         + (f" {'paper, projected':>18}" if published else ""),
@@ -141,12 +144,12 @@ def point_lines(points: Sequence[ProjectedPoint]) -> list[str]:
 def balance_lines(record: BalanceRecord) -> list[str]:
     """The table of `simulate balance`: a line a split, what each arm's step is bound by, its best split marked."""
     arms = [arm for arm in Arm if any(row.arm is arm for row in record.rows)]
-    measured = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in record.synchronous_step_s.items())
     by_split: dict[tuple[int, int], dict[Arm, BalanceRow]] = {}
     for row in record.rows:
         by_split.setdefault((row.generation, row.training), {})[row.arm] = row
     lines = [
-        f"synchronous step, measured: {measured}",
+        f"synchronous step, measured: {_by_arm(record.synchronous_step_s)}",
+        f"asynchronous step, measured: {_by_arm(record.asynchronous_step_s) or 'none'}",
         f"projected, {record.mode.value}, lag {record.lag}; {record.unit}s for generation : training, * the best",
         "",
         f"{'split':>13}" + "".join(f" {arm.value + ' step s':>21}   {'exposed s':>9} {'bound by':<18}" for arm in arms),
@@ -198,8 +201,11 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _balance(options: argparse.Namespace) -> int:
-    mode = LoopMode(options.mode)
-    _show(balance_lines(balance(_asked_run(options), lag=options.lag, mode=mode, gpus_per_node=options.gpus_per_node)))
+    run = _asked_run(options)
+    own = run.asynchronous[0] if run.asynchronous else None
+    mode = options.mode or (LoopMode.IN_FLIGHT.value if own is None else own.loop)
+    lag = (1 if own is None else own.max_off_policy_steps) if options.lag is None else options.lag
+    _show(balance_lines(balance(run, lag=lag, mode=LoopMode(mode), gpus_per_node=options.gpus_per_node)))
     return 0
 
 
@@ -227,6 +233,10 @@ def _published(request: ProjectionRequest) -> dict[str, float]:
         if same and point.acceptance_length == request.acceptance_length:
             return {"rollout_speedup": point.rollout_speedup, "step_speedup": point.step_speedup}
     return {}
+
+
+def _by_arm(step_s: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step_s.items())
 
 
 def _beside(label: str, measured_s: float, simulated_s: float) -> str:

@@ -158,8 +158,7 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
     """
     cells = []
     for point in points:
-        of_batch = [other for other in points if other.batch == point.batch]
-        baseline_s = median(other.autoregressive_s for other in of_batch)
+        baseline_s = median(other.autoregressive_s for other in points if other.batch == point.batch)
         cells.append(
             Cell(
                 label=_sweep_label(point.batch, point.k),
@@ -167,7 +166,7 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
                 k=point.k,
                 acceptance_length=point.mean_acceptance_length,
                 generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
-                log_sd=_CELL_LOG_SD if point.k else max(map(_baseline_log_sd, of_batch)),
+                log_sd=_CELL_LOG_SD if point.k else _baseline_log_sd(point),
                 clock=_sweep_label(point.batch, 0) if point.k else "",
             )
         )
@@ -175,9 +174,7 @@ def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
 
 
 def _baseline_log_sd(point: SweepPoint) -> float:
-    """Noise of the median of a baseline's rounds, from their own spread; 0 of a point that is no baseline."""
-    if point.k:
-        return 0.0
+    """Noise of the median of a baseline's rounds, from their own spread."""
     spread = log(point.generation_p90_s / point.generation_p10_s) / _P10_TO_P90
     return max(_CELL_LOG_SD, _MEDIAN_OVER_MEAN * spread / sqrt(point.num_repeats))
 

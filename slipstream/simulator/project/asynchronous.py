@@ -58,20 +58,6 @@ class AsynchronousPrediction:
     sources: dict[str, str]  # of each arm's factors
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictionCheck:
-    """Predicted beside measured, seconds of a mean step."""
-
-    label: str
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted_s / self.measured_s - 1.0
-
-
 def believed_slowdowns() -> CoreSlowdowns:
     """The factors before any asynchronous step was measured."""
     return CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
@@ -121,15 +107,6 @@ def predict_asynchronous(
     return AsynchronousPrediction(
         mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(found), sources=sources
     )
-
-
-def check_predicted(prediction: AsynchronousPrediction, measured_step_s: Mapping[Arm, float]) -> list[PredictionCheck]:
-    """Predicted beside measured for the arms that have both."""
-    return [
-        PredictionCheck(label=arm.arm.value, predicted_s=arm.step_s, measured_s=measured_step_s[arm.arm])
-        for arm in prediction.arms
-        if arm.arm in measured_step_s
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,12 +37,13 @@ class BalanceRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceRecord:
-    """All splits of a run's machine. `synchronous_step_s` is measured, by arm; everything in `rows` is projected."""
+    """All splits of a run's machine. The steps by arm are measured; everything in `rows` is projected."""
 
     unit: str  # what is split: "GPU" or "core"
     mode: LoopMode
     lag: int
     synchronous_step_s: dict[str, float]
+    asynchronous_step_s: dict[str, float]  # of the run's own loop; empty where it had none
     rows: tuple[BalanceRow, ...]
 
     def best(self, arm: Arm) -> BalanceRow:
@@ -76,17 +77,20 @@ def balance(
         unit="core" if on_cores else "GPU",
         mode=mode,
         lag=lag,
-        synchronous_step_s={arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in run.arms},
+        synchronous_step_s=_measured_s(run.arms),
+        asynchronous_step_s=_measured_s(run.asynchronous),
         rows=tuple(rows),
     )
+
+
+def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
+    return {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
 
 
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
     """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
     slowdowns = _slowdowns(run)
-    predicted = predict_asynchronous(
-        run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns
-    )
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
     return [
         BalanceRow(
             arm=arm.arm, generation=1, training=1, step_s=arm.step_s, exposed_s=arm.exposed_s, bound=arm.bound.value

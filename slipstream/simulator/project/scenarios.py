@@ -82,15 +82,17 @@ class ProjectionRequest:
         base = load_setting(_LARGE_SETTING if sparse else PAPER_SETTING)
         known = (self.model, self.hardware) == (base.model, base.hardware)
         fitting = base.gpus_per_engine if known else _fitting_gpus(self.model, self.hardware, base.precision)
+        engine = self.gpus_per_engine or fitting
+        require(self.num_gpus >= engine, "num_gpus", f"must hold an engine of {engine} GPUs", self.num_gpus)
         setting = replace(
             base,
             model=self.model,
             hardware=self.hardware,
             num_gpus=self.num_gpus,
-            gpus_per_engine=self.gpus_per_engine or fitting,
+            gpus_per_engine=engine,
             num_rollouts=self.num_rollouts or base.num_rollouts,
         )
-        return Scenario(
+        scenario = Scenario(
             setting=setting,
             mean_tokens=self.mean_tokens or max(base.mean_response_tokens.values()),
             k=self.k,
@@ -98,6 +100,13 @@ class ProjectionRequest:
             lag=self.lag,
             generation_fraction=self.generation_fraction,
         )
+        require(
+            self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
+            "generation_fraction",
+            f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training",
+            self.generation_fraction,
+        )
+        return scenario
 
 
 def published_scenario(*, k: int, acceptance_length: float, num_gpus: int = 0, lag: int = 0) -> Scenario:

@@ -13,6 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records import RunRecord, write_record
 from slipstream.simulator.cli import add_parser
+from slipstream.types import LoopMode
 
 ASKED = ["--model", "qwen3-235b-a22b", "--gpus", "2048", "--lag", "2", "--k", "5", "--acceptance-length", "4"]
 
@@ -33,10 +34,11 @@ def test_every_option_reaches_the_projection(capsys: pytest.CaptureFixture[str])
     layout = ["--model", "mimo-7b", "--hardware", "h200", "--gpus", "40", "--gpus-per-engine", "4"]
     rollouts = ["--rollouts", "96", "--mean-tokens", "1234", "--lag", "3", "--generation-fraction", "0.6"]
     assert main(["simulate", "project", *layout, *rollouts, "--k", "4", "--acceptance-length", "2.25"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
+    assert capsys.readouterr().out.splitlines()[:4] == [
         "MiMo-7B, 40 x H200 SXM, bfloat16",
         "96 rollouts of 1234 tokens on average, 4 GPUs an engine",
         "k = 4, acceptance length 2.25, lag 3, 24 GPUs generate",
+        "the learner pads each response to 8192 tokens",
     ]
 
 
@@ -100,10 +102,23 @@ def test_balance_marks_the_best_split_and_says_what_binds_it(
     assert main(["simulate", "balance", "--run", str(written), "--mode", "one_step_off", "--lag", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("synchronous step, measured: autoregressive ")
-    assert lines[1] == "projected, one_step_off, lag 2; cores for generation : training, * the best"
-    assert lines[3].split()[:5] == ["split", "autoregressive", "step", "s", "exposed"]
-    assert lines[4].startswith("        1 : 1")
-    assert lines[4].count("*") == 2
+    assert lines[1] == "asynchronous step, measured: none"
+    assert lines[2] == "projected, one_step_off, lag 2; cores for generation : training, * the best"
+    assert lines[4].split()[:5] == ["split", "autoregressive", "step", "s", "exposed"]
+    assert lines[5].startswith("        1 : 1")
+    assert lines[5].count("*") == 2
+
+
+def test_balance_takes_mode_and_lag_of_the_runs_own_loop(
+    run: RunRecord, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = replace(run.arms[0], loop=LoopMode.ONE_STEP_OFF.value, max_off_policy_steps=3)
+    for asynchronous, loop in (((own,), "one_step_off, lag 3"), ((), "in_flight, lag 1")):
+        written = write_record(replace(run, asynchronous=asynchronous), tmp_path / "run.json")
+        assert main(["simulate", "balance", "--run", str(written)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith(f"asynchronous step, measured: {'autoregressive ' if asynchronous else 'none'}")
+        assert lines[2].startswith(f"projected, {loop};")
 
 
 def test_balance_of_a_loop_without_a_lag_is_refused(

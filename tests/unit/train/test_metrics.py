@@ -204,6 +204,7 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         num_response_tokens=3,
         num_truncated=1,
         num_zero_signal_groups=1,
+        longest_response_tokens=3,
         acceptance=ACCEPTANCE,
         draft_version=4,
         has_logprob_pass=False,

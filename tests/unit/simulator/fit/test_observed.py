@@ -94,6 +94,27 @@ def test_a_baseline_whose_rounds_differ_counts_for_less(demo_arms: DemoArms, dem
     assert noise["sweep, batch 64, k = 5"] == noise["autoregressive arm"] == 0.05
 
 
+def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_baselines_were(
+    demo_arms: DemoArms, demo_tuning: TuningRecord
+) -> None:
+    """Each point is on the clock of its baseline: it says how fast a k is beside k = 0, and shares its noise."""
+
+    def predicted_s(slower: float, p90_s: float) -> float:
+        points = tuple(
+            replace(
+                point, autoregressive_s=slower * point.autoregressive_s, generation_p10_s=1.0, generation_p90_s=p90_s
+            )
+            for point in demo_tuning.points
+        )
+        check = calibrate_run(demo_arms(1.0), replace(demo_tuning, points=points), SETTING, target="cpu").check
+        assert check is not None
+        return check.predicted_s
+
+    quiet, noisy = (predicted_s(2.0, p90_s) / predicted_s(1.0, p90_s) for p90_s in (1.0, 100.0))
+    assert quiet > 1.1
+    assert noisy == pytest.approx(1.0, abs=0.05)
+
+
 def test_every_k_of_the_sweep_is_projected_on_the_same_machine(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
     points = project_run(calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu"), [1, 5])
     assert [point.k for point in points] == [1, 5]

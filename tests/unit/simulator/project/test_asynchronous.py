@@ -17,7 +17,6 @@ from slipstream.simulator.project.asynchronous import (
     CoreSlowdowns,
     PredictedArm,
     believed_slowdowns,
-    check_predicted,
     measured_slowdowns,
     predict_asynchronous,
 )
@@ -113,8 +112,6 @@ def test_both_arms_of_a_run_are_predicted_by_belief_with_its_source(demo_arms: D
     assert [arm.bound for arm in found.arms] == [Bound.LEARNER, Bound.LEARNER]
     assert "4.45 over 4.15 s" in found.sources["speculative"]
     assert (believed_slowdowns().engine.median, believed_slowdowns().learner.median) == (1.07, 1.54)
-    (check,) = check_predicted(found, {Arm.AUTOREGRESSIVE: 2.0 * found.arms[0].step_s})
-    assert (check.label, check.error) == ("autoregressive", pytest.approx(-0.5))
 
 
 def test_an_arm_that_ran_in_both_loops_gives_its_own_factors(demo_arms: DemoArms) -> None:

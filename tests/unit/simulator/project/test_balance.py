@@ -28,7 +28,7 @@ LAYOUT = LayoutRecord(
 
 def test_two_cores_have_one_split(run: RunRecord) -> None:
     found = balance(run)
-    predicted = predict_asynchronous(run.arms, lag=1, mode=LoopMode.IN_FLIGHT).arms
+    predicted = predict_asynchronous(run.arms, lag=1, mode=LoopMode.IN_FLIGHT, idle_core_helps=True).arms
     assert found.unit == "core"
     assert [(row.generation, row.training, row.step_s) for row in found.rows] == [(1, 1, p.step_s) for p in predicted]
     measured_s = fmean(step.times.step_s for step in run.arms[0].timed_steps)

@@ -31,8 +31,20 @@ def test_an_engine_gets_the_gpus_that_hold_the_model(model: str, hardware: str, 
 
 
 def test_more_engines_than_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"setting.num_gpus must be >= gpus_per_engine 8, got 4"):
-        ProjectionRequest(model="qwen3-235b-a22b", num_gpus=4, k=3, acceptance_length=3.0).scenario()
+    request = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=4, k=3, acceptance_length=3.0)
+    with pytest.raises(ConfigError, match=r"num_gpus must hold an engine of 8 GPUs, got 4"):
+        request.scenario()
+
+
+@pytest.mark.parametrize(("num_gpus", "fraction"), [(8, 0.75), (64, 0.1), (64, 0.999)])
+def test_a_split_without_an_engine_or_a_learner_is_refused(num_gpus: int, fraction: float) -> None:
+    request = ProjectionRequest(
+        model="qwen3-235b-a22b", num_gpus=num_gpus, k=3, acceptance_length=3.0, lag=1, generation_fraction=fraction
+    )
+    rule = rf"generation_fraction must leave, of {num_gpus} GPUs, an engine's 8 for generation and one for training"
+    with pytest.raises(ConfigError, match=rule):
+        request.scenario()
+    assert replace(request, lag=0).scenario().generation_gpus == num_gpus  # both on all of them
 
 
 def test_a_request_takes_everything_that_it_names() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import Bound, overlap
-from slipstream.simulator.cost.group_slots import Loop, step_starts
 from slipstream.simulator.cost.lengths import Lengths, stratified
 from slipstream.simulator.cost.rollout import RolloutShape, Slots, Trace
 from slipstream.types import StageTimes
+from tests.unit.simulator.cost.played_loop import Loop, step_starts
 
 NUM_STEPS = 30
 _CYCLE = 12  # steps: with a lag of n the loop repeats itself every n + 1 steps, a long one after n short ones
