@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runs import FinishedRun, open_run
+from benchmarks.widen import widened
 from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.data.prompts import read_prompt_sets, render
@@ -38,7 +39,7 @@ from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
 _SEED = 90_000  # of the comparison: no other one's draws
-_BY_BATCH, _SWITCHED_OFF = "by batch", "k=0 by switch"
+_BY_BATCH, _BOLD, _SWITCHED_OFF = "by batch", "boldest table", "k=0 by switch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +115,10 @@ def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
     ]
 
 
-def tuned(recipe: Recipe, run: FinishedRun, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
+def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
     """The best fixed k and the table, by the sweep."""
     swept = sweep(
-        lambda k: recipe_engine(recipe, run.policy, draft, k),
+        lambda k: recipe_engine(recipe, policy, draft, k),
         prompts,
         config=recipe.tuning,
         sampling=recipe.sampling,
@@ -127,21 +128,38 @@ def tuned(recipe: Recipe, run: FinishedRun, draft: Path, prompts: Sequence[Promp
     return choose(swept.points, config=recipe.tuning, batch=recipe.tuning.batch_sizes[-1], rounds=swept.rounds)
 
 
+def boldest(record: TuningRecord) -> tuple[ScheduleEntry, ...]:
+    """In each range the k that was fastest in the sweep, however little that is sure of, and 0 among them.
+
+    An estimate of what any table could gain, and no rule to follow.
+    """
+    ranges = sorted({(point.batch_from, point.batch_to) for point in record.running})
+    best = {
+        each: max((p for p in record.running if (p.batch_from, p.batch_to) == each), key=lambda p: p.gain).k
+        for each in ranges
+    }
+    return tuple(
+        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for (start, end), k in best.items()
+    )
+
+
 def compare(
-    recipe: Recipe, run: FinishedRun, draft: Path, record: TuningRecord, prompts: Sequence[Prompt], num_rounds: int
+    recipe: Recipe, policy: Path, draft: Path, record: TuningRecord, prompts: Sequence[Prompt], num_rounds: int
 ) -> dict[str, list[GenerationResult]]:
-    """Every fixed k, the table, and the table's engine switched to k=0: entry i of each is of one round."""
+    """Every fixed k, the table, the boldest one, and the table's engine switched to k=0: entry i is of one round."""
     size = recipe.tuning.batch_sizes[-1] // recipe.grpo.group_size
-    longest = max(entry.num_speculative_tokens for entry in record.schedule)
+    bold = boldest(record)
+    longest = max(entry.num_speculative_tokens for entry in (*record.schedule, *bold))
     ks = recipe.tuning.candidate_ks
 
     def start(k: int, stack: ExitStack, schedule: Sequence[ScheduleEntry] = ()) -> RemoteEngine:
-        return stack.enter_context(recipe_engine(recipe, run.policy, draft, k, schedule=schedule))
+        return stack.enter_context(recipe_engine(recipe, policy, draft, k, schedule=schedule))
 
     with ExitStack() as stack:
         contestants = {f"k={k}": Contestant(engine=start(k, stack)) for k in ks}
         table = start(longest, stack, record.schedule)
         contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)
+        contestants[_BOLD] = Contestant(engine=table, table=bold)
         contestants[_SWITCHED_OFF] = Contestant(engine=table, table=constant(0))
         results: dict[str, list[GenerationResult]] = {name: [] for name in contestants}
         names = list(contestants)
@@ -166,6 +184,7 @@ def show_tuned(record: TuningRecord) -> None:
         num_steps = here[record.chosen_k].num_steps if record.chosen_k in here else 0
         print(f"  {start:3d} to {end:3d}, {num_steps:5d} steps     ", *(told.get(k, "").rjust(15) for k in ks))
     print(f"table: {described(record.schedule)}; expected {record.schedule_gain:.3f}x over k={record.chosen_k}")
+    print(f"boldest: {described(boldest(record))}")
 
 
 def show_compared(results: Mapping[str, Sequence[GenerationResult]]) -> None:
@@ -206,6 +225,8 @@ def main() -> int:
     parser.add_argument("--run", type=Path, default=Path("runs/latest"), help="directory of a finished run")
     parser.add_argument("--draft-steps", type=int, default=24, help="of a weak draft; 0: the run's own draft")
     parser.add_argument("--draft", type=Path, default=None, help="where the weak draft lies, or is to lie")
+    parser.add_argument("--widen", type=int, default=1, help="times as wide a feed-forward: a policy that costs more")
+    parser.add_argument("--wide", type=Path, default=None, help="where that policy lies, or is to lie")
     parser.add_argument("--batch", type=int, default=192, help="rollouts of a generation")
     parser.add_argument("--num-long", type=int, default=0, help="prompts with long answers beside short ones")
     parser.add_argument("--long-terms", type=int, default=0, help="of those prompts; 0: the run's longest ones")
@@ -222,6 +243,7 @@ def main() -> int:
         return 2
     print(run.described())
     connect()
+    policy = widened(run.policy, options.wide or run.execution / f"policy-{options.widen}", options.widen)
     draft = weak_draft(run, options.draft_steps, options.draft or run.execution / f"draft-{options.draft_steps}")
     engine = replace(run.recipe.engine, max_num_seqs=options.batch, kv_cache_gib=0.8, num_kept_idle=len(options.ks) + 1)
     tuning = TuningConfig(
@@ -235,10 +257,10 @@ def main() -> int:
     size = options.batch // recipe.grpo.group_size
     long = long_problems(run, options.long_terms)
     prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long, long)
-    record = tuned(recipe, run, draft, prompts)
+    record = tuned(recipe, policy, draft, prompts)
     show_tuned(record)
     if options.num_rounds:
-        show_compared(compare(recipe, run, draft, record, others, options.num_rounds))
+        show_compared(compare(recipe, policy, draft, record, others, options.num_rounds))
     return 0
 
 

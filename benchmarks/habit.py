@@ -1,8 +1,8 @@
 """A policy with a habit that RL will unlearn, and a draft that knows the policy as it is: where a moving policy starts.
 
 A finished run's policy can add, and answers half of its problems without work. A few steps of training on answers of
-which few show work make that nearly all of them, while what it can do stays. Its own answers then teach a draft, which sees
-next to no work. RL finds that work pays, and the style of the answers moves away from what the draft knows.
+which few show work make that nearly all of them, while what it can do stays. Its own answers then teach a draft, which
+sees next to no work. RL finds that work pays, and the style of the answers moves away from what the draft knows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _teach(run: FinishedRun, directory: Path, lessons: Lessons) -> None:
     """Go on pretraining the run's policy, on answers of which few have work."""
     data, scratch = run.recipe.data, run.recipe.policy.scratch
     assert scratch is not None, "the run made its policy"
-    hasty = replace(data, synthetic=replace(data.synthetic, careless_rate=1.0 - lessons.share_of_work), seed=data.seed + 1)
+    hasty = replace(
+        data, synthetic=replace(data.synthetic, careless_rate=1.0 - lessons.share_of_work), seed=data.seed + 1
+    )
     short = replace(
         scratch,
         num_steps=lessons.num_steps,

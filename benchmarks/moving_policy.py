@@ -1,7 +1,7 @@
 """A policy that moves away from its draft: `python -m benchmarks.moving_policy --run RUN`.
 
-A finished run's policy is first taught to answer without work (`benchmarks/habit.py`), and a draft that policy's answers.
-Then arms of GRPO train from there: the policy learns to work, and a frozen draft is accepted less. The arms differ in
+A finished run's policy is first taught to answer without work (`benchmarks/habit.py`), and a draft its answers. Then
+arms of GRPO train from there: the policy learns to work, and a frozen draft is accepted less. The arms differ in
 `draft.online` alone and take their steps in turn. Shown is what each keeps of the acceptance, and what its training of
 the draft took. `--habit-steps 0` starts from the run's own policy and draft.
 

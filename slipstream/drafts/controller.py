@@ -93,7 +93,9 @@ class Staleness:
         """After the rollouts of another step; None, or no drafts, tell nothing."""
         if acceptance is None or acceptance.num_drafts == 0:
             return self
-        seen = replace(self, recent=(*self.recent, acceptance)[-WINDOW:], idle=_next(self.idle), pause=_next(self.pause))
+        seen = replace(
+            self, recent=(*self.recent, acceptance)[-WINDOW:], idle=_next(self.idle), pause=_next(self.pause)
+        )
         length, noise = seen.length, seen.noise
         reference = length if seen.reference is None else max(seen.reference, length)
         if length > seen.lowest + noise or length >= reference:

@@ -1,8 +1,8 @@
 """A guard against drafts and policies that no longer belong together: acceptance far below its own recent band.
 
-A half-written draft, or one of another policy, does not fail. It is merely accepted less, and speculation becomes slower
-than none. Such a fault comes from one step to the next. A policy that moves away from its draft is accepted less step
-by step: that is no fault, and the guard says so once.
+A half-written draft, or one of another policy, does not fail. It is merely accepted less, and speculation becomes
+slower than none. Such a fault comes from one step to the next. A policy that moves away from its draft is accepted
+less step by step: that is no fault, and the guard says so once.
 """
 
 from __future__ import annotations

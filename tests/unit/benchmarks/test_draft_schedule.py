@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.draft_schedule import Contestant, halves, show_compared
-from slipstream.drafts.schedule import constant
+from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
+from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import load_recipe
+from slipstream.records import RunningPoint, TuningRecord
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -75,3 +76,34 @@ def test_a_long_tail_has_the_longest_problems_beside_the_shortest_in_every_gener
     assert all(each[4] > 54 and each[9] > 54 and max(each[:4]) <= 20 for each in lengths)
     assert not set(lengths[0]) & set(lengths[1])
     assert halves(prompts, 5, 0) == (prompts[:30], prompts[30:])
+
+
+def test_long_problems_of_their_own_stand_beside_the_shortest_ones() -> None:
+    prompts = [Prompt(id=str(n), text="", token_ids=(1,) * n, answer="") for n in range(1, 61)]
+    long = [Prompt(id=f"long-{n}", text="", token_ids=(1,) * 99, answer="") for n in range(6)]
+    sweep, comparison = halves(prompts, 5, 1, long)
+    for half in (sweep, comparison):
+        assert [prompt.id.startswith("long") for prompt in half[:5]] == [False] * 4 + [True]
+        assert len(half) == 10
+    assert not {prompt.id for prompt in sweep} & {prompt.id for prompt in comparison}
+
+
+def test_the_boldest_table_takes_what_was_fastest_whatever_its_bound_and_0_too() -> None:
+    def point(k: int, batches: tuple[int, int], gain: float) -> RunningPoint:
+        return RunningPoint(
+            k=k,
+            batch_from=batches[0],
+            batch_to=batches[1],
+            num_rounds=2,
+            num_steps=2,
+            token_ms=1.0,
+            tokens_per_step=1.0,
+            speedup=None,
+            gain=gain,
+            gain_low=0.0,
+        )
+
+    running = tuple(point(k, (1, 1), gain) for k, gain in ((0, 0.5), (1, 1.0), (3, 1.01)))
+    running += tuple(point(k, (2, 2), gain) for k, gain in ((0, 1.2), (1, 1.0), (3, 0.9)))
+    record = TuningRecord(chosen_k=1, reason="", points=(), schedule=constant(1), running=running)
+    assert described(boldest(record)) == "1-1: 3, 2-2: 0"

@@ -97,7 +97,7 @@ def test_without_steps_left_nothing_pays() -> None:
 
 
 def paused(*lengths: float) -> Staleness:
-    """A draft that reached 4, fell to 3, and was trained `PATIENCE` times without a gain; then it stood at `lengths`."""
+    """A draft that reached 4, fell to 3, and was trained `PATIENCE` times without a gain; then stood at `lengths`."""
     state = after(4.0, 3.0, 3.0, 3.0)
     for _ in range(PATIENCE):
         state = state.trained(1.0).observed(accepted(3.0))

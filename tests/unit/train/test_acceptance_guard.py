@@ -60,7 +60,9 @@ def test_a_slow_decline_takes_the_band_along() -> None:
 MOVING = [3.9, 3.91, 3.9, 3.89, 3.9, 3.91, 3.9, 3.8, 3.6, 3.4, 3.1, 2.8, 2.5, 2.2, 2.0, 1.9]
 
 
-def test_a_policy_that_moves_away_from_its_draft_is_warned_of_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_moves_away_from_its_draft_is_warned_of_once_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     guard = AcceptanceGuard()
     for step, length in enumerate(MOVING):
         guard.check(of_length(length, num_drafts=1000), policy_version=step)
@@ -103,7 +105,7 @@ def test_a_step_without_drafts_deviates_by_nothing() -> None:
 
 
 def of_length(length: float, num_drafts: int = 10**8) -> AcceptanceStats:
-    """By default of so many drafts that their number adds nothing to the scatter; each is accepted whole or not at all."""
+    """Of drafts that are accepted whole or not at all, by default so many that their number adds no scatter."""
     num_positions = max(1, math.ceil(length - 1))
     whole = round((length - 1) / num_positions * num_drafts)
     return stats(*[whole] * num_positions, num_drafts=num_drafts)
@@ -128,9 +130,9 @@ def test_six_deviations_below_the_median_are_taken_and_anything_lower_is_not() -
     assert str(caught.value) == (
         "mean acceptance length must stay near that of the last 6 steps, 1.88, and at least at 1.50, got 1.48 at "
         "policy version 9. Likely: the draft was not refitted with the policy, or twice for one; the prefix cache is "
-        "stale; the draft's positions end before max_model_len; prompts of another kind; a policy that a few steps moved "
-        "far from its draft, which draft.online: when_stale trains during RL, and draft.autopilot switches off where it "
-        "loses"
+        "stale; the draft's positions end before max_model_len; prompts of another kind; a policy that a few steps "
+        "moved far from its draft, which draft.online: when_stale trains during RL, and draft.autopilot switches off "
+        "where it loses"
     )
 
 
