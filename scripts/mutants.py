@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import re
 import subprocess
@@ -24,6 +25,7 @@ from mutmut.stats import status_by_exit_code
 _WORK = Path("mutants")
 _ACCEPTED = Path("scripts/mutants_accepted.yaml")
 _REPORT = Path("docs/mutants.md")
+_TRIED = _WORK / "tried.json"
 _LEAST_SHARE = 0.92
 _FOUND = ("killed", "timeout")
 _HEAD = """# Mutants
@@ -33,6 +35,10 @@ runs the unit tests that reach the changed function. A mutant is killed if one o
 change that nobody would notice. A time-out counts as found: the change made a loop endless. The table and the list
 below are written by the command itself. What is mutated, and by which tests it is judged, stands under `[tool.mutmut]`
 in `pyproject.toml`; functions with a decorator and the defaults of config fields are not mutated (mutmut cannot).
+
+A killed mutant stays so while its function is unchanged, so a run tries what is new, and what survived; a run may also
+be of some modules alone. `tried at` is the commit at which a module's results last changed; mutants of functions that
+changed since then count as not tried.
 
 """
 
@@ -99,46 +105,61 @@ def forget_survivors() -> None:
         meta.write_text(json.dumps(data))
 
 
+def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
+    """By source file the commit at which its results last changed; remembered beside the results."""
+    known = json.loads(_TRIED.read_text()) if _TRIED.exists() else {}
+    for path, statuses in found.items():
+        tried = {key: status for key, status in statuses.items() if status != "not checked"}
+        digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
+        if digest != known.get(str(path), {}).get("digest"):
+            known[str(path)] = {"digest": digest, "commit": commit}
+    _TRIED.write_text(json.dumps(known, indent=1))
+    return {path: each["commit"] for path, each in known.items()}
+
+
 def report() -> list[str]:
     """Write the report; returns what is wrong with the result."""
     accepted = yaml.safe_load(_ACCEPTED.read_text())
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    commit = described.stdout.strip()
+    found = dict(results())
+    commits = tried_at(found, commit)
     rows, listed, problems, total = [], [], [], Counter[str]()
-    for path, statuses in results():
+    for path, statuses in found.items():
         counts = Counter(statuses.values())
         total += counts
-        rows.append(_row(f"`{path}`", counts))
+        rows.append(_row(f"`{path}`", commits[str(path)], counts))
         for key, status in statuses.items():
             if status in _FOUND or status == "not checked":
                 continue
-            found = survivor(path, key, status)
-            reason = reason_of(found, accepted)
+            survived = survivor(path, key, status)
+            reason = reason_of(survived, accepted)
             if reason is None:
-                problems.append(f"{found.path}:{found.line} {found.change}")
-            listed.append((reason or "No reason yet", found))
-    share = sum(total[status] for status in _FOUND) / total.total()
+                problems.append(f"{survived.path}:{survived.line} {survived.change}")
+            listed.append((reason or "No reason yet", survived))
+    share = sum(total[status] for status in _FOUND) / (total.total() - total["not checked"])
     if share < _LEAST_SHARE or total["not checked"]:
-        problems.append(f"{share:.1%} of the mutants are found, {total['not checked']} were not tried")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+        problems.append(f"{share:.1%} of the mutants tried are found, {total['not checked']} were not tried")
     table = "\n".join(
         [
-            f"{date.today():%Y-%m-%d}, commit {commit.stdout.strip()}, `make mutants`, mutmut 3.8.1.\n",
-            "| module | mutants | not tried | killed | survived | no test | time-out | found of those tried |",
-            "|---|---|---|---|---|---|---|---|",
+            f"{date.today():%Y-%m-%d}, commit {commit}, `make mutants`, mutmut 3.8.1.\n",
+            "| module | tried at | mutants | not tried | killed | survived | no test | time-out | found of tried |",
+            "|---|---|---|---|---|---|---|---|---|",
             *rows,
-            _row("**all**", total),
+            _row("**all**", "", total),
         ]
     )
     _REPORT.write_text(f"{_HEAD}{table}\n\n## Survivors\n{_list(listed)}")
     return problems
 
 
-def _row(name: str, counts: Counter[str]) -> str:
+def _row(name: str, commit: str, counts: Counter[str]) -> str:
     tried = counts.total() - counts["not checked"]
     found = f"{sum(counts[status] for status in _FOUND) / tried:.1%}" if tried else "-"
     survived = counts.total() - sum(counts[each] for each in (*_FOUND, "no tests", "not checked"))
     untried = counts["not checked"]
     numbers = (counts.total(), untried, counts["killed"], survived, counts["no tests"], counts["timeout"])
-    return f"| {name} | {' | '.join(map(str, numbers))} | {found} |"
+    return f"| {name} | {commit} | {' | '.join(map(str, numbers))} | {found} |"
 
 
 def _list(listed: list[tuple[str, Survivor]]) -> str:

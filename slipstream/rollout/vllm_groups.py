@@ -86,7 +86,8 @@ class GroupsUnderWay:
     def restart(self, index: int, seeds: Sequence[int]) -> int:
         """Start a group's unfinished rollouts anew, each with its place's seed; how many those were."""
         names = [name for name, rollout in self._rollouts.items() if rollout.group.request.index == index]
-        for group in {id(self._rollouts[name].group): self._rollouts[name].group for name in names}.values():
+        for name in names:
+            group = self._rollouts[name].group
             group.request = replace(group.request, seeds=tuple(seeds))
         self._start_anew(names)
         return len(names)

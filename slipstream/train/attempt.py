@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
+from slipstream.grpo.loop import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records import AutopilotStep, ScheduleEntry, StepRecord
-from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous.in_flight import InFlightLoop
-from slipstream.train.asynchronous.lasting import LastingInFlight
+from slipstream.train.asynchronous.lasting import LastingInFlight, ReplaceableInFlight
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
@@ -24,7 +24,6 @@ from slipstream.train.metrics import StageClock
 from slipstream.train.recovery import Gate, LastingEngines, ReplaceableEngines
 from slipstream.train.step import Draft, Learner, Trainer
 from slipstream.types import Arm, LoopMode, Prompt, RolloutGroup
-from slipstream.workers.engines import RemoteEngine
 
 
 class RestingLearner(Learner, Resting, Protocol):
@@ -36,6 +35,14 @@ class OnStep(Protocol):
 
     def __call__(self, record: StepRecord, waiting: Pending | None = None) -> None:
         """`waiting`: what is generated and not trained on, in a loop that has such, where a checkpoint is due."""
+        ...
+
+
+class Engines(SwitchableEngines, ReplaceableInFlight, Protocol):
+    """Engines that any of the loops can train with."""
+
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        """Begin to generate in flight, with nothing under way."""
         ...
 
 
@@ -55,8 +62,8 @@ class Attempt:
     prompts: tuple[Prompt, ...]
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     learner: RestingLearner
-    engines: RemoteEngine
-    gate: RefitGate
+    engines: Engines
+    gate: Gate
     draft: Draft
     guard: AcceptanceGuard
     on_step: OnStep

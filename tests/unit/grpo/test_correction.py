@@ -51,6 +51,7 @@ def test_the_band_masks_a_token_or_the_response_of_which_the_geometric_mean_lies
 
 def test_a_ratio_on_the_bands_edge_counts() -> None:
     assert _weights([[0.5, 2.0]], BANDS["tokens"])[1].all()
+    assert weights([np.log([0.5, 2.0])], BANDS["tokens"])[0].all()
 
 
 def test_sequences_that_share_a_row_are_told_apart_and_prompts_do_not_count() -> None:

@@ -10,7 +10,7 @@ import pytest
 from slipstream.grpo.config import LossConfig
 from slipstream.grpo.update import Trained, Update, combined, minibatches, part_of
 from slipstream.ragged import Ragged
-from slipstream.records import TrainStats
+from slipstream.records import DraftUpdate, TrainStats
 from slipstream.types import TrainBatch
 
 LOGPROBS = [np.full(2, -float(i), dtype=np.float32) for i in range(5)]
@@ -70,6 +70,19 @@ def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
     assert (stats.loss, stats.kl, stats.clip_fraction, stats.num_tokens) == (4.0, 7.0, 0.75, 4)
     assert (stats.grad_norm, stats.learning_rate) == pytest.approx((3.0, 0.3))
     assert whole.own_logprobs is None
+
+
+def test_a_drafts_training_over_a_step_is_a_mean_over_its_updates_and_their_time_together() -> None:
+    """Losses of 1.0 in one update of the draft and 4.0 in two; a part that trained no draft adds nothing."""
+    stats = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
+    drafts = (
+        DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.5),
+        None,
+        DraftUpdate(loss=4.0, num_updates=2, elapsed_s=0.25),
+    )
+    whole = combined([Trained(stats=stats, own_logprobs=None, draft=draft) for draft in drafts])
+    assert whole.draft == DraftUpdate(loss=3.0, num_updates=3, elapsed_s=0.75)
+    assert combined([Trained(stats=stats, own_logprobs=None)] * 2).draft is None
 
 
 def test_a_step_of_one_update_is_that_update() -> None:

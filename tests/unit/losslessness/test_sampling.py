@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import draw, positions
+from slipstream.losslessness.sampling import AcrossRefits, draw, positions
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace
+from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Prompt
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)
@@ -60,6 +62,33 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
     assert [trace.token_ids[1] for trace in sample.traces] == [1, 1, 1, 2, 2, 2]
     assert [[trace.prompt_token_ids for trace in traces] for traces in sample.repeats] == [[(0,)] * 3, [(1,)] * 3]
     assert [trace.token_ids[1] for trace in sample.greedy] == [4] * 4
+
+
+class Refitted(Engine):
+    """Takes new weights while it draws, and notes which and how often."""
+
+    def trace(self, prompts: Sequence[Prompt], **more: Any) -> list[Trace]:
+        self.refits = (more.pop("refits"), more.pop("steps_between"))
+        return super().trace(prompts, **more)
+
+
+def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alone() -> None:
+    refits = tuple(WeightFiles(policy=Path(f"policy {version}"), policy_version=version) for version in (1, 2))
+    engine, refitted = Engine(), Refitted()
+
+    draw(
+        engine,
+        PROMPTS,
+        config=CONFIG,
+        sampling=SAMPLING,
+        batch=5,
+        seed=7,
+        across=AcrossRefits(engine=refitted, refits=refits, steps_between=4),
+    )
+
+    assert refitted.refits == (refits, 4)
+    assert refitted.calls == [(["0", "1", "2", "3", "4"], SAMPLING, 1, 8)]
+    assert [group_size for _, _, group_size, _ in engine.calls] == [3, 1]
 
 
 def test_nothing_is_drawn_without_prompts() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import BIASED, LOSSLESS, TOO_WEAK, certify, judged
+from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
 from slipstream.policy.conditionals import conditionals, processed_logprobs
+from slipstream.records import CertificateRecord, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt, VersionSpan
@@ -121,17 +125,34 @@ def sample(
     return draw(engine, PROMPTS, config=config, sampling=sampling, batch=24, seed=seed)
 
 
-def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: LosslessnessConfig = CONFIG) -> str:
-    record = certify(
-        sample(engine, sampling, seed=1, config=config),
-        sample(Engine(), sampling, seed=2, config=config),
+def certificate(
+    speculative: Sample,
+    autoregressive: Sample,
+    *,
+    config: LosslessnessConfig,
+    sampling: SamplingConfig = SAMPLING,
+    subject: Subject = SUBJECT,
+    earlier: Mapping[int, NDArray[np.float64]] | None = None,
+) -> CertificateRecord:
+    return certify(
+        speculative,
+        autoregressive,
         Policy(),
         config=config,
         sampling=sampling,
-        subject=SUBJECT,
+        subject=subject,
         started_s=0.0,
+        earlier=earlier,
     )
-    return record.verdict
+
+
+def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: LosslessnessConfig = CONFIG) -> str:
+    return certificate(
+        sample(engine, sampling, seed=1, config=config),
+        sample(Engine(), sampling, seed=2, config=config),
+        config=config,
+        sampling=sampling,
+    ).verdict
 
 
 class Refitted(Engine):
@@ -215,3 +236,159 @@ def test_too_few_tokens_certify_nothing() -> None:
     )
 
     assert verdict(Engine(k=3), config=few) == TOO_WEAK
+
+
+SMALL = replace(CONFIG, num_tokens=300, num_repeated_prompts=2, num_repeats=64, num_replications=5)
+
+
+def small(engine: Engine, *, seed: int) -> Sample:
+    return sample(engine, seed=seed, config=SMALL)
+
+
+def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
+    config = replace(SMALL, family_level=0.02, power=0.8, max_detectable_bias=0.9, seed=4)
+    sampling = SamplingConfig(temperature=0.9, top_p=0.95, top_k=8, max_response_tokens=20)
+    subject = Subject(
+        num_speculative_tokens=3,
+        policy_fingerprint="of the policy",
+        draft_fingerprint="of the draft",
+        versions={"torch": "2"},
+        schedule=(ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=3),),
+    )
+    speculative = sample(Engine(k=3), sampling, seed=1, config=config)
+    autoregressive = sample(Engine(), sampling, seed=2, config=config)
+
+    start_s = time.perf_counter()
+    record = certify(
+        speculative,
+        autoregressive,
+        Policy(),
+        config=config,
+        sampling=sampling,
+        subject=subject,
+        started_s=start_s - 60.0,
+    )
+
+    assert (record.claim, record.family_level, record.power, record.max_detectable_bias) == (CLAIM, 0.02, 0.8, 0.9)
+    assert (record.temperature, record.top_p, record.top_k, record.seed) == (0.9, 0.95, 8, 4)
+    assert (record.num_speculative_tokens, record.schedule) == (3, subject.schedule)
+    assert (record.policy_fingerprint, record.draft_fingerprint) == ("of the policy", "of the draft")
+    assert record.versions == {"torch": "2"}
+    assert (record.num_tokens, record.num_baseline_tokens) == (speculative.num_tokens, autoregressive.num_tokens)
+    assert 60.0 < record.elapsed_s < 120.0
+    observed = {finding.name: finding.num_observations for finding in record.findings}
+    # Two prompts, 64 pairs of each, by one engine or by both.
+    assert (observed["first token of repeated prompts"], observed["second token given the first"]) == (128, 128)
+    assert observed["autoregressive beside speculative, first pair"] == 256
+    assert observed["pit, all tokens"] == speculative.num_tokens
+    assert observed["autoregressive beside speculative, pit"] == speculative.num_tokens + autoregressive.num_tokens
+    control = {finding.name: finding.num_observations for finding in record.control}
+    assert (control["pit, all tokens"], control["first token of repeated prompts"]) == (autoregressive.num_tokens, 128)
+    assert not {name for name in control if name.startswith("autoregressive")}
+    # A window of a token without a draft, then of three and a bonus: every token in one bar of twenty.
+    assert list(record.pit_histograms) == ["no draft", "draft position 1", "draft position 2"]
+    assert {len(bars) for bars in record.pit_histograms.values()} == {20}
+    assert sum(map(sum, record.pit_histograms.values())) == speculative.num_tokens
+
+
+def test_a_certificate_claims_no_more_than_was_drawn() -> None:
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+
+    def claim(kv_cache: KvCache | None, *, across_versions: bool) -> str:
+        earlier = {7: judged(drawn.traces, Policy(), sampling=SAMPLING, config=SMALL)} if across_versions else None
+        subject = replace(SUBJECT, kv_cache=kv_cache)
+        return certificate(drawn, baseline, config=SMALL, subject=subject, earlier=earlier).claim
+
+    assert claim(None, across_versions=False) == CLAIM
+    assert claim(KvCache.RECOMPUTE, across_versions=True) == CLAIM + IN_FLIGHT
+    assert claim(KvCache.KEEP, across_versions=True) == CLAIM + IN_FLIGHT + KEPT
+
+
+def rejected(record: CertificateRecord) -> set[str]:
+    return {finding.name for finding in record.findings if finding.reject}
+
+
+def test_repeated_first_pairs_are_held_against_the_policy_and_against_the_other_engine() -> None:
+    """Of the first prompt all 64 pairs begin with one token; of the second all go on with one after each first."""
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+    one, other = drawn.repeats
+    stuck = tuple(replace(trace, token_ids=(5, *(trace.token_ids[1:] or (2,)))) for trace in one)
+    first = certificate(replace(drawn, repeats=(stuck, other)), baseline, config=SMALL)
+    assert "first token of repeated prompts" in rejected(first)
+    assert "autoregressive beside speculative, first pair" in rejected(first)
+
+    drooping = tuple(
+        replace(trace, token_ids=(*trace.token_ids[:1], *[6] * len(trace.token_ids[1:]))) for trace in other
+    )
+    second = certificate(replace(drawn, repeats=(one, drooping)), baseline, config=SMALL)
+    assert "second token given the first" in rejected(second)
+    assert "first token of repeated prompts" not in rejected(second)
+    assert "autoregressive beside speculative, first pair" in rejected(second)
+    assert second.verdict == BIASED
+    least = min(finding.p_value_corrected for finding in second.findings)
+    names = ", ".join(finding.name for finding in second.findings if finding.reject)
+    num = len(rejected(second))
+    assert second.reason == f"{num} of {len(second.findings)} tests reject ({names}); least p {least:.1e}"
+
+
+def greedy(*tokens: int) -> Trace:
+    return Trace(
+        prompt_token_ids=(1, 3), token_ids=tokens, window_lengths=(1,) * len(tokens), policy_version=0, draft_version=0
+    )
+
+
+# Under the prompt 1, 3 and the first token 5 the tokens 6 and 7 are so far apart; at temperature 1 their logits say it.
+GAP = float(abs(logits_after((1, 3, 5))[6] - logits_after((1, 3, 5))[7]))
+
+
+@pytest.mark.parametrize(("near_tie_nats", "num_near_ties"), [(GAP * 1.001, 1), (GAP * 0.999, 0)])
+def test_greedy_responses_may_part_only_at_tokens_that_are_nearly_tied(
+    near_tie_nats: float, num_near_ties: int
+) -> None:
+    config = replace(SMALL, near_tie_nats=near_tie_nats, max_detectable_bias=0.99)
+    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(5, 6, 2), greedy(4, 0)))
+    baseline = replace(small(Engine(), seed=2), greedy=(greedy(5, 7, 2), greedy(4, 0)))
+    record = certificate(drawn, baseline, config=config)
+
+    found = record.greedy
+    assert (found.num_responses, found.num_equal, found.num_near_ties) == (2, 1, num_near_ties)
+    assert (found.largest_gap_nats, found.near_tie_nats) == (pytest.approx(GAP), near_tie_nats)
+    if num_near_ties:
+        assert record.verdict == LOSSLESS
+    else:
+        assert (record.verdict, record.reason) == (
+            BIASED,
+            "greedy decoding differs from autoregressive in 1 of 2 responses where no two tokens are within "
+            f"{near_tie_nats} nats (largest gap {GAP:.2f})",
+        )
+
+
+def test_a_greedy_response_that_ends_where_the_other_goes_on_is_never_excused() -> None:
+    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(5, 6), greedy(5, 6)))
+    baseline = replace(small(Engine(), seed=2), greedy=(greedy(5, 6, 2), greedy(5, 6)))
+    found = certificate(drawn, baseline, config=replace(SMALL, near_tie_nats=100.0)).greedy
+    assert (found.num_equal, found.num_near_ties, found.largest_gap_nats) == (1, 0, 1e9)
+
+
+def test_equal_greedy_responses_have_no_gap() -> None:
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+    found = certificate(drawn, baseline, config=SMALL).greedy
+    assert (found.num_responses, found.num_equal, found.num_near_ties, found.largest_gap_nats) == (6, 6, 0, 0.0)
+
+
+def test_a_verdict_says_which_bias_would_have_been_seen() -> None:
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+    record = certificate(drawn, baseline, config=replace(SMALL, max_detectable_bias=0.99, power=0.8))
+    blind = max(record.detectable, key=lambda power: power.detectable_total_variation)
+    bias = f"{blind.detectable_total_variation:.3f}"
+    assert (record.verdict, record.reason) == (
+        LOSSLESS,
+        f"none of {len(record.findings)} tests rejects; a bias of {bias} in total variation a token would have been "
+        "seen in 80% of runs",
+    )
+    record = certificate(drawn, baseline, config=replace(SMALL, max_detectable_bias=0.01, power=0.8))
+    assert (record.verdict, record.reason) == (
+        TOO_WEAK,
+        f"a {blind.alternative} policy would go unseen up to a total variation of {bias}, over "
+        "losslessness.max_detectable_bias 0.01: raise losslessness.num_tokens",
+    )

@@ -106,6 +106,7 @@ METRICS = [
 
 def test_each_counter_is_the_one_of_its_name() -> None:
     assert read_counters(METRICS) == _counters(4, 8, 5, 3, 2)
+    assert read_counters(METRICS, drafted_by_position=[4, 4]).drafted_by_position == (4, 4)
 
 
 @pytest.mark.parametrize("missing", ["drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from slipstream.records import AcceptanceStats
 from slipstream.rollout.dealing import Deal, SeenLengths, deal
-from slipstream.rollout.engine import Portion
-from slipstream.rollout.gathering import Call, gather, joined
+from slipstream.rollout.engine import Portion, RunningTime
+from slipstream.rollout.gathering import Call, gather, joined, together
 from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -70,6 +70,19 @@ class TimedEngines:
 def requests_of(*seconds: int, group_size: int = 2) -> tuple[GroupRequest, ...]:
     prompts = [Prompt(id=str(second), text="", token_ids=(1,), answer="") for second in seconds]
     return group_requests(prompts, group_size=group_size, seed=0)
+
+
+def accepted(drafts: int, num_accepted: int) -> AcceptanceStats:
+    """Of drafts of two tokens, all in the first place."""
+    return AcceptanceStats(
+        num_drafts=drafts,
+        num_draft_tokens=2 * drafts,
+        num_accepted_tokens=num_accepted,
+        accepted_by_position=(num_accepted, 0),
+        mean_acceptance_length=1 + num_accepted / drafts,
+        acceptance_rate=num_accepted / (2 * drafts),
+        rate_by_position=(num_accepted / drafts, 0.0),
+    )
 
 
 def test_without_a_queue_every_engine_gets_one_call_that_runs_to_its_end() -> None:
@@ -134,22 +147,38 @@ def test_one_engine_is_never_idle() -> None:
 
 
 def test_acceptance_is_that_of_all_calls_together() -> None:
-    def portion(index: int, drafts: int, accepted: int) -> Portion:
-        stats = AcceptanceStats(
-            num_drafts=drafts,
-            num_draft_tokens=2 * drafts,
-            num_accepted_tokens=accepted,
-            accepted_by_position=(accepted, 0),
-            mean_acceptance_length=1 + accepted / drafts,
-            acceptance_rate=accepted / (2 * drafts),
-            rate_by_position=(accepted / drafts, 0.0),
-        )
-        return Portion(groups=((index, rollout_groups(requests[index])),), acceptance=stats, started_s=0.0, ended_s=1.0)
+    def portion(index: int, drafts: int, num_accepted: int) -> Portion:
+        groups = ((index, rollout_groups(requests[index])),)
+        return Portion(groups=groups, acceptance=accepted(drafts, num_accepted), started_s=0.0, ended_s=1.0)
 
     requests = requests_of(1, 2)
     acceptance = joined(requests, [[portion(0, 4, 1)], [portion(1, 6, 4)]]).acceptance
     assert acceptance is not None
     assert (acceptance.num_drafts, acceptance.num_accepted_tokens, acceptance.mean_acceptance_length) == (10, 5, 1.5)
+
+
+def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_time() -> None:
+    """3 s on one engine's clock and 1 s on another's are 2 s of both; each step keeps the batch that ran in it."""
+    requests = requests_of(1, 2)
+    steps = [
+        RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5),
+        RunningTime(num_running=1, num_steps=3, num_tokens=3, elapsed_s=0.25),
+        RunningTime(num_running=2, num_steps=1, num_tokens=4, elapsed_s=0.25),
+    ]
+    entries = [(index, rollout_groups(requests[index])) for index in (0, 1)]
+    one = Portion(groups=(entries[1],), acceptance=None, started_s=7.0, ended_s=10.0, running=tuple(steps[:1]))
+    other = Portion(
+        groups=(entries[0],), acceptance=accepted(6, 4), started_s=1.0, ended_s=2.0, running=tuple(steps[1:])
+    )
+
+    assert together([one, other], num_engines=2) == Portion(
+        groups=(entries[1], entries[0]),
+        acceptance=accepted(6, 4),
+        started_s=0.0,
+        ended_s=2.0,
+        running=(steps[1], RunningTime(num_running=2, num_steps=6, num_tokens=24, elapsed_s=0.75)),
+    )
+    assert together([one], num_engines=2).acceptance is None
 
 
 @given(

@@ -26,6 +26,13 @@ def test_each_group_goes_to_the_engine_with_the_fewest_rollouts() -> None:
     assert indices(ledger.place([request(4, 1)], ["a", "b"])) == {"a": [4]}
 
 
+def test_what_an_engine_has_already_counts() -> None:
+    ledger = Ledger()
+    ledger.place([request(0, 1, 2)], ["a", "b"])
+
+    assert indices(ledger.place([request(1, 1)], ["a", "b"])) == {"b": [1]}
+
+
 def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> None:
     ledger = Ledger()
     ledger.place([request(0, 1), request(1, 1), request(2, 1), request(3, 1)], ["a", "b"])
@@ -36,11 +43,11 @@ def test_what_a_lost_engine_had_is_taken_once_and_what_came_back_is_not() -> Non
     assert [group.index for group in ledger.requests] == [1, 3]
 
 
-def test_other_seeds_are_told_to_the_engine_that_has_the_group() -> None:
+def test_other_seeds_are_told_to_the_engine_that_has_the_group_and_a_group_that_came_back_is_passed_over() -> None:
     ledger = Ledger()
     ledger.place([request(0, 1, 2), request(1, 3, 4)], ["a", "b"])
 
-    told = ledger.reseed([1, 7], lambda group: tuple(seed + 10 for seed in group.seeds))
+    told = ledger.reseed([7, 1], lambda group: tuple(seed + 10 for seed in group.seeds))
 
     assert told == {"b": {1: (13, 14)}}
     assert [group.seeds for group in ledger.requests] == [(1, 2), (13, 14)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from slipstream.rollout.requests import GroupRequest
 from slipstream.rollout.vllm_groups import Drawn, GroupsUnderWay
 from slipstream.types import Prompt
@@ -19,6 +21,7 @@ class Scheduled:
         self.steps = list(steps)
         self.counts: tuple[int, int] = (0, 0)  # running, waiting
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self))
+        self.running: list[Any] = []
 
     def get_request_counts(self) -> tuple[int, int]:
         return self.counts
@@ -76,6 +79,13 @@ def test_there_is_room_while_all_would_run_and_none_waits() -> None:
     assert not groups.has_room(2)
 
 
+def test_drafts_that_were_proposed_before_are_forgotten() -> None:
+    engine = Scheduled()
+    engine.running = [SimpleNamespace(spec_token_ids=[4, 5]), SimpleNamespace(spec_token_ids=[])]
+    GroupsUnderWay(engine, max_num_seqs=8).forget_drafts()
+    assert [running.spec_token_ids for running in engine.running] == [[], []]
+
+
 def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> None:
     engine = Scheduled([0])
     groups = GroupsUnderWay(engine, max_num_seqs=8)
@@ -130,18 +140,17 @@ def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_promp
     running = groups.take_running()
     # The prompts' step is left out; then 2 + 1 and 1 + 2 tokens of two rollouts, and one of one.
     assert [(time.num_running, time.num_steps, time.num_tokens) for time in running] == [(1, 1, 1), (2, 2, 6)]
-    assert all(time.elapsed_s > 0 for time in running)
+    assert all(0.0 < time.elapsed_s < 60.0 for time in running)
     assert groups.take_running() == ()
 
 
-def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out() -> None:
-    engine = Decoding((1,), (2, 1), (3, 2), ends=9)
+@pytest.mark.parametrize("steps", [((1, 0), (2, 1), (3, 2)), ((0, 1), (1, 2), (2, 3))], ids=["second", "first"])
+def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out(steps: tuple[tuple[int, int], ...]) -> None:
+    engine = Decoding(*steps, ends=9)
     groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1), lambda seed: seed)
-    groups.step()
-    groups.start(request(1, 2), lambda seed: seed)
-    groups.step()
-    groups.step()
+    groups.start(request(0, 1, 2), lambda seed: seed)
+    for _ in steps:
+        groups.step()
     assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
 
 
@@ -166,6 +175,16 @@ def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came
     assert first.window_lengths == (1, 2, 1)
     assert spans(second) == [(2, 12, 1), (4, 14, 4)]  # under version 1 it waited
     assert second.window_lengths == (1, 3, 1)
+
+
+def test_a_step_that_gives_a_rollout_no_token_is_no_window_of_it() -> None:
+    engine = Decoding((1, 1), (3, 2), (3, 4), (5, 5), ends=5)
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    groups.start(request(0, 1, 2), lambda seed: seed)
+    for _ in range(3):
+        assert groups.step() == []
+    ((_, (first, second)),) = groups.step()
+    assert (first.window_lengths, second.window_lengths) == ((1, 2, 2), (1, 1, 2, 1))
 
 
 def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> None:
@@ -214,8 +233,9 @@ def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
     engine = Decoding((2, 1), (None, 2), ends=2)
     groups = GroupsUnderWay(engine, max_num_seqs=8)
     groups.start(request(0, 1), lambda seed: seed)
-    (answer,) = groups.aside([{"prompt_token_ids": [2]}], None)
+    (answer,) = groups.aside([{"prompt_token_ids": [2]}], {"max_tokens": 2})
     assert answer.request_id == engine.names[1]
+    assert (engine.prompts[1], engine.seeds[1]) == ({"prompt_token_ids": [2]}, {"max_tokens": 2})
     assert not groups.is_empty()  # it was completed meanwhile
     ((done, _),) = groups.step()
     assert done.index == 0
