@@ -2,21 +2,87 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.forked.hook import forked_workers
+
 # For `make mutants`, which runs every test many times: the same few examples each time.
 settings.register_profile("mutants", derandomize=True, max_examples=10, deadline=None, database=None)
 
+_CLUSTER = "tests/cluster/"
+# Of what takes longer than half a minute on two cores. A wrong figure costs time, and nothing else.
+_SECONDS = {
+    _CLUSTER: 300,
+    "tests/integration/test_pods.py": 250,
+    "tests/integration/test_interrupt.py": 200,
+    "tests/faults/test_killed_runs.py": 150,
+    "tests/integration/test_lost_pods.py": 115,
+    "tests/integration/test_vllm_engine.py": 105,
+    "tests/faults/test_engine_faults.py": 80,
+    "tests/integration/test_bake_off.py": 75,
+    "tests/integration/test_speculation_methods.py": 75,
+    "tests/integration/test_megatron_parallel.py": 65,
+    "tests/integration/test_placement.py": 60,
+    "tests/integration/test_experts_refit.py": 60,
+    "tests/integration/test_draft_schedule.py": 60,
+    "tests/integration/test_in_flight_engine.py": 50,
+    "tests/integration/test_tensor_parallel_engine.py": 45,
+    "tests/browser/test_postgres.py": 45,
+    "tests/browser/test_mlflow.py": 45,
+    "tests/integration/test_experts.py": 40,
+    "tests/integration/test_reuse.py": 40,
+    "tests/integration/test_workflow.py": 40,
+    "tests/integration/test_ablation.py": 35,
+    "tests/integration/test_brought_drafts.py": 35,
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that the tests are started in has Ray's workers forked, for all that run tests."""
+    if not hasattr(config, "workerinput"):
+        stack = ExitStack()
+        stack.enter_context(forked_workers())
+        config.add_cleanup(stack.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a file is one process's, and files start in the order of `pytest_collection_modifyitems`."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        """The cluster's tests are one process's too: they share their hosts, and another would wait for them."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return _CLUSTER if nodeid.startswith(_CLUSTER) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `make mutants` the tests that mirror the changed module come first: they are short, and find most."""
+    """The longest come first: at the end no process waits long for another.
+
+    Under `make mutants` the tests that mirror the changed module do: they are short, and find most.
+    """
+    items.sort(key=lambda item: -_seconds(item.nodeid))
     module = os.environ.get("MUTANT_UNDER_TEST", "").partition(".x")[0]
     *packages, name = module.split(".")
     mirror = "/".join(["unit", *packages[1:], f"test_{name}.py"])
     items.sort(key=lambda item: not str(item.path).endswith(mirror))
+
+
+def _seconds(nodeid: str) -> float:
+    """About how long the tests of an item's file take together."""
+    path = _CLUSTER if nodeid.startswith(_CLUSTER) else nodeid.partition("::")[0]
+    return _SECONDS.get(path, 0 if path.startswith("tests/unit/") else 20)
 
 
 @pytest.fixture(scope="session")

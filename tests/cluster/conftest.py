@@ -1,4 +1,4 @@
-"""One cluster of hosts for all tests of a module that do no harm to it."""
+"""One cluster of hosts for all tests; those that harm it come last."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def one_at_a_time() -> Iterator[None]:
-    """Clusters are large: of the processes that run tests here, one has them at a time, and lets go after a module."""
+    """Clusters are large: of the processes that run tests here, one has them at a time, and lets go after the last."""
     with _LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster(one_at_a_time: None) -> Iterator[Cluster]:
     """Three hosts of four logical GPUs."""
     with ray_cluster(3) as cluster:

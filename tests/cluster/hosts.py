@@ -27,6 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.forked.hook import hooked
+
 ROOT = Path(__file__).resolve().parents[2]
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
 _WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")  # who is killed takes along what it runs on a host
@@ -290,6 +292,7 @@ def _host_environment() -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        **hooked(),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

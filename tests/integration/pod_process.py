@@ -6,7 +6,6 @@ None of our modules is imported before the fork: each is read under the pod's ow
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,20 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_IMPORTED = (
-    "flytekit.bin.entrypoint",
-    "s3fs",
-    "ray",
-    "torch",
-    "transformers.models.auto.tokenization_auto",
-    "mlflow.tracking.client",
-    "mlflow.store.tracking.sqlalchemy_store",
-    "tests.integration.pod_process",
-)
+from tests.forked.processes import fork_server
+from tests.forked.shown import environment_of
+
 _OFTEN_S = 0.02
 _CLONE_NEWNS = 0x00020000  # of sched.h
 
@@ -69,17 +60,10 @@ class Running:
         os.kill(self.process.pid, signal.SIGKILL)
 
 
-def server() -> ForkServerContext:
-    """Where pods are forked from; it starts with the first one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    return context
-
-
 def start(pod: Pod) -> Running:
     """Start a pod in a process of its own."""
     pod.log.touch()  # a watcher may read it before the pod writes
-    process = server().Process(target=_execute, args=(pod,), daemon=True)
+    process = fork_server().Process(target=_execute, args=(pod,), daemon=True)
     process.start()
     return Running(pod=pod, process=process)
 
@@ -90,7 +74,7 @@ def ray_processes(title: str, *, of: Running) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if says(int(path.name), title) and mark in (path / "environ").read_bytes():
+            if says(int(path.name), title) and mark in environment_of(path):
                 found.append(int(path.name))
         except OSError:
             continue  # it ended meanwhile

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import random
 import socket
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from slipstream.policy.errors import CheckpointWriteError
 from slipstream.policy.layers import TORCH_DTYPES
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.types import Dtype
+from tests.forked.processes import fork_server
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -151,7 +151,7 @@ def _model(case: Case, directory: Path) -> Path:
 
 
 def _on_two_ranks(function: Any, *args: Any) -> list[Any]:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
         ranks = [pool.submit(function, rank, *args) for rank in range(2)]
         done, waiting = wait(ranks, timeout=240, return_when=FIRST_EXCEPTION)
         if waiting:  # for a rank that has failed, or for ever

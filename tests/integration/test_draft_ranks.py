@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -24,6 +23,7 @@ from slipstream.policy.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
+from tests.forked.processes import fork_server
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
@@ -149,7 +149,7 @@ def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
         ranks = [pool.submit(_rank, rank, learner, port, model) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
     assert got[0]["alone"].keys() | got[1]["alone"].keys() == expected["alone"].keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -22,6 +21,7 @@ from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
+from tests.forked.processes import fork_server
 from tests.integration import qwen3_moe
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
@@ -91,7 +91,7 @@ def run_ranks(learner: LearnerConfig, model: Path, directory: Path) -> list[dict
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     size = learner.parallel.world_size
-    with ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(size, mp_context=fork_server()) as pool:
         ranks = [pool.submit(run_rank, rank, learner, port, model, directory) for rank in range(size)]
         return [rank.result(timeout=150) for rank in ranks]
 

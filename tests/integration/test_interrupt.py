@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from slipstream.tracking import replay
+from tests.forked.hook import not_forked
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
@@ -24,13 +26,17 @@ _MADE = ("prepare_data", "prepare_policy", "pretrain_draft")
 
 
 class Demo:
-    """One `slipstream demo` and what it printed."""
+    """One `slipstream demo` and what it printed.
 
-    def __init__(self, directory: Path, name: str, *arguments: str) -> None:
+    Whatever comes from one that is interrupted must be its descendant, so none of its workers is forked elsewhere.
+    """
+
+    def __init__(self, directory: Path, name: str, *arguments: str, is_interrupted: bool = False) -> None:
         self.log = directory / f"{name}.log"
         command = [sys.executable, "-m", "slipstream.cli", "demo", "--run-root", str(directory / "runs"), *arguments]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            environment = not_forked(os.environ) if is_interrupted else dict(os.environ)
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def wait_for(self, text: str) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -70,7 +76,7 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     recipe = write_small_recipe(tmp_path / "smoke.yaml", {"grpo": {"num_steps": 6}})
     runs = tmp_path / "runs"
 
-    early = Demo(tmp_path, "early", "--recipe", str(recipe))
+    early = Demo(tmp_path, "early", "--recipe", str(recipe), is_interrupted=True)
     early.wait_for("starting Ray")
     early.interrupt(signal.SIGTERM)
     early_execution = next(path for path in runs.glob("smoke-*")).name
@@ -78,7 +84,7 @@ def test_a_demo_is_interrupted_resumed_and_reused(tmp_path: Path) -> None:
     assert last.endswith(f"demo --run-root {runs} --resume {early_execution}")
     assert statuses(runs, early_execution)[early_execution] == "KILLED"
 
-    first = Demo(tmp_path, "first", "--run-root", str(runs), "--recipe", str(recipe))
+    first = Demo(tmp_path, "first", "--run-root", str(runs), "--recipe", str(recipe), is_interrupted=True)
     first.wait_for("train_grpo autoregressive: step 3/6")
     first.interrupt(signal.SIGINT)
     execution = max(path.name for path in runs.glob("smoke-*"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
+from tests.forked.processes import fork_server
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -161,7 +161,7 @@ def test_two_ranks_compute_what_one_does(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
         ranks = [pool.submit(_rank, rank, learner, port, model, tmp_path) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
     assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([got[0]["gathered"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -16,6 +15,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy import parallel
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.policy.megatron import MegatronPolicy
+from tests.forked.processes import fork_server
 from tests.unit.policy import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
@@ -62,7 +62,7 @@ def test_two_ranks_teach_the_layer_what_one_does(learner: LearnerConfig, tmp_pat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
         ranks = [pool.submit(_rank, rank, learner, port, model) for rank in range(2)]
         got = [rank.result(timeout=120) for rank in ranks]
     for rank in got:

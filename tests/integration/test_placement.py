@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from tests.forked.hook import not_forked
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("placement") / "found.json"
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = not_forked({name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
     script = Path(__file__).with_name("placement_on_ray.py")
     root = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))

@@ -97,7 +97,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     (files / "config.json").write_text(json.dumps(_QWEN3))
     (files / "model.safetensors").write_bytes(b"sixteen gigabytes")
     with Hub(files) as hub:
-        thread = Thread(target=hub.serve_forever)
+        thread = Thread(target=hub.serve_forever, args=(0.01,))
         thread.start()
         yield hub
         hub.shutdown()

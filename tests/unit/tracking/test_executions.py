@@ -62,7 +62,7 @@ def _run(name: str, index: int) -> dict[str, Any]:
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(["one", "two", "three"]) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

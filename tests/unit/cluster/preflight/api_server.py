@@ -167,6 +167,7 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else every answer waits 40 ms, between its head and its body
 
         def do_GET(self) -> None:
             self._answer()
@@ -201,7 +202,7 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     try:

@@ -1,0 +1,32 @@
+"""Processes for tests, forked from a server that has imported the packages that ranks and tasks import: 5 to 10 s each.
+
+None of our modules is imported before the fork. What is called in a process is imported there by its name.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+_IMPORTED = (
+    "flytekit.bin.entrypoint",
+    "s3fs",
+    "ray",
+    "torch",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "megatron.core.models.gpt",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "speculators.models.eagle3.core",
+    "mlflow.tracking.client",
+    "mlflow.store.tracking.sqlalchemy_store",
+)
+
+
+def fork_server() -> ForkServerContext:
+    """Where processes are forked from; it starts with the first one, and is the only one of the process that asks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED, "tests.integration.pod_process"])
+    return context
