@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slipstream.records import RunRecord
-from slipstream.report.asynchronous import LoopComparison, compare_loops
+from slipstream.report.asynchronous import LoopArm, LoopComparison, compare_loops
 from slipstream.report.formats import metrics_with_ends, percent, seconds, speedup, speedup_with_interval
 from slipstream.report.summary import estimate_json
 from slipstream.simulator.project.asynchronous import AsynchronousPrediction
@@ -14,6 +14,9 @@ from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05
 """Where training waits for rollouts for less of the step than this, the learner bounds it."""
+
+_LESS_TRAINING = 0.95
+"""Training beside speculation that takes less than this share of the time without it is said to be faster."""
 
 
 def bound_text(compared: LoopComparison) -> str:
@@ -27,13 +30,18 @@ def bound_text(compared: LoopComparison) -> str:
         f"{seconds(base.step_s)} s ({percent(share)})"
     )
     most = f"at most about {speedup(1 / (1 - share))} can be had of it"
-    measured = _measured(compared)
+    measured, drafting = _measured(compared), _drafting(compared)
+    helped = "" if drafting is None else _helped(base, drafting)
     if share < LEARNER_BOUND:
         return (
             f"The learner bounds the asynchronous step: {waits}. Speculation shortens generation that is hidden behind "
-            f"training already, so it gains nothing here but that wait: {most}{measured}."
+            f"training already, so it gains nothing here but that wait: {most}{measured}.{helped}"
         )
-    return f"Generation bounds the asynchronous step: {waits}. Speculation shortens that wait: {most}{measured}."
+    to = "" if drafting is None else f" to {seconds(drafting.exposed_s)} s"
+    return (
+        f"Generation bounds the asynchronous step: {waits}. Speculation shortens that wait{to}: "
+        f"{most}{measured}.{helped}"
+    )
 
 
 def loop_metrics(record: RunRecord) -> dict[str, float]:
@@ -79,10 +87,26 @@ def loops_as_json(compared: LoopComparison, prediction: AsynchronousPrediction |
     }
 
 
+def _drafting(compared: LoopComparison) -> LoopArm | None:
+    """The asynchronous arm that drafts, if there is one."""
+    return next((arm for arm in compared.asynchronous if arm.num_speculative_tokens), None)
+
+
+def _helped(base: LoopArm, drafting: LoopArm) -> str:
+    """That training itself was faster beside engines that are done sooner, which is none of the wait."""
+    before_s, after_s = base.stages_s["train"], drafting.stages_s["train"]
+    if after_s >= _LESS_TRAINING * before_s:
+        return ""
+    return (
+        f" Training itself takes {seconds(after_s)} s beside it instead of {seconds(before_s)} s, which is no part of "
+        "that bound: where engines and learner share a host's cores, engines that are done sooner leave theirs to it."
+    )
+
+
 def _measured(compared: LoopComparison) -> str:
     if compared.speculation is None:
         return ""
     ratio = speedup_with_interval(compared.speculation)
-    if any(arm.num_speculative_tokens for arm in compared.asynchronous):
+    if _drafting(compared) is not None:
         return f"; measured: {ratio}"
     return f"; nothing was drafted here, so the ratio of both arms, {ratio}, shows the machine's noise"

@@ -111,9 +111,20 @@ def test_ratios_are_weighted_by_tokens() -> None:
 def test_where_generation_bounds_the_step_the_text_says_what_speculation_can_gain() -> None:
     assert bound_text(compared()) == (
         "Generation bounds the asynchronous step: without speculation training waits for rollouts 2.00 s of a step of "
-        "4.00 s (50 %). Speculation shortens that wait: at most about 2.00x can be had of it; measured: "
+        "4.00 s (50 %). Speculation shortens that wait to 0.50 s: at most about 2.00x can be had of it; measured: "
         "1.60x [1.60, 1.60]."
     )
+
+
+def test_training_that_is_faster_beside_speculation_is_told_from_the_wait() -> None:
+    base, spec = ASYNCHRONOUS.asynchronous
+    steps = tuple(replace(step, times=replace(step.times, train_s=0.4)) for step in spec.steps)
+    text = bound_text(compared(replace(ASYNCHRONOUS, asynchronous=(base, replace(spec, steps=steps)))))
+    assert text.endswith(
+        "Training itself takes 0.40 s beside it instead of 1.20 s, which is no part of that bound: where engines and "
+        "learner share a host's cores, engines that are done sooner leave theirs to it."
+    )
+    assert "Training itself" not in bound_text(compared())  # both take 1.20 s
 
 
 def test_where_nothing_was_drafted_the_ratio_of_the_arms_is_called_noise() -> None:

@@ -18,7 +18,7 @@ REWARDS = RewardResult(rewards=(1.0,), num_timeouts=0, num_crashes=0)
 
 
 def generated(index: int, *, num_groups: int = 1) -> Generated:
-    groups = tuple(drawn(PROMPTS[index], "w", "1", 0, 1) for _ in range(num_groups))
+    groups = tuple(drawn(PROMPTS[index], "w", "1", (0, None), 1) for _ in range(num_groups))
     return Generated(
         index=index, result=GenerationResult(groups=groups, acceptance=None, generation_s=0.0), ended_s=0.0
     )

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.grpo.loop import TooOld
 from slipstream.records import StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
+from slipstream.train.draft import TrainedDraft
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,
@@ -51,6 +53,18 @@ def test_every_group_is_trained_on_once_and_no_token_is_older_than_the_lag(
     trained = [len(row) for update in flight.updates for row in update.batch.rollout_logprobs]
     assert sorted(trained) == sorted(flight.lengths)
     assert 40 in trained
+
+
+def test_a_draft_that_learns_at_every_step_is_published_with_the_policy_that_it_was_trained_beside() -> None:
+    """And the loop takes rollouts of no other pair of versions: they carry the one that they were drawn with."""
+    draft = TrainedDraft(DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3), online=DraftOnline.ALWAYS), reference=None)
+    world = FlightWorld(delays=Delays(seed=1, longest_s=FAST), lag=1, draft=draft)
+    records = in_flight(world, 1)
+
+    assert all(update.trains_draft for update in world.updates)
+    assert world.drafts == {step: step for step in range(NUM_STEPS)}
+    assert draft.version == NUM_STEPS
+    assert all(record.draft_update is not None for record in records)
 
 
 def test_groups_come_out_of_order_and_rollouts_carry_the_versions_that_gave_their_tokens() -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.records import RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.types import Prompt
+from slipstream.train.draft import TrainedDraft
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,
@@ -59,6 +61,18 @@ def test_a_batch_comes_whole_from_the_version_that_is_as_old_as_the_lag(lag: int
             prompt.token_ids for prompt in STREAM.batch(step)
         ]
         assert [each.lag for each in record.lags] == [min(step, lag)]
+
+
+def test_a_draft_that_learns_at_every_step_is_published_with_the_policy_that_it_was_trained_beside() -> None:
+    """And the loop takes rollouts of no other pair of versions: they carry the one that they were drawn with."""
+    draft = TrainedDraft(DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3), online=DraftOnline.ALWAYS), reference=None)
+    world = World(Delays(seed=2), draft=draft)
+    records = one_step_off(world, lag=1)
+
+    assert all(update.trains_draft for update in world.updates)
+    assert world.drafts == {step: step for step in range(NUM_STEPS)}
+    assert draft.version == NUM_STEPS
+    assert all(record.draft_update is not None for record in records)
 
 
 @pytest.mark.parametrize("lag", LAGS)

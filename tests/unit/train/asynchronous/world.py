@@ -21,7 +21,7 @@ from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
-from slipstream.records import RefitCheck, StepRecord, TrainStats
+from slipstream.records import DraftUpdate, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
@@ -34,8 +34,9 @@ from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.draft import FixedDraft
 from slipstream.train.loop import SyncLoop
-from slipstream.train.step import Trainer
+from slipstream.train.step import Draft, Trainer, Versions
 from slipstream.types import (
     Arm,
     FinishReason,
@@ -92,6 +93,8 @@ class World:
     weights: str = START
     engine_weights: str = START
     version: int = -1
+    draft: Draft = field(default_factory=FixedDraft)
+    drafts: dict[int, int | None] = field(default_factory=dict)  # version of the draft, by that of the policy
     calls: list[Any] = field(default_factory=list)  # of the learner and of the refits, in order
     generated: list[Any] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
@@ -115,6 +118,7 @@ class World:
         weights = self.exported.pop(export.version)
         assert self.frees_learner or weights == self.weights, "trained before the engines had its weights"
         self.engine_weights, self.version = weights, export.version
+        self.drafts[export.version] = export.draft_version
         return RefitCheck(num_tensors=export.version, elapsed_s=0.0)
 
     def generate(
@@ -124,7 +128,8 @@ class World:
         self.delays.wait()
         assert (version, weights) == (self.version, self.engine_weights), "refitted while it generated"
         self.generated.append(([prompt.id for prompt in prompts], sampling, group_size, seed, version))
-        groups = tuple(drawn(prompt, weights, f"{seed}", version, group_size) for prompt in prompts)
+        versions = (version, self.drafts[version])
+        groups = tuple(drawn(prompt, weights, f"{seed}", versions, group_size) for prompt in prompts)
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.25)
 
     def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
@@ -155,7 +160,8 @@ class World:
             learning_rate=0.1,
         )
         own = [np.full(len(row), -0.5, dtype=np.float32) for row in batch.rollout_logprobs]
-        return Trained(stats=stats, own_logprobs=own)
+        draft = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.0) if update.trains_draft else None
+        return Trained(stats=stats, own_logprobs=own, draft=draft)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
@@ -184,7 +190,7 @@ def export_of(version: int, *, draft_version: int | None = None, frees_learner: 
     )
 
 
-def drawn(prompt: Prompt, weights: str, seed: str, version: int, group_size: int) -> RolloutGroup:
+def drawn(prompt: Prompt, weights: str, seed: str, versions: Versions, group_size: int) -> RolloutGroup:
     def rollout(sample: int) -> Rollout:
         source = random.Random(f"{weights}/{prompt.id}/{seed}/{sample}")
         tokens = tuple(source.randrange(3, 50) for _ in range(source.randrange(1, 8)))
@@ -193,8 +199,8 @@ def drawn(prompt: Prompt, weights: str, seed: str, version: int, group_size: int
             token_ids=tokens,
             rollout_logprobs=tuple(-source.random() for _ in tokens),
             finish_reason=FinishReason.STOP,
-            policy_version=version,
-            draft_version=None,
+            policy_version=versions[0],
+            draft_version=versions[1],
         )
 
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollout(sample) for sample in range(group_size)))
@@ -219,7 +225,7 @@ def synchronous(world: World) -> list[StepRecord]:
 
 def trainer_of(world: World, lag: int, *, every: int = NUM_STEPS + 1) -> Trainer:
     config = replace(CONFIG, checkpoint_every_steps=every)
-    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, max_lag=lag)
+    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, draft=world.draft, max_lag=lag)
 
 
 def one_step_off(
@@ -377,9 +383,11 @@ class FlightWorld(World):
                     rollout_logprobs=(-0.5,) * len(versions),
                     finish_reason=FinishReason.STOP,
                     policy_version=versions[0],
-                    draft_version=None,
+                    draft_version=self.drafts[versions[0]],
                     versions=tuple(
-                        VersionSpan(policy_version=version, draft_version=None, num_tokens=len(list(tokens)))
+                        VersionSpan(
+                            policy_version=version, draft_version=self.drafts[version], num_tokens=len(list(tokens))
+                        )
                         for version, tokens in groupby(versions)
                     ),
                 )

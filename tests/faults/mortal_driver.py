@@ -1,0 +1,198 @@
+"""A driver of `test_killed_drivers.py`: it trains arms, and SIGKILL ends engine, learner or itself on the way.
+
+    python -m tests.faults.mortal_driver POLICY DRAFT DIRECTORY LIFE
+
+What its learner was given is noted in `DIRECTORY/LOOP/trained.jsonl`, a line a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.data.prompts import PromptStream, render
+from slipstream.drafts.schedule import constant
+from slipstream.grpo.update import Trained, Update
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records import write_record
+from slipstream.types import Arm, Prompt
+
+NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE, K = 8, 2, 4, 2
+SMALL: dict[str, Any] = {
+    "sampling": {"max_response_tokens": 16},
+    "evaluation": {"max_response_tokens": 16},
+    "tuning": {"candidate_ks": [0, K]},
+    "engine": {"max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.1, "dtype": "float32", "num_threads": 1},
+    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
+    "draft": {"aux_hidden_state_layer_ids": [1, 2, 3], "online": "always"},
+    "grpo": {
+        "num_steps": NUM_STEPS,
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "group_size": GROUP_SIZE,
+        "checkpoint_every_steps": 2,
+        "loss": {"correction": "token", "truncated_importance_sampling": 2.0},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deaths:
+    """Of one training: the n-th call of a method, in which the process behind it is killed; and the driver's own.
+
+    Attributes:
+        own: after which step, and how many seconds later.
+    """
+
+    engine: tuple[str, int] = ("", 0)
+    learner: tuple[str, int] = ("", 0)
+    own: tuple[int, float] = (-1, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One arm in one loop."""
+
+    mode: str
+    deaths: Deaths = field(default_factory=Deaths)
+
+
+LIVES = (
+    # Before the first checkpoint, while engine and learner work.
+    (Training(mode="one_step_off", deaths=Deaths(own=(0, 0.1))),),
+    (
+        Training(mode="one_step_off", deaths=Deaths(engine=("generate", 3), learner=("train_step", 6))),
+        Training(mode="in_flight", deaths=Deaths(own=(3, 0.03))),  # while a checkpoint is being written
+    ),
+    (Training(mode="in_flight", deaths=Deaths(engine=("advance", 2), learner=("publish", 2))),),
+)
+
+
+class Mortal:
+    """Engines or a learner; one process of theirs is killed in the n-th call of a method."""
+
+    def __init__(self, target: Any, actor: Any, death: tuple[str, int]) -> None:
+        import ray
+
+        self._target = target
+        self._method, self._calls_left = death
+        self._pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._calls_left -= 1
+            if self._calls_left == 0:
+                threading.Timer(0.01, os.kill, [self._pid, signal.SIGKILL]).start()
+        return getattr(self._target, name)
+
+
+class NotedLearner(Mortal):
+    """Notes the prompts of every step that it trained."""
+
+    def __init__(self, learner: Any, death: tuple[str, int], note: Callable[[Update], None]) -> None:
+        super().__init__(learner, learner.ranks[0].actor, death)
+        self._note = note
+
+    def train_step(self, update: Update) -> Trained:
+        trained = self.__getattr__("train_step")(update)
+        self._note(update)
+        return trained
+
+
+def recipe_of(mode: str) -> Recipe:
+    """Of an arm whose draft learns at every step; the autopilot watches where it can, and tries k = 0."""
+    autopilot = {"enabled": mode == "one_step_off", "patience_steps": 2}
+    loop = {"mode": mode, "max_off_policy_steps": 1}
+    return load_recipe("tiny", overrides={**SMALL, "draft": {**SMALL["draft"], "autopilot": autopilot}, "loop": loop})
+
+
+def all_prompts(policy: Path) -> tuple[Prompt, ...]:
+    """As many as the whole training takes, so that each is trained on once."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    texts = [f"{i}+1=?" for i in range(NUM_STEPS * PROMPTS_PER_STEP)]
+    return tuple(Prompt(id=text, text=text, token_ids=render(text, tokenizer=tokenizer), answer="1") for text in texts)
+
+
+def batches(policy: Path) -> list[list[str]]:
+    """The prompts of each step in the order in which they are submitted."""
+    grpo = recipe_of("one_step_off").grpo
+    stream = PromptStream(prompts=all_prompts(policy), batch_size=PROMPTS_PER_STEP, seed=grpo.seed)
+    return [[prompt.id for prompt in stream.batch(step)] for step in range(NUM_STEPS)]
+
+
+def train(training: Training, policy: Path, draft: Path, directory: Path) -> None:
+    """Train, or go on from the last checkpoint."""
+    from slipstream.drafts.methods import speculative_config
+    from slipstream.train import arm
+    from slipstream.workers import engines, learners
+
+    recipe, deaths, prompts = recipe_of(training.mode), training.deaths, all_prompts(policy)
+    schedule = constant(K) if recipe.draft.autopilot.enabled else ()
+    directory.mkdir(parents=True, exist_ok=True)
+    by_tokens = {prompt.token_ids: prompt.id for prompt in prompts}
+    left = [deaths.learner]
+
+    def note(update: Update) -> None:
+        batch = update.batch
+        ids = [by_tokens[row[:n]] for row, n in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
+        assert all(len(set(ids[i : i + GROUP_SIZE])) == 1 for i in range(0, len(ids), GROUP_SIZE))
+        with (directory / "trained.jsonl").open("a") as file:
+            file.write(json.dumps([batch.policy_version, ids[::GROUP_SIZE]]) + "\n")
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        if step == deaths.own[0]:
+            threading.Timer(deaths.own[1], os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+    @contextmanager
+    def start_engine() -> Iterator[Any]:
+        speculative = speculative_config(recipe.draft, draft, K, schedule=schedule)
+        kv_cache = recipe.loop.in_flight_kv_cache
+        with engines.start_engine(
+            policy, config=recipe.engine, speculative_config=speculative, kv_cache=kv_cache
+        ) as engine:
+            yield Mortal(engine, engine.engines[0].actor, deaths.engine)
+
+    @contextmanager
+    def start_learner(config: Any, **where: Any) -> Iterator[Any]:
+        with learners.start_learner(config, **where) as learner:
+            yield NotedLearner(learner, left.pop() if left else ("", 0), note)
+
+    arm.start_learner = start_learner
+    plan = arm.ArmPlan(
+        arm=Arm.SPECULATIVE, num_speculative_tokens=K, draft=draft, start_engine=start_engine, schedule=schedule
+    )
+    record = arm.train(
+        recipe,
+        plan,
+        policy=policy,
+        prompts=prompts,
+        # An untrained policy answers nothing right: whether the sum of its tokens is odd stands in for the reward.
+        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        directory=directory,
+        log=log,
+    )
+    write_record(record, directory / "arm.json")
+
+
+def main(policy: Path, draft: Path, directory: Path, life: int) -> None:
+    """Live once."""
+    from slipstream.workers.session import connect
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    connect()
+    for training in LIVES[life]:
+        train(training, policy, draft, directory / training.mode)
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:4]), int(sys.argv[4]))
