@@ -179,10 +179,11 @@ class DraftConfig:
         require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
         trains_online = TRAITS[self.method].trains_online
         rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
-        require(trains_online or self.online is DraftOnline.OFF, "draft.online", rule, self.online.value, fix)
-        method, is_adamw = self.online_optimizer.value, self.online_optimizer is OptimizerMethod.ADAMW
+        is_off = self.online is DraftOnline.OFF
+        require(trains_online or is_off, "draft.online", rule, self.online.value, fix)
+        fits = is_off or self.method is DraftMethod.EAGLE3 or self.online_optimizer is OptimizerMethod.ADAMW
         rule, fix = f"must be adamw with draft.method {self.method.value}", "Muon is for the layer of an EAGLE-3 draft"
-        require(is_adamw or self.method is DraftMethod.EAGLE3, "draft.online_optimizer", rule, method, fix)
+        require(fits, "draft.online_optimizer", rule, self.online_optimizer.value, fix)
 
     def _check_given(self) -> None:
         if self.method is DraftMethod.EAGLE3:
