@@ -82,8 +82,8 @@ class DraftConfig:
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
 
-    `online` training takes its rollouts in a random order, `tokens_per_step` tokens an update, with an optimizer of its
-    own whose learning rate stays as it is; the rest is as in pretraining.
+    `online` training takes its rollouts in a random order, `tokens_per_step` tokens an update at most, with an optimizer
+    of its own whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3
@@ -106,14 +106,16 @@ class DraftConfig:
     vocab_size: int | None = None  # of the tokens that the draft knows: the policy's most frequent ones; None: all
     tokens_per_step: int = 2048
     states_cache_gib: float = 4.0  # the policy's hidden states are captured once if they fit, else at each step
-    tokens_per_row: int = 512  # chats are packed into rows; attention over a row is dense, so its cost is quadratic
+    tokens_per_row: int = 512  # chats are packed into rows; a row's activations are held at once
     ttt_steps: int = 4
     ttt_step_loss_decay: float = 1.0
     loss: str = "kl_div"  # one of LOSSES, see drafts/losses.py
     loss_chunk_tokens: int = 1024  # tokens whose logits over the vocabulary are held at a time
     online: DraftOnline = DraftOnline.OFF
+    online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW  # muon learns from fewer tokens: docs/log.md
     online_learning_rate: float = 1e-3
     online_updates: int = 1  # of the draft, beside each update of the policy
+    online_ttt_steps: int | None = None  # None: `ttt_steps`
     online_horizon_steps: int = 8  # for which `when_stale` expects a trained draft to keep what it gained
     learning_rate: float = 1e-3
     warmup_steps: int = 20
@@ -139,11 +141,7 @@ class DraftConfig:
             value: int = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
         self._check_given()
-        rate = self.online_learning_rate
-        require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
-        trains_online = TRAITS[self.method].trains_online
-        rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
-        require(trains_online or self.online is DraftOnline.OFF, "draft.online", rule, self.online.value, fix)
+        self._check_online()
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
         require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 
@@ -158,6 +156,11 @@ class DraftConfig:
         is_model = self.method is DraftMethod.DRAFT_MODEL and self.model is not None
         return Training.NONE if is_model or self.num_steps == 0 else TRAITS[self.method].training
 
+    @property
+    def online_passes(self) -> int:
+        """How many tokens are drafted after every position where the draft learns beside the policy."""
+        return self.ttt_steps if self.online_ttt_steps is None else self.online_ttt_steps
+
     def learning_rate_at(self, step: int) -> float:
         """Linear warmup, then a cosine down to a tenth."""
         if step < self.warmup_steps:
@@ -168,6 +171,19 @@ class DraftConfig:
     def reads(self, name: str) -> bool:
         """Whether the method reads this field."""
         return name in TRAITS[self.method].fields
+
+    def _check_online(self) -> None:
+        rate, passes = self.online_learning_rate, self.online_ttt_steps
+        require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
+        fix = "null takes draft.ttt_steps"
+        require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
+        trains_online = TRAITS[self.method].trains_online
+        rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
+        is_off = self.online is DraftOnline.OFF
+        require(trains_online or is_off, "draft.online", rule, self.online.value, fix)
+        fits = is_off or self.method is DraftMethod.EAGLE3 or self.online_optimizer is OptimizerMethod.ADAMW
+        rule, fix = f"must be adamw with draft.method {self.method.value}", "Muon is for the layer of an EAGLE-3 draft"
+        require(fits, "draft.online_optimizer", rule, self.online_optimizer.value, fix)
 
     def _check_given(self) -> None:
         if self.method is DraftMethod.EAGLE3:

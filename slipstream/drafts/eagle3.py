@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.config import require
+from slipstream.drafts import attention
 from slipstream.drafts.config import DraftConfig
 
 # Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
@@ -110,9 +111,10 @@ def _saved_config(draft: Path, config: DraftConfig) -> dict[str, Any]:
 
 def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     model.lm_head.weight.requires_grad_(True)
-    model._create_mask_fn = _dense_mask
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
     model.verifier_norm = torch.nn.Identity()
+    (layer,) = model.layers
+    layer.self_attn.config._attn_implementation = attention.NAME
     return model
 
 
@@ -128,17 +130,6 @@ def _layer_config(policy: Path) -> PretrainedConfig:
     layer.num_hidden_layers = 1
     layer.layer_types = ["full_attention"]
     return layer
-
-
-def _dense_mask(mask_mod: Any, *, Q_LEN: int, KV_LEN: int, device: torch.device, **_: Any) -> Tensor:
-    """[1, 1, Q_LEN, KV_LEN] of a rule that broadcasts, as those of speculators do.
-
-    What `torch.nn.attention.flex_attention.create_mask` gives; that one maps the rule over single indices, which took a
-    sixth of a draft's step on a CPU.
-    """
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    queries, keys = torch.arange(Q_LEN, device=device), torch.arange(KV_LEN, device=device)
-    return mask_mod(zero, zero, queries[:, None], keys[None, :])[None, None]
 
 
 def draft_ids(model: Eagle3DraftModel) -> Tensor:

@@ -82,7 +82,14 @@ _TRAINED = {
     "seed",
 }
 
-ONLINE_FIELDS = ("online", "online_learning_rate", "online_updates", "online_horizon_steps")
+ONLINE_FIELDS = (
+    "online",
+    "online_horizon_steps",
+    "online_learning_rate",
+    "online_optimizer",
+    "online_ttt_steps",
+    "online_updates",
+)
 """What pretraining does not read."""
 
 TRAITS = {

@@ -92,7 +92,7 @@ class MtpDraft:
             states,
             learning_rate=config.online_learning_rate if self._is_online else config.learning_rate_at(num_updates),
             temperature=temperature,
-            num_passes=config.ttt_steps,
+            num_passes=config.online_passes if self._is_online else config.ttt_steps,
             decay=config.ttt_step_loss_decay,
         )
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from slipstream.drafts.chats import States
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.trainer import DraftTrainer
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.policy.errors import CheckpointError
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUM_STEPS = "num_steps"
 # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
 _WARMUP_UPDATES = 5
@@ -51,8 +51,7 @@ class OnlineDraft(DraftTrainer):
         found = {_NUM_STEPS: torch.tensor([self._num_steps])}
         for index, parameter in enumerate(self._trained):
             found[f"{index}.parameter"] = parameter.detach()
-            found |= {f"{index}.{name}": self._optimizer.state[parameter][name] for name in _MOMENTS if self._num_steps}
-        return found
+        return found | self._optimizer.moments()
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -71,13 +70,16 @@ class OnlineDraft(DraftTrainer):
         self._num_steps = int(state[_NUM_STEPS])
         for index, parameter in enumerate(self._trained):
             parameter.copy_(state[f"{index}.parameter"])
-            self._optimizer.state.pop(parameter, None)
-            if self._num_steps:
-                moments = {name: state[f"{index}.{name}"].to(parameter.device) for name in _MOMENTS}
-                self._optimizer.state[parameter] = {"step": torch.tensor(float(self._num_steps)), **moments}
+        self._optimizer.restore(state, num_updates=self._num_steps)
 
     def _learning_rate(self) -> float:
         return self._config.online_learning_rate * min(1.0, (self._num_steps + 1) / _WARMUP_UPDATES)
+
+    def _num_passes(self) -> int:
+        return self._config.online_passes
+
+    def _optimizer_method(self) -> OptimizerMethod:
+        return self._config.online_optimizer
 
 
 def learned(

@@ -7,11 +7,11 @@ hidden size.
 from __future__ import annotations
 
 import torch
-from speculators.models.eagle3.attention import extend_dense_mask_for_draft_tokens
 from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 from transformers import DynamicCache
 
+from slipstream.drafts.attention import Chats
 from slipstream.drafts.chats import PackedChats
 
 
@@ -26,14 +26,14 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
     hidden = model.fc(batch.hidden_states)
-    mask = model._build_attn_mask(batch.document_ids[0], num, hidden.device)
+    chats = Chats.of(batch.document_ids[0])
     ids, positions, cache = batch.input_ids, batch.position_ids, DynamicCache()
     outputs = []
     for number in range(num_passes):
         stacked = torch.cat([model.embed_tokens(ids).detach(), hidden], dim=-1)
         hidden = layer(
             stacked,
-            attention_mask=mask,
+            attention_mask=chats,
             position_ids=positions,
             past_key_values=cache,
             cache_position=torch.arange(number * num, (number + 1) * num, device=hidden.device),
@@ -44,6 +44,5 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
             hidden = outputs[-1]
         # What is fed past the end of the row stands for nothing: no loss looks at it.
         ids = torch.cat([batch.input_ids[:, 1 + number :], batch.input_ids.new_zeros(1, 1 + number)], dim=-1)[:, :num]
-        mask = extend_dense_mask_for_draft_tokens(mask, num)
         positions = positions + 1
     return outputs

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +22,9 @@ from slipstream.drafts.chats import PackedChats, States, rows_of
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
+from slipstream.drafts.optimizer import DraftOptimizer
 from slipstream.drafts.passes import head_inputs
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
 from slipstream.policy.errors import CheckpointError
 from slipstream.policy.training_memory import TrainingMemory
@@ -62,9 +64,10 @@ class DraftTrainer:
         if self._model.use_draft_vocab:
             self._policy_head_VH = policy_head(policy).to(device)
             self._cut_policy_head()
-        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._memory = TrainingMemory(self._model, [self._optimizer], device=device)
+        named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
+        self._trained = [parameter for _, parameter in named]
+        self._optimizer = DraftOptimizer(named, self._optimizer_method())
+        self._memory = TrainingMemory(self._model, self._optimizer.steppers, device=device)
         self._num_steps = 0
 
     @classmethod
@@ -109,8 +112,6 @@ class DraftTrainer:
             FloatingPointError: the loss is not finite.
         """
         self._memory.take()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
@@ -127,13 +128,13 @@ class DraftTrainer:
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
         torch.nn.utils.clip_grad_norm_(self._trained, self._config.clip_grad)
-        self._optimizer.step()
+        self._optimizer.step(learning_rate=self._learning_rate())
         self._num_steps += 1
         return total
 
     def _backward(self, row: PackedChats, judging: Judging, share: float) -> Tensor:
         """Add up the gradient of a row's loss times `share`; returns that."""
-        inputs = head_inputs(self._model, row, self._config.ttt_steps)
+        inputs = head_inputs(self._model, row, self._num_passes())
         # The head goes backward chunk by chunk into these copies, and the passes once, when all is known of them.
         leaves = [each.detach().requires_grad_() for each in inputs]
         total = torch.zeros((), device=self._device)
@@ -217,12 +218,8 @@ class DraftTrainer:
         """Write weights, moments and step, so that a resumed training goes on bit for bit."""
         self._memory.take()
         path.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
-        for index, parameter in enumerate(self._trained):
-            state: dict[str, Any] = self._optimizer.state[parameter]
-            tensors[f"{index}.parameter"] = parameter.detach()
-            tensors[f"{index}.exp_avg"] = state["exp_avg"]
-            tensors[f"{index}.exp_avg_sq"] = state["exp_avg_sq"]
+        tensors = {f"{index}.parameter": each.detach() for index, each in enumerate(self._trained)}
+        tensors |= self._optimizer.moments()
         total = write_tensors(path / "draft.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()})
         write_json(path / "draft.json", {"num_steps": self._num_steps, "xxh3": total.xxh3})
 
@@ -244,11 +241,7 @@ class DraftTrainer:
         tensors = load_file(path / "draft.safetensors")
         for index, parameter in enumerate(self._trained):
             parameter.copy_(tensors[f"{index}.parameter"])
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(self._num_steps)),
-                "exp_avg": tensors[f"{index}.exp_avg"].to(self._device),
-                "exp_avg_sq": tensors[f"{index}.exp_avg_sq"].to(self._device),
-            }
+        self._optimizer.restore(tensors, num_updates=self._num_steps)
 
     def _rows(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
@@ -283,3 +276,9 @@ class DraftTrainer:
 
     def _learning_rate(self) -> float:
         return self._config.learning_rate_at(self._num_steps)
+
+    def _num_passes(self) -> int:
+        return self._config.ttt_steps
+
+    def _optimizer_method(self) -> OptimizerMethod:
+        return OptimizerMethod.ADAMW

@@ -280,6 +280,14 @@ def test_one_draft_token_needs_room_for_two() -> None:
         ),
         ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
         ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),
+        (
+            {"draft": {"online_ttt_steps": 0}},
+            r"draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps",
+        ),
+        (
+            {"draft": {"method": "mtp", "online_optimizer": "muon"}},
+            r"draft.online_optimizer must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an EAGLE-3",
+        ),
         ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must be > 0, got 0.0"),
     ],
 )

@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from speculators.models.eagle3.attention import create_combined_mask_mod
-from torch.nn.attention.flex_attention import create_mask
 
 from slipstream.config import ConfigError
 from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.checks import check_draft
-from slipstream.drafts.eagle3 import _dense_mask
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
 from slipstream.ragged import Ragged
@@ -241,12 +238,6 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
 def test_a_negative_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"draft.states_cache_gib must be >= 0, got -1.0"):
         replace(CONFIG, states_cache_gib=-1.0)
-
-
-def test_the_drafts_attention_mask_is_that_of_torch() -> None:
-    rule = create_combined_mask_mod(torch.tensor([0, 0, 0, 1, 1, 2]), 6)
-    expected = create_mask(rule, B=None, H=None, Q_LEN=6, KV_LEN=6, device="cpu")
-    assert torch.equal(_dense_mask(rule, B=None, H=None, Q_LEN=6, KV_LEN=6, device=torch.device("cpu")), expected)
 
 
 def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:

@@ -281,6 +281,8 @@ CHECKS = {
     "draft.clip_grad": Check(1e-9, draft_steps),
     "draft.seed": Check(1, draft_steps),
     "draft.online_learning_rate": Check(0.1, online_steps),
+    "draft.online_optimizer": Check("muon", online_steps),
+    "draft.online_ttt_steps": Check(1, online_steps),
     "draft.online_updates": Check(2, online_steps),
     "draft.states_cache_gib": Check(0.0001, draft_cache),
     "tuning.candidate_ks": Check([0, 1], tuning),

@@ -1,0 +1,53 @@
+"""The attention of a draft's passes is that of a mask over the whole row, whatever the chats' lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from speculators.models.eagle3.attention import create_combined_mask_mod, extend_dense_mask_for_draft_tokens
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from slipstream.drafts.attention import Chats, attend
+
+GROUPS, HEADS, DIM = 2, 6, 4
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scaling: float) -> Tensor:
+    """The same with the mask that speculators builds."""
+    num, passes = query.shape[2], key.shape[2] // query.shape[2]
+    rule = create_combined_mask_mod(documents, num)
+    mask = create_mask(rule, None, None, num, num, device=str(query.device))
+    for _ in range(passes - 1):
+        mask = extend_dense_mask_for_draft_tokens(mask, num)
+    keys, values = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    return found.transpose(1, 2)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[5], [1, 1], [3, 7, 2], [4, 260, 5, 3]])
+def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(lengths: list[int], passes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num = sum(lengths)
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    chats = Chats.of(documents)
+    query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
+    key, value = (
+        torch.randn(1, GROUPS, passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2)
+    )
+    weight = torch.randn(1, num, HEADS, DIM, generator=generator)
+    expected = masked(query, key, value, documents, 0.3)
+    wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    found, _ = attend(torch.nn.Identity(), query, key, value, chats, scaling=0.3)
+    grads = torch.autograd.grad((found * weight).sum(), (query, key, value))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for grad, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+
+
+def test_chats_of_very_different_lengths_lie_in_rectangles_of_their_own() -> None:
+    chats = Chats.of(torch.repeat_interleave(torch.arange(3), torch.tensor([2, 260, 3])))
+    assert [tuple(each.shape) for each in chats.tokens_BS] == [(1, 260), (2, 3)]
+    assert chats.tokens_BS[1].tolist() == [[262, 263, 264], [0, 1, 0]]  # the longest first; padding is the first token
+    assert chats.cells_N[[0, 1, 2, 261, 262, 264]].tolist() == [263, 264, 0, 259, 260, 262]
