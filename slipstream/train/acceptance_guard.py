@@ -22,6 +22,9 @@ _WINDOW = 20  # steps that make the band: a policy that drifts takes its band al
 _MIN_HISTORY = 6  # steps before the guard says anything
 _NUM_DEVIATIONS = 6.0
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+# Of the tokens that a draft had accepted. A few long answers of another style, drafted less well, are most of a step's
+# drafts: counts by themselves know nothing of that.
+_LEAST_SHARE = 0.5
 _PACE_STEPS = 3  # that say how fast acceptance falls
 _HASTE = 2.0  # times as fast is still the same fall
 _FIX = "draft.online: when_stale trains during RL, and draft.autopilot switches off where it loses"
@@ -48,7 +51,9 @@ class AcceptanceGuard:
         if len(self._recent) >= _MIN_HISTORY:
             center = float(np.median(self._recent))
             below_band = center - _NUM_DEVIATIONS * self._deviation(stats)
-            lowest = min(below_band, self._going_on() - _NUM_DEVIATIONS * sampling_deviation(stats))
+            expected = self._going_on()
+            chance = _NUM_DEVIATIONS * sampling_deviation(stats)
+            lowest = min(below_band, expected - chance, 1.0 + _LEAST_SHARE * (expected - 1.0))
             if length < lowest:
                 raise AcceptanceCollapse(
                     f"mean acceptance length must stay near that of the last {len(self._recent)} steps, {center:.2f}, "

@@ -77,7 +77,9 @@ def _numbers(policy: MegatronPolicy) -> list[torch.Tensor]:
     held = policy._checkpoints._held
     stepped = [each.stepped for each in held if each.stepped is not None]
     moments = [each.optimizer.state[each.main][name] for each in stepped for name in each.moments]
-    return [each.detach().cpu().clone() for each in [*(h.parameter for h in held), *(s.main for s in stepped), *moments]]
+    return [
+        each.detach().cpu().clone() for each in [*(h.parameter for h in held), *(s.main for s in stepped), *moments]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +151,7 @@ def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], r
         config = RefitConfig(bucket_mib=1.0)
         with open_channel(config, learner, engines) as channel:
             gate = RefitGate(engines, learner, channel=channel, draft=None, config=config)
-            turns: Any = LastingEngines(
-                EnginesInTurn(engines, engines), GateInTurn(gate, learner), max_restarts=0
-            )
+            turns: Any = LastingEngines(EnginesInTurn(engines, engines), GateInTurn(gate, learner), max_restarts=0)
             for step in range(3):
                 assert turns.refit(step, draft_version=None).num_tensors > 0
                 result = turns.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=step)
