@@ -325,7 +325,7 @@ def test_repeated_first_pairs_are_held_against_the_policy_and_against_the_other_
     assert "first token of repeated prompts" not in rejected(second)
     assert "autoregressive beside speculative, first pair" in rejected(second)
     assert second.verdict == BIASED
-    least = min(finding.p_value_corrected for finding in second.findings)
+    least = min(finding.p_value for finding in second.findings)
     names = ", ".join(finding.name for finding in second.findings if finding.reject)
     num = len(rejected(second))
     assert second.reason == f"{num} of {len(second.findings)} tests reject ({names}); least p {least:.1e}"

@@ -1,5 +1,6 @@
 """Acceptance arithmetic, worked by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -146,6 +147,7 @@ def test_a_position_that_no_draft_reached_has_rate_0() -> None:
     [
         _drafted(3, (2, 2), (3, 1)),  # a second token accepted more often than drafted
         _drafted(3, (2, 1), (4, 2)),  # more first tokens than drafts
+        replace(_drafted(3, (2, 1), (3, 1)), num_draft_tokens=5),  # 3 + 1 tokens were drafted
     ],
 )
 def test_counts_by_position_that_no_engine_can_reach_are_an_error(after: AcceptanceCounters) -> None:
