@@ -32,8 +32,8 @@ from slipstream.workers.cores import CoreSlot
 from slipstream.workers.files import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.placement import reserved
+from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.session import actor_environment, own_node
 from slipstream.workers.shards import Shards
 

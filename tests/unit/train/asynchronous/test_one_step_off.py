@@ -16,8 +16,8 @@ from slipstream.records import RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.types import Prompt
 from slipstream.train.draft import TrainedDraft
+from slipstream.types import Prompt
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,
