@@ -82,7 +82,7 @@ class Manager:
             threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
 
     def _server(self, environment: Mapping[str, str]) -> Path:
-        """The socket of the server for workers of that environment, which this thread starts: it ends with the thread."""
+        """The socket of the server for workers of that environment; this thread starts it, and it ends with it."""
         read = {name: value for name, value in sorted(environment.items()) if _is_read(name)}
         path = self._directory / hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
         if path.name not in self._servers:

@@ -1,6 +1,6 @@
 """What a cluster's Flyte is sent at registration, decoded, and the pods that it makes of it.
 
-Run as `python -m tests.unit.workflows.registration FILE`, it writes what the profile in SLIPSTREAM_CLUSTER registers.
+Run as a file with FILE as its argument, it writes what the profile in SLIPSTREAM_CLUSTER registers.
 Tasks read the profile when they are imported, so each profile takes a process of its own.
 """
 
@@ -15,6 +15,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.forked.tasks import forked
 
 ROOT = Path(__file__).parents[3]
 PLANS = (
@@ -36,9 +38,8 @@ class Registration:
 
 def registration(profile: str, path: Path) -> Registration:
     """What `profile` registers."""
-    command = [sys.executable, "-m", "tests.unit.workflows.registration", str(path)]
-    environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile, "PYTHONPATH": str(ROOT)}
+    subprocess.run(forked(__file__, str(path)), cwd=ROOT, env=environment, check=True, timeout=300)
     return Registration(**json.loads(path.read_text()))
 
 

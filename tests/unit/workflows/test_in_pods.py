@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.types import ArmLoop
+from tests.forked.tasks import forked
 
 ROOT = Path(__file__).parents[3]
 INPUTS: dict[str, Any] = {
@@ -44,12 +45,12 @@ def started(directory: Path, *, cluster: str = "local", **changes: Any) -> tuple
     inputs, outputs = directory / "inputs.pb", directory / "outputs"
     outputs.mkdir()
     inputs.write_bytes(literals.to_flyte_idl().SerializeToString())
-    command = [
+    command = forked(
         str(Path(sys.executable).with_name("pyflyte-execute")),
         *("--inputs", str(inputs), "--output-prefix", str(outputs), "--raw-output-data-prefix", str(directory / "raw")),
         *("--resolver", "flytekit.core.python_auto_container.default_task_resolver", "--"),
         *("task-module", "tasks.start_run", "task-name", "start_run"),
-    ]
+    )
     environment = {
         **os.environ,
         "SLIPSTREAM_CLUSTER": cluster,
