@@ -13,8 +13,8 @@ import pytest
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.records import StepRecord
 from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.types import Prompt
 from slipstream.train.draft import TrainedDraft
+from slipstream.types import Prompt
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,

@@ -32,7 +32,7 @@ SPANS = (
 
 
 def pending() -> Pending:
-    whole, mixed = drawn(PROMPTS[0], "w", "1", 3, 2), drawn(PROMPTS[1], "w", "2", 3, 2)
+    whole, mixed = drawn(PROMPTS[0], "w", "1", (3, None), 2), drawn(PROMPTS[1], "w", "2", (3, None), 2)
     odd = replace(
         mixed.rollouts[0],
         token_ids=(5, 6),
