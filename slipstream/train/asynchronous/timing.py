@@ -52,7 +52,8 @@ class Stopwatch:
         It counts as generation until the engines had the rollouts, but for what publication held those up, and as data
         afterwards, for they were scored; publication is `prepare`. What was there already costs nothing.
         """
-        export = self._export or (self._now_s(),) * 2
+        now_s = self._now_s()
+        export = self._export or (now_s, now_s)
         self._export = None
         start_s, exported_s = export
         scored = wait()
