@@ -71,7 +71,7 @@ class MegatronPolicy(OutgoingWeights):
         self.mtp_loss: float | None = None
         self._module: torch.nn.Module = self._gpt
         self._optimizer: MegatronOptimizer | None = None
-        self._memory: TrainingMemory | None = None
+        self._memory = TrainingMemory(self._gpt, [], device=self.device)
         self._num_updates = 0
         self._layer_hooks: list[RemovableHandle] = []
         self._batching = Batching(
@@ -328,7 +328,7 @@ class MegatronPolicy(OutgoingWeights):
         Args:
             beside: other tensors that belong to the run, the same on all ranks.
         """
-        self._take_memory()
+        self._memory.take()
         version, num_updates = self.version, self._num_updates
         self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
@@ -342,7 +342,7 @@ class MegatronPolicy(OutgoingWeights):
         Args:
             beside: is filled with the tensors that were written beside the policy.
         """
-        self._take_memory()
+        self._memory.take()
         state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
@@ -372,7 +372,7 @@ class MegatronPolicy(OutgoingWeights):
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
-        self._take_memory()
+        self._memory.take()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
@@ -390,12 +390,7 @@ class MegatronPolicy(OutgoingWeights):
 
     def rest(self) -> int:
         """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
-        memories = (self._memory, None if self._mtp_trainer is None else self._mtp_trainer.memory)
-        return sum(memory.give_back() for memory in memories if memory is not None)
-
-    def _take_memory(self) -> None:
-        if self._memory is not None:
-            self._memory.take()
+        return self._memory.give_back() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.give_back())
 
     @property
     def learning_rate(self) -> float:

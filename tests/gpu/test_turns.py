@@ -67,7 +67,7 @@ def test_a_resting_learner_gives_its_memory_to_others_and_gets_it_back_to_the_la
     assert num_bytes >= 12 * policy.architecture.num_parameters()  # gradients and two moments
     assert _free() - free >= 0.95 * num_bytes
     policy.logprobs(SEQUENCES, [1] * 4, 1.0)  # by its weights, which it has
-    policy._take_memory()
+    policy._memory.take()
     assert all(torch.equal(one, other) for one, other in zip(_numbers(policy), before, strict=True))
     policy.lm_step(SEQUENCES, [0] * 4)
 
@@ -132,7 +132,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         total = torch.cuda.mem_get_info()[1]
         assert _free() - free > 0.2 * total  # of the 0.3 that it has, nearly all is cache
         engines.refit(models["new"], policy_version=1)
-        (new,) = engines.weight_fingerprints(is_draft=False, turn=ALL)
+        (new,) = engines.start_fingerprints(is_draft=False, turn=ALL)()
         engines.token_logprobs([PROMPTS[0].token_ids])
         assert _free() - free > 0.2 * total  # it took its cache for that, and gave it back
         changed = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
@@ -140,7 +140,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         assert _drawn(changed) != _drawn(before)
         engines.rest()
         engines.refit(models["old"], policy_version=2)
-        assert engines.weight_fingerprints(is_draft=False, turn=ALL) != [new]
+        assert engines.start_fingerprints(is_draft=False, turn=ALL)() != [new]
         assert _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == _drawn(before)
 
 

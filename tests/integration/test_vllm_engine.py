@@ -115,7 +115,7 @@ def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_
         engine.rest()  # it rests already
         (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
         assert (state.policy_version, state.num_prefix_cache_resets) == (1, 1)
-        (fingerprints,) = engine.weight_fingerprints(is_draft=False, turn=ALL)
+        (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()
         assert fingerprints
         again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     assert _tokens(again) == _tokens(before)
