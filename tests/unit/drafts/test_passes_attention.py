@@ -33,9 +33,7 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     chats = Chats.of(documents)
     query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
-    key, value = (
-        torch.randn(1, GROUPS, passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2)
-    )
+    key, value = (torch.randn(1, GROUPS, passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2))
     weight = torch.randn(1, num, HEADS, DIM, generator=generator)
     expected = masked(query, key, value, documents, 0.3)
     wanted = torch.autograd.grad((expected * weight).sum(), (query, key, value))
