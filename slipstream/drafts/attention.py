@@ -3,8 +3,8 @@
 In pass i a token sees the first pass' keys of its chat up to itself, and of passes 1 to i its own key: one score each.
 A mask over a whole row would compute N^2 scores a pass, nearly all of them to throw away.
 
-Legend: `N` tokens of a row, `B` chats of a rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads of
-each, `D` head dim, `P` passes after the first.
+Legend: `N` tokens of a row, `B` chats of a rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads
+of each, `D` head dim, `P` passes after the first.
 """
 
 from __future__ import annotations

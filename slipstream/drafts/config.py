@@ -82,8 +82,8 @@ class DraftConfig:
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
 
-    `online` training takes its rollouts in a random order, `tokens_per_step` tokens an update at most, with an optimizer
-    of its own whose learning rate stays as it is; the rest is as in pretraining.
+    `online` training takes its rollouts in a random order, at most `tokens_per_step` tokens an update, with its own
+    optimizer, whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3

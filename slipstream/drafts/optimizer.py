@@ -1,4 +1,4 @@
-"""The optimizer of a draft that hidden states teach: AdamW, or Muon for the matrices of its layer and AdamW for the rest.
+"""A draft's optimizer where hidden states teach it: AdamW, or Muon for the layer's matrices and AdamW for the rest.
 
 Muon learns from fewer tokens, of which a draft that is trained beside the policy has few (docs/log.md).
 """
