@@ -99,11 +99,11 @@ def attempted(
         values = merge(values, more)
     recipe = load_recipe("tiny", overrides=values)
     records: list[StepRecord] = []
-    waiting: list[Pending | None] = []
+    left: list[Pending | None] = []
 
-    def on_step(record: StepRecord, left: Pending | None = None) -> None:
+    def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
         records.append(record)
-        waiting.append(left)
+        left.append(waiting)
 
     Attempt(
         recipe=recipe,
@@ -121,7 +121,7 @@ def attempted(
         meeting=Meeting(),
         tally=Tally(directory / "submitted"),
     ).run(history, pending or Pending())
-    return records, waiting
+    return records, left
 
 
 @pytest.mark.parametrize(

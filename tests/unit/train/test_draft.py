@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.records import AcceptanceStats, DraftUpdate, StepRecord
+from slipstream.records import AcceptanceStats, DraftDecision, DraftUpdate, StepRecord
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from tests.unit.train.test_metrics import STEP
@@ -40,6 +40,13 @@ def trained(length: float, *, elapsed_s: float | None = None) -> StepRecord:
     return replace(STEP, acceptance=accepted(length), draft_update=update)
 
 
+def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9) -> DraftDecision:
+    """After rollouts of that length."""
+    decision = draft.decide(generated(length), num_steps_left=num_steps_left)
+    assert decision is not None
+    return decision
+
+
 def test_a_fixed_draft_is_never_trained() -> None:
     draft = FixedDraft(version=3)
     draft.note(trained(1.5, elapsed_s=1.0))
@@ -50,7 +57,7 @@ def test_a_fixed_draft_is_never_trained() -> None:
 def test_a_training_pays_for_the_horizon_or_for_the_steps_that_are_left(num_steps_left: int, saved_s: float) -> None:
     """A length of 1.5 where 2.0 is known to be reached loses a quarter of each step's 3 s."""
     draft = TrainedDraft(STALE, reference=2.0)
-    decision = draft.decide(generated(1.5), num_steps_left=num_steps_left)
+    decision = decided(draft, 1.5, num_steps_left=num_steps_left)
     assert decision.saved_s == pytest.approx(saved_s, rel=1e-4)
     assert (decision.length, decision.reference_length) == (1.5, 2.0)
     assert decision.trains == (saved_s > 0)
@@ -58,10 +65,10 @@ def test_a_training_pays_for_the_horizon_or_for_the_steps_that_are_left(num_step
 
 def test_a_draft_that_is_always_trained_shows_what_it_would_have_saved() -> None:
     draft = TrainedDraft(ALWAYS, reference=2.0)
-    decision = draft.decide(generated(2.0), num_steps_left=9)
+    decision = decided(draft, 2.0)
     assert (decision.trains, decision.reason) == (True, "always")
     assert decision.saved_s == pytest.approx(0.0, abs=1e-3)
-    assert not TrainedDraft(STALE, reference=2.0).decide(generated(2.0), num_steps_left=9).trains
+    assert not decided(TrainedDraft(STALE, reference=2.0), 2.0).trains
 
 
 def test_each_training_makes_the_next_version_and_its_time_is_what_the_next_one_costs() -> None:
@@ -72,13 +79,13 @@ def test_each_training_makes_the_next_version_and_its_time_is_what_the_next_one_
     draft.note(trained(1.5, elapsed_s=9.0))  # the first pays for cold caches
     draft.note(trained(1.5, elapsed_s=7.0))
     assert draft.version == 2
-    decision = draft.decide(generated(1.5), num_steps_left=9)
+    decision = decided(draft, 1.5)
     assert (decision.trains, decision.cost_s, decision.reason) == (False, 7.0, "it costs more than it saves")
 
 
 def test_a_resumed_draft_knows_what_the_steps_before_it_showed() -> None:
     """Lengths of 2.0 and 1.5 before, and 1.6 now: 2.0 is reachable, and the last three have 1.7."""
     draft = TrainedDraft(STALE, reference=None, history=[trained(2.0), trained(1.5, elapsed_s=9.0)])
-    decision = draft.decide(generated(1.6), num_steps_left=9)
+    decision = decided(draft, 1.6)
     assert draft.version == 1
     assert (decision.reference_length, decision.length) == (2.0, pytest.approx(1.7))
