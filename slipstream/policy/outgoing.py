@@ -1,4 +1,4 @@
-"""The weights that leave a policy, under the names of the Hugging Face checkpoint: whole, as shards, and in a directory.
+"""Weights that leave a policy, under the names of the Hugging Face checkpoint: whole, as shards, and in a directory.
 
 Legend: `V` the vocabulary, `H` hidden size.
 """

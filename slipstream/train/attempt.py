@@ -38,7 +38,7 @@ class OnStep(Protocol):
         ...
 
 
-class Engines(SwitchableEngines, ReplaceableInFlight, Protocol):
+class Engines(SwitchableEngines, ReplaceableInFlight, Resting, Protocol):
     """Engines that any of the loops can train with."""
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:

@@ -1,4 +1,4 @@
-"""The learner's ranks as the refit sees them: what they send to engines, and the fingerprints that engines must have."""
+"""The learner's ranks as a refit sees them: what they send to engines, and the fingerprints that engines must have."""
 
 from __future__ import annotations
 

@@ -57,6 +57,9 @@ class Engines(FlightWorld):
     recoveries: list[str] = field(default_factory=list)
     num_asked: int = 0
 
+    def rest(self) -> None:
+        raise AssertionError("nobody takes turns")
+
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         self.modes.append(kv_cache)
 
