@@ -28,7 +28,8 @@ from slipstream.data.synthetic import dapo_rows
 from slipstream.drafts.length import TuningConfig, choose, sweep
 from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import Recipe
-from slipstream.records import ScheduleEntry, TuningRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.pretrain_draft import train_on

@@ -15,7 +15,8 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.pretrain import read_responses
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy.pretrain import pretrain
-from slipstream.records import DraftRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import DraftRecord
 from slipstream.stages.prepare_policy import documents
 from slipstream.stages.pretrain_draft import train_on
 from slipstream.stages.support import decode, tokenizer

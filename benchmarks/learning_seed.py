@@ -18,7 +18,9 @@ from benchmarks.study import SeedResult, Study, append, gain
 from slipstream import logs
 from slipstream.config import from_mapping
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import ArmRecord, EvaluationRecord, TuningRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import EvaluationRecord, TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.summary import summarise_arms
 from slipstream.stages.context import RunContext
 from slipstream.stages.evaluate_aime import evaluate_aime

@@ -8,7 +8,8 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.policy.numerics import capabilities
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import TuningRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import settled
 

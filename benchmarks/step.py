@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import PromptStream, read_prompt_sets
-from slipstream.records import StepRecord
+from slipstream.records.steps import StepRecord
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier

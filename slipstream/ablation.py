@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream import demo
 from slipstream.config import require
 from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
-from slipstream.records import read_record
+from slipstream.records.files import read_record
 from slipstream.report.ablation import answer, ranked_table
 from slipstream.report.ablation_records import AblationRecord
 from slipstream.stages.ablation_grid import Grid, variant_recipe

@@ -11,7 +11,7 @@ from slipstream import demo
 from slipstream.config import require
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
-from slipstream.records import read_record
+from slipstream.records.files import read_record
 from slipstream.report.bake_off import answer, bake_off_table
 from slipstream.report.bake_off_records import BakeOffRecord
 from slipstream.report.reference import read_reference

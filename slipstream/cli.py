@@ -16,7 +16,8 @@ from slipstream.placement.cluster import parse_cluster
 from slipstream.placement.plan import make_plan
 from slipstream.placement.table import memory_text, plan_text, table
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import RunRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.types import Workload
 

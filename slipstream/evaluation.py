@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.config import require
-from slipstream.records import EvaluationRecord
+from slipstream.records.stages import EvaluationRecord
 from slipstream.rewards.answers import extract_answer, normalise_answer
 from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.config import SamplingConfig

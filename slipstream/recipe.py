@@ -27,7 +27,7 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.placement.assessment import assess
 from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.policy.config import LearnerConfig, PolicyConfig
-from slipstream.records import write_atomic
+from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig

@@ -13,7 +13,7 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.cluster.launch import shared_root
 from slipstream.cluster.preflight import inside as stage
-from slipstream.records import read_record, write_record
+from slipstream.records.files import read_record, write_record
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, on_cpus_with_token, runs_locally
 

@@ -17,7 +17,8 @@ from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC, DataConfig, SourceConfig
 from slipstream.data.schemas import Item, normalise, read_item, recognise
 from slipstream.data.synthetic import Split, write_split
-from slipstream.records import DataSetRecord, write_atomic
+from slipstream.records.files import write_atomic
+from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.config import require
-from slipstream.records import NUM_WARMUP_STEPS, AutopilotStep
+from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep
 
 _NUM_PROBES = 2  # that must agree
 _MAX_BACK_OFF = 8  # times `probe_every_steps`

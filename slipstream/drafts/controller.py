@@ -23,7 +23,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
-from slipstream.records import AcceptanceStats, DraftDecision
+from slipstream.records.steps import AcceptanceStats, DraftDecision
 from slipstream.rollout.acceptance import combine, sampling_deviation
 
 WINDOW = 3

@@ -17,7 +17,7 @@ from statistics import fmean, median
 from slipstream.config import require
 from slipstream.drafts import schedule
 from slipstream.drafts.schedule import Round
-from slipstream.records import SweepPoint, TuningRecord
+from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine, GenerationResult

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 
 if TYPE_CHECKING:
     from slipstream.drafts.config import DraftConfig

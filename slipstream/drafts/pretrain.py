@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.records import write_atomic
+from slipstream.records.files import write_atomic
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine
 from slipstream.types import Prompt, RolloutGroup

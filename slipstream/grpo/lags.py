@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.grpo.config import Correction, Level, LossConfig
-from slipstream.records import LagStats
+from slipstream.records.steps import LagStats
 from slipstream.types import RolloutGroup, TrainBatch
 
 _LARGEST_LOG_RATIO = 100.0  # what is shown beyond it is this: exp overflows at 709, and a record holds no infinity

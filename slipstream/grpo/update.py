@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from slipstream.grpo.config import LossConfig
 from slipstream.ragged import Ragged
-from slipstream.records import DraftUpdate, TrainStats
+from slipstream.records.steps import DraftUpdate, TrainStats
 from slipstream.types import TrainBatch
 
 

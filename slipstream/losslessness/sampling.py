@@ -9,7 +9,7 @@ from typing import Protocol
 from slipstream.config import require
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Prompt

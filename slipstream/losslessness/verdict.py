@@ -15,7 +15,7 @@ from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, positions
 from slipstream.losslessness.statistics import Bias, Draws
-from slipstream.records import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
 

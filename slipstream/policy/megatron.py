@@ -44,7 +44,7 @@ from slipstream.policy.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
 from slipstream.policy.schedule import LossOf, Result
 from slipstream.policy.training_memory import TrainingMemory
 from slipstream.policy.weights import load_exactly, mtp_from_hf
-from slipstream.records import TrainStats
+from slipstream.records.steps import TrainStats
 
 FloatArray = NDArray[np.float32]
 

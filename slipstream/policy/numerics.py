@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from slipstream.records import NumericsRecord
+from slipstream.records.run import NumericsRecord
 from slipstream.types import Dtype
 
 _ROWS, _INNER, _OUTER = 1024, 128, 384  # a micro-batch through the tiny policy's MLP

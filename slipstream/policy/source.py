@@ -12,7 +12,7 @@ from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.policy.architecture import MIMO, Architecture
 from slipstream.policy.config import PolicyConfig
-from slipstream.records import PolicyRecord
+from slipstream.records.stages import PolicyRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.records import RefitCheck
+from slipstream.records.steps import RefitCheck
 from slipstream.refit.channel.driver import Delivery, Exported, WeightChannel
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, differences, file_fingerprints

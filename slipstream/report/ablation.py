@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from slipstream.placement.table import table
-from slipstream.records import ArmRecord, StepRecord
+from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.report.ablation_records import TUNED, AblationRecord, Failure, Outcome, Row, Setting, Variant
 from slipstream.report.formats import (
     WORKLOAD_LABELS,

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from slipstream.records import write_atomic, write_record
+from slipstream.records.files import write_atomic, write_record
 from slipstream.report.ablation import HEADINGS, answer, cells, label, unequal_machines
 from slipstream.report.ablation_records import AblationRecord, Row
 from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.records import ArmRecord, LagStats, Overlap, RunRecord, StepRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.steps import ArmRecord, LagStats, Overlap, StepRecord
 from slipstream.report.summary import last_quarter
 from slipstream.statistics import Estimate, Spread, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from slipstream.records import ArmRecord, RunRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.asynchronous import LoopArm, LoopComparison
 from slipstream.report.canvas import ARM_COLOURS, INK, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.records import RunRecord
+from slipstream.records.run import RunRecord
 from slipstream.report.asynchronous import LoopComparison
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.tables import ColumnGroup, Row, Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from slipstream.records import RunRecord
+from slipstream.records.run import RunRecord
 from slipstream.report.asynchronous import LoopArm, LoopComparison, compare_loops
 from slipstream.report.formats import metrics_with_ends, percent, seconds, speedup, speedup_with_interval
 from slipstream.report.summary import estimate_json

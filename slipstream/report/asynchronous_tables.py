@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.records import EvaluationRecord, LagStats
+from slipstream.records.stages import EvaluationRecord
+from slipstream.records.steps import LagStats
 from slipstream.report.asynchronous import LoopArm, LoopComparison
 from slipstream.report.formats import POLICY_LABELS, count, percent, seconds, speedup_with_interval
 from slipstream.report.tables import ColumnGroup, Row, Table

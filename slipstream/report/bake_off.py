@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.placement.table import table
-from slipstream.records import ArmRecord, StepRecord
+from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.report.bake_off_records import BakeOffRecord, Entrant, Result
 from slipstream.report.formats import (
     difference_with_interval,

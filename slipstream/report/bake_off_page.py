@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from slipstream.records import write_atomic, write_record
+from slipstream.records.files import write_atomic, write_record
 from slipstream.report.bake_off import (
     COST_HEADINGS,
     HEADINGS,

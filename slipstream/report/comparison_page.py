@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from slipstream.records import write_atomic
+from slipstream.records.files import write_atomic
 from slipstream.report.comparison import HEADINGS, answer, cells, differences
 from slipstream.tracking import Execution
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.drafts.schedule import DraftLength, described
-from slipstream.records import ArmRecord, RunningPoint, RunRecord, StepRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import RunningPoint
+from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.report.formats import speedup
 from slipstream.report.tables import ColumnGroup, Row, Table
 from slipstream.types import Arm

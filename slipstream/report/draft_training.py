@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from slipstream.records import DraftDecision, RunRecord, StepRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.steps import DraftDecision, StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, draw_svg
 from slipstream.types import Arm
 

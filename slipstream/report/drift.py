@@ -16,7 +16,7 @@ import numpy as np
 from scipy import special
 
 from slipstream.recipe import OPERATION
-from slipstream.records import DriftFinding, DriftRecord, RunRecord
+from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.records import DriftFinding, DriftRecord
+from slipstream.records.run import DriftFinding, DriftRecord
 from slipstream.report.drift import LABELS
 from slipstream.report.tables import ColumnGroup, Row, Table
 

@@ -8,7 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from slipstream.records import CertificateRecord, EvaluationRecord, RunRecord, StepRecord, SweepPoint
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import EvaluationRecord, SweepPoint
+from slipstream.records.steps import StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference

@@ -11,7 +11,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from slipstream.records import NUM_WARMUP_STEPS, DriftRecord, RunRecord, write_atomic
+from slipstream.records.files import write_atomic
+from slipstream.records.run import DriftRecord, RunRecord
+from slipstream.records.steps import NUM_WARMUP_STEPS
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from slipstream.losslessness.verdict import LOSSLESS
-from slipstream.records import ArmRecord, CertificateRecord, RunRecord
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_results import loop_metrics
 from slipstream.report.formats import POLICY_LABELS, interval, speedup

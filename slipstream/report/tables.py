@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.records import CertificateRecord, RunRecord, SweepPoint
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import SweepPoint
 from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, count, interval, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.summary import ArmSummary, RunSummary

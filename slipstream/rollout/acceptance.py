@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.records import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats
 
 _COUNTER = "vllm:spec_decode_num_"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.records import AcceptanceStats, AutopilotStep
+from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.requests import GroupRequest
 from slipstream.types import Prompt, RolloutGroup, VersionSpan

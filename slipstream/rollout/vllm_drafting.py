@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config import require
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.acceptance import AcceptanceCounters, read_counters
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.config import require
 from slipstream.grpo.loop import KvCache
 from slipstream.imports import uncollected
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.config import EngineState
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.records import RunRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.run import RunRecord
 from slipstream.simulator.cost.data_files import section_names
 from slipstream.simulator.fit.observed import CheckRecord
 from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference

@@ -16,7 +16,8 @@ from typing import Any
 
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
-from slipstream.records import TuningRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import TuningRecord
 from slipstream.stages.ablation_grid import Grid, Kind, Part, parts, variant_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver

@@ -17,7 +17,9 @@ from pathlib import Path
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import ArmRecord, DraftRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import DraftRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.bake_off import answer, judge, ranked, result_metrics
 from slipstream.report.bake_off_page import write_bake_off
 from slipstream.report.bake_off_records import BakeOffRecord, Dropout, Entrant, Result

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.records import read_record, write_record
+from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import content
 

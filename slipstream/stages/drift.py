@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import DriftRecord, RunRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report.drift import Subject, find_drift, hardware
 from slipstream.report.results import result_metrics
 from slipstream.stages.context import RunContext

@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream import evaluation
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished

@@ -8,7 +8,8 @@ from pathlib import Path
 from slipstream.drafts.schedule import DraftLength
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
-from slipstream.records import CertificateRecord, DriftRecord, RunRecord
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
 from slipstream.report.page import ReportPaths
 from slipstream.report.results import certificate_metrics, description, result_metrics

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import (
-    ArmRecord,
-    CertificateRecord,
-    EvaluationRecord,
-    TuningRecord,
-    by_loop,
-    read_record,
-    write_atomic,
-    write_record,
-)
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.files import read_record, write_atomic, write_record
+from slipstream.records.stages import EvaluationRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.summary import summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.support import execution_run

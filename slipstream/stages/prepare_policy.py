@@ -17,7 +17,8 @@ from slipstream.policy.pretrain import pretrain
 from slipstream.policy.source import resolve
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import PolicyRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import PolicyRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, policy_key
 from slipstream.stages.store import kept, publish

@@ -16,7 +16,8 @@ from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, re
 from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import DraftRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import DraftRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.store import kept, publish

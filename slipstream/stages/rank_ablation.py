@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from slipstream.recipe import load_recipe
-from slipstream.records import ArmRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
 from slipstream.report.ablation import answer, outcome_metrics, rank, result_metrics
 from slipstream.report.ablation_page import AblationPaths, write_ablation
 from slipstream.report.ablation_records import AblationRecord, Failure, Variant

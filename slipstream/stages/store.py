@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slipstream.recipe import Recipe
-from slipstream.records import read_record, write_record
+from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import tracked
 

@@ -20,14 +20,10 @@ from slipstream.drafts.schedule import DraftLength, constant, length_of
 from slipstream.grpo.loop import KvCache
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
-from slipstream.records import (
-    LayoutRecord,
-    NumericsRecord,
-    ScheduleEntry,
-    TuningRecord,
-    read_record,
-    write_record,
-)
+from slipstream.records.files import read_record, write_record
+from slipstream.records.run import LayoutRecord, NumericsRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.stages.origin import origin_tags

@@ -12,7 +12,8 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength, described
 from slipstream.grpo.loop import LoopConfig
 from slipstream.recipe import Recipe, parameters
-from slipstream.records import DraftRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import DraftRecord
 from slipstream.stages.context import RunContext, arm_node
 from slipstream.stages.launch import require_loop
 from slipstream.stages.store import finished

@@ -13,7 +13,8 @@ from slipstream.drafts import length
 from slipstream.drafts.schedule import described
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import SweepPoint, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
 from slipstream.stages.support import draft_weights, recipe_engine, settled, tracked, versions

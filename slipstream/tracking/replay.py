@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
-from slipstream.records import write_atomic
+from slipstream.records.files import write_atomic
 from slipstream.tracking.spool import Event, read_spool
 from slipstream.tracking.store import MlflowStore, TrackingError
 

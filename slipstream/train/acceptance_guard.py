@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from slipstream.records import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats
 from slipstream.rollout.acceptance import sampling_deviation
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.drafts.config import DraftOnline
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records import ArmRecord, ScheduleEntry, StepRecord
+from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier

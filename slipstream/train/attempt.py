@@ -9,7 +9,7 @@ from typing import Protocol
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.loop import KvCache
 from slipstream.recipe import Recipe
-from slipstream.records import AutopilotStep, ScheduleEntry, StepRecord
+from slipstream.records.steps import AutopilotStep, ScheduleEntry, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous.in_flight import InFlightLoop

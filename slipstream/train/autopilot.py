@@ -9,7 +9,7 @@ from typing import Protocol
 
 from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
 from slipstream.drafts.schedule import constant
-from slipstream.records import AutopilotStep, ScheduleEntry
+from slipstream.records.steps import AutopilotStep, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import ReplaceableEngines

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.records import Mismatch
+from slipstream.records.steps import Mismatch
 from slipstream.types import Rollout, RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from slipstream.config import from_mapping
 from slipstream.policy.errors import CheckpointError
-from slipstream.records import StepRecord, write_atomic
+from slipstream.records.files import write_atomic
+from slipstream.records.steps import StepRecord
 
 logger = logging.getLogger(__name__)
 

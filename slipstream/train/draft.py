@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.controller import Staleness
-from slipstream.records import DraftDecision, StepRecord
+from slipstream.records.steps import DraftDecision, StepRecord
 from slipstream.rollout.engine import GenerationResult
 
 

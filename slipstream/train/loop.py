@@ -13,7 +13,7 @@ from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig
-from slipstream.records import RefitCheck, StepRecord
+from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Engine

@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.records import DraftDecision, Overlap, RefitCheck, StepRecord
+from slipstream.records.steps import DraftDecision, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard

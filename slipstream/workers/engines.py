@@ -15,7 +15,7 @@ import ray
 from slipstream.drafts.methods import SCHEDULE
 from slipstream.grpo.loop import KvCache
 from slipstream.placement.config import Layout
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn

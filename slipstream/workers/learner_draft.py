@@ -12,7 +12,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.policy.config import LearnerConfig
 from slipstream.ragged import Ragged
-from slipstream.records import DraftUpdate
+from slipstream.records.steps import DraftUpdate
 
 if TYPE_CHECKING:
     import torch

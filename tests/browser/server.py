@@ -16,7 +16,8 @@ from pathlib import Path
 
 from slipstream.drafts.schedule import DraftLength
 from slipstream.recipe import load_recipe, parameters
-from slipstream.records import DriftRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.stages.execution import end_reported_execution
 from slipstream.stages.start_run import start_run

@@ -15,7 +15,7 @@ from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import ArmRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine

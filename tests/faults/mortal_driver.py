@@ -23,7 +23,7 @@ from slipstream.data.prompts import PromptStream, render
 from slipstream.drafts.schedule import constant
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.types import Arm, Prompt
 
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE, K = 8, 2, 4, 2

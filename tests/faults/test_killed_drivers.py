@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.records import ArmRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
 from slipstream.refit.snapshot import discard_transfers
 from tests.faults.mortal_driver import GROUP_SIZE, LIVES, NUM_STEPS, PROMPTS_PER_STEP, batches
 

@@ -15,7 +15,7 @@ import pytest
 from slipstream.data.prompts import render
 from slipstream.policy.errors import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import ArmRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.types import Arm, LoopMode, Prompt
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.data.prompts import render
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import ArmRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.types import Arm, Prompt
 from tests.faults.fatal_control import FatalControl
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.records import ArmRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
 from slipstream.tracking import TrackingConfig, read_executions, store_uri
 from tests.integration.small_recipe import write_small_recipe
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from slipstream.config import merge
 from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import DraftRecord, StepRecord
+from slipstream.records.stages import DraftRecord
+from slipstream.records.steps import StepRecord
 from slipstream.stages.pretrain_draft import train_on
 from slipstream.types import Arm, Prompt
 

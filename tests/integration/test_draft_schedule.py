@@ -11,7 +11,7 @@ import pytest
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
 from slipstream.drafts.schedule import constant
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt

@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import StepRecord
+from slipstream.records.steps import StepRecord
 from slipstream.types import Arm, Prompt
 from tests.integration import qwen3_moe
 

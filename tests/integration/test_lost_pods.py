@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.records import TuningRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
 from slipstream.types import Arm, ArmLoop
 from tests.integration.pod_process import Running, ray_processes, says

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import settings
 
 from slipstream.config import ConfigError
-from slipstream.records import ArmRecord, Mismatch, RefitCheck, StepRecord, SweepPoint, TrainStats, TuningRecord
+from slipstream.records.stages import SweepPoint, TuningRecord
+from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"

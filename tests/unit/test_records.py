@@ -14,28 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.records import (
-    AcceptanceStats,
-    ArmRecord,
-    CertificateRecord,
+from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.files import read_record, write_atomic, write_record
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import (
     DataSetRecord,
     DraftRecord,
     EvaluationRecord,
-    Finding,
-    GreedyRecord,
-    Mismatch,
     PolicyRecord,
-    Power,
+    SweepPoint,
+    TuningRecord,
+)
+from slipstream.records.steps import (
+    AcceptanceStats,
+    ArmRecord,
+    Mismatch,
     RefitCheck,
-    RunRecord,
     ScheduleEntry,
     StepRecord,
-    SweepPoint,
     TrainStats,
-    TuningRecord,
-    read_record,
-    write_atomic,
-    write_record,
 )
 from slipstream.types import Arm, StageTimes
 
@@ -238,7 +235,7 @@ def test_failed_write_removes_its_temporary_file(tmp_path: Path):
 WRITER = """
 import sys
 from pathlib import Path
-from slipstream.records import write_atomic
+from slipstream.records.files import write_atomic
 path = Path(sys.argv[1])
 print("ready", flush=True)
 while True:

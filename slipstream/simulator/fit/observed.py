@@ -8,7 +8,8 @@ from math import log, sqrt
 from statistics import fmean, median, pstdev
 
 from slipstream.config import require
-from slipstream.records import ArmRecord, StepRecord, SweepPoint, TuningRecord
+from slipstream.records.stages import SweepPoint, TuningRecord
+from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.simulator.cost.acceptance import AcceptanceProfile
 from slipstream.simulator.cost.lengths import log_sd_of_longest, log_sd_of_truncation
 from slipstream.simulator.cost.parameters import Regime, load_priors

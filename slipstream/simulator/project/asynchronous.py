@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 from slipstream.config import require
-from slipstream.records import ArmRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.simulator.cost.parameters import Prior, load_belief

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from slipstream.config import require
-from slipstream.records import ArmRecord, LayoutRecord, RunRecord
+from slipstream.records.run import LayoutRecord, RunRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import overlap
 from slipstream.simulator.cost.rollout import Trace, slowest_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner, read_simulator_reference
 from slipstream.simulator.project.projection import ProjectedPoint, best_of_map, project, project_ideal

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.records import ArmRecord, LayoutRecord, TuningRecord
+from slipstream.records.run import LayoutRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision
 from slipstream.simulator.cost.rollout import Slots
 from slipstream.simulator.cost.settings import Setting, load_setting

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.loop import LoopConfig, TooOld
-from slipstream.records import AcceptanceStats, RefitCheck, StepRecord
+from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.acceptance import combine

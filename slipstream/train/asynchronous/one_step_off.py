@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
-from slipstream.records import RefitCheck, StepRecord
+from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig

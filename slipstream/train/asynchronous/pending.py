@@ -21,7 +21,7 @@ import numpy as np
 
 from slipstream.config import from_mapping
 from slipstream.policy.errors import CheckpointError
-from slipstream.records import AcceptanceStats, AutopilotStep
+from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from slipstream.records import Overlap
+from slipstream.records.steps import Overlap
 from slipstream.train.asynchronous.activity import Activity, Span, common_s, total_s
 from slipstream.train.asynchronous.buffer import Scored
 from slipstream.train.metrics import StageClock

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
 from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import load_recipe
-from slipstream.records import RunningPoint, TuningRecord
+from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.learning import Places, main
 from benchmarks.study import SeedResult, Study, append
-from slipstream.records import ArmRecord, Overlap
+from slipstream.records.steps import ArmRecord, Overlap
 from slipstream.types import Arm, Workload
 from tests.unit.benchmarks.test_study import result
 from tests.unit.report.handmade import step

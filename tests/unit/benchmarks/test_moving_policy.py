@@ -8,7 +8,8 @@ from benchmarks.habit import Start
 from benchmarks.moving_policy import Contestant, recipe_of, row
 from slipstream.drafts.config import DraftOnline
 from slipstream.recipe import load_recipe
-from slipstream.records import DraftRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import DraftRecord
 
 
 def metrics(length: float, *, train_s: float = 0.0) -> dict[str, float]:

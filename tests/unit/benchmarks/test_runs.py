@@ -7,7 +7,9 @@ import pytest
 from benchmarks.runs import find_execution, open_run
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.records import NumericsRecord, TuningRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import NumericsRecord
+from slipstream.records.stages import TuningRecord
 from slipstream.types import Dtype
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.study import SeedResult, Study, append, finished, gain, table
 from slipstream.config import ConfigError
-from slipstream.records import ArmRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.summary import summarise_arms
 from slipstream.types import Workload
 from tests.unit.conftest import DemoArms

@@ -21,7 +21,7 @@ from slipstream.data.prompts import (
 )
 from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import build_tokenizer
-from slipstream.records import DataSetRecord
+from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 
 TOKENIZER = build_tokenizer(max_length=256)

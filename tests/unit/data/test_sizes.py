@@ -9,7 +9,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.data.prompts import PromptSets
 from slipstream.data.sizes import require_sizes
-from slipstream.records import DataSetRecord
+from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 
 

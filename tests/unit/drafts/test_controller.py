@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.drafts.controller import PATIENCE, WINDOW, Staleness
-from slipstream.records import AcceptanceStats, DraftDecision
+from slipstream.records.steps import AcceptanceStats, DraftDecision
 
 NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
 LENGTHS = st.floats(1.0, 4.0)

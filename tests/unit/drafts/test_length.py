@@ -10,7 +10,8 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.length import TuningConfig, choose, num_generations, sweep
-from slipstream.records import AcceptanceStats, ScheduleEntry, SweepPoint
+from slipstream.records.stages import SweepPoint
+from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, RunningTime
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup

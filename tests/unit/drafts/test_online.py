@@ -21,7 +21,7 @@ from slipstream.drafts.trainer import States
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.policy.config import LearnerConfig, Recompute
 from slipstream.policy.errors import CheckpointError
-from slipstream.records import AcceptanceStats, RefitCheck, StepRecord
+from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig

@@ -19,7 +19,8 @@ from slipstream.drafts.schedule import (
     running_points,
     schedule,
 )
-from slipstream.records import ScheduleEntry, TuningRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.engine import RunningTime
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.grpo.config import Correction, Level, LossConfig
 from slipstream.grpo.lags import effective_sample_size, lag_stats
-from slipstream.records import LagStats
+from slipstream.records.steps import LagStats
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch, VersionSpan
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1, 0), answer="7")

@@ -10,7 +10,7 @@ import pytest
 from slipstream.grpo.config import LossConfig
 from slipstream.grpo.update import Trained, Update, combined, minibatches, part_of
 from slipstream.ragged import Ragged
-from slipstream.records import DraftUpdate, TrainStats
+from slipstream.records.steps import DraftUpdate, TrainStats
 from slipstream.types import TrainBatch
 
 LOGPROBS = [np.full(2, -float(i), dtype=np.float32) for i in range(5)]

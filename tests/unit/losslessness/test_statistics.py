@@ -13,7 +13,7 @@ from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.statistics import Bias, Draws
 from slipstream.policy.conditionals import conditionals
-from slipstream.records import Power
+from slipstream.records.certificate import Power
 
 VOCABULARY = 12
 

@@ -16,7 +16,8 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
 from slipstream.policy.conditionals import conditionals, processed_logprobs
-from slipstream.records import CertificateRecord, ScheduleEntry
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt, VersionSpan

@@ -21,7 +21,7 @@ from slipstream.policy.cpu import host
 from slipstream.policy.cpu.layer import CpuTransformerLayer
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.pretrain import learning_rate_at, pretrain
-from slipstream.records import TrainStats
+from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype, TrainBatch
 
 VOCAB = 32

@@ -14,7 +14,7 @@ from slipstream.data.tokenizer import write_tokenizer
 from slipstream.policy.config import PolicyConfig
 from slipstream.policy.source import resolve
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import PolicyRecord
+from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
 
 QWEN3 = {

@@ -23,7 +23,9 @@ from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
-from slipstream.records import ScheduleEntry, TuningRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.engine import GenerationResult, RunningTime
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
 from slipstream.train import attempt

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.recipe import Recipe, write_recipe
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.report.drift import Subject, find_drift
 from slipstream.stages import drift, start_run, support
 from slipstream.tracking import Execution, tracker

@@ -20,7 +20,7 @@ from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
-from slipstream.records import AcceptanceStats, DraftUpdate, TrainStats
+from slipstream.records.steps import AcceptanceStats, DraftUpdate, TrainStats
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.channel.sender import Sent
 from slipstream.refit.config import EngineState

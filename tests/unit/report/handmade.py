@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.records import (
-    AcceptanceStats,
-    ArmRecord,
-    CertificateRecord,
+from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import (
     DataSetRecord,
     DraftRecord,
     EvaluationRecord,
-    Finding,
-    GreedyRecord,
+    PolicyRecord,
+    SweepPoint,
+    TuningRecord,
+)
+from slipstream.records.steps import (
+    AcceptanceStats,
+    ArmRecord,
     LagStats,
     Mismatch,
     Overlap,
-    PolicyRecord,
-    Power,
     RefitCheck,
-    RunRecord,
     ScheduleEntry,
     StepRecord,
-    SweepPoint,
     TrainStats,
-    TuningRecord,
 )
 from slipstream.types import Arm, StageTimes
 

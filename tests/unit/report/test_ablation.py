@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.records import ArmRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord
 from slipstream.report.ablation import (
     answer,
     outcome_metrics,

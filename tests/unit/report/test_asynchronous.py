@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.records import ArmRecord, LayoutRecord, RunRecord
+from slipstream.records.run import LayoutRecord, RunRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
 from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table

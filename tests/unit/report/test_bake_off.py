@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.records import ArmRecord, DraftUpdate, read_record
+from slipstream.records.files import read_record
+from slipstream.records.steps import ArmRecord, DraftUpdate
 from slipstream.report.bake_off import (
     COST_HEADINGS,
     answer,

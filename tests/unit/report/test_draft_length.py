@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.records import ArmRecord, AutopilotStep, RunningPoint, RunRecord, ScheduleEntry
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import RunningPoint
+from slipstream.records.steps import ArmRecord, AutopilotStep, ScheduleEntry
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
 from slipstream.report.page import render
 from slipstream.report.reference import read_reference

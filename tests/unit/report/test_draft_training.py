@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.records import DraftDecision, DraftUpdate, RunRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.steps import DraftDecision, DraftUpdate
 from slipstream.report.draft_training import DraftTraining, decisions, draft_training
 from slipstream.report.page import draw, render
 from slipstream.report.reference import read_reference

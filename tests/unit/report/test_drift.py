@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.records import DriftRecord
+from slipstream.records.run import DriftRecord
 from slipstream.report.drift import (
     Subject,
     comparable,

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.records import (
-    RunRecord,
-)
+from slipstream.records.run import RunRecord
 from slipstream.report.page import draw, render, verdict, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.summary import pooled_acceptance, summarise, summarise_run

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.records import RunRecord
+from slipstream.records.run import RunRecord
 from slipstream.report.results import description, result_metrics, reward_difference
 from tests.unit.report.handmade import CERTIFICATE, LOST, ONE_ARM, RECORD, TWO_STEPS
 

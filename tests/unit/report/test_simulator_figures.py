@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.recipe import load_recipe
-from slipstream.records import ArmRecord, TuningRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_figures as figures
 from slipstream.report.projection_tables import check_table, own_table, published_table
 from slipstream.simulator.cost.settings import load_setting

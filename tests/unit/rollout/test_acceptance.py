@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.records import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats
 from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between, combine, read_counters
 
 

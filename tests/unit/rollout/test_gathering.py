@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.records import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats
 from slipstream.rollout.dealing import Deal, SeenLengths, deal
 from slipstream.rollout.engine import Portion, RunningTime
 from slipstream.rollout.gathering import Call, gather, joined, together

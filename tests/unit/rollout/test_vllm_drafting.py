@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.records import ScheduleEntry
+from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.vllm_drafting import Drafting
 
 

@@ -7,15 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.recipe import load_recipe
-from slipstream.records import (
-    ArmRecord,
-    CertificateRecord,
-    DraftRecord,
-    GreedyRecord,
-    PolicyRecord,
-    RunRecord,
-    TuningRecord,
-)
+from slipstream.records.certificate import CertificateRecord, GreedyRecord
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import DraftRecord, PolicyRecord, TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.stages.support import recipe_layout
 
 

@@ -11,7 +11,8 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
-from slipstream.records import RunRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import RunRecord
 from slipstream.simulator.cli import add_parser
 from slipstream.types import LoopMode
 

@@ -12,7 +12,7 @@ from slipstream.cluster.profile import read_profile
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.recipe import load_recipe
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.stages.ablate import PartMissingError, PartRecord, ending, make_part, plan_ablation, read_plan
 from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext, recorded_recipe

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import DriftFinding, DriftRecord, RunRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift import DriftError, drift_of, require_no_drift

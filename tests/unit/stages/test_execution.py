@@ -9,7 +9,8 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe, parameters
-from slipstream.records import DriftRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution, end_reported_execution

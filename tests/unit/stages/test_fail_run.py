@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.records import TuningRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.support import execution_run, tracked

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records import DraftRecord, read_record
+from slipstream.records.files import read_record
+from slipstream.records.stages import DraftRecord
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
 from slipstream.stages.pretrain_draft import pretrain_draft, train_on

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.recipe import load_recipe
-from slipstream.records import NumericsRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import NumericsRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import dtype_tags, numerics, recipe_layout, settled
 from slipstream.types import Dtype

@@ -9,7 +9,9 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.schedule import DraftLength
 from slipstream.recipe import load_recipe, parameters
-from slipstream.records import ScheduleEntry, TuningRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ScheduleEntry
 from slipstream.stages.certify_losslessness import tuned_length
 from slipstream.stages.context import arm_node
 from slipstream.stages.support import draft_length

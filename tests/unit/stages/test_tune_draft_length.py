@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.records import SweepPoint
+from slipstream.records.stages import SweepPoint
 from slipstream.stages.tune_draft_length import first_speedup
 
 

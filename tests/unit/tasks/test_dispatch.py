@@ -27,7 +27,7 @@ from slipstream.cluster.preflight.needs import Finding, State
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import Recipe, load_recipe, write_recipe
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.report.bake_off_records import Entrant
 from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.cluster.profile import read_profile
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.records import write_record
+from slipstream.records.files import write_record
 from slipstream.stages.ablate import PartRecord, ending, plan_ablation
 from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.types import Workload

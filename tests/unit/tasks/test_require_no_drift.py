@@ -9,7 +9,8 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.records import DriftFinding, DriftRecord, write_record
+from slipstream.records.files import write_record
+from slipstream.records.run import DriftFinding, DriftRecord
 from tasks.require_no_drift import require_no_drift
 
 FINDING = DriftFinding(name="step_speedup", value=1.0, num_executions=5, band=(1.4, 1.6), verdict="below")

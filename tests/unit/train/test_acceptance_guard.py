@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slipstream.records import AcceptanceStats
+from slipstream.records.steps import AcceptanceStats
 from slipstream.rollout.acceptance import sampling_deviation
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 

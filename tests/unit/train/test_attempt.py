@@ -13,7 +13,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.grpo.loop import KvCache
 from slipstream.recipe import load_recipe
-from slipstream.records import ScheduleEntry, StepRecord
+from slipstream.records.steps import ScheduleEntry, StepRecord
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.rollout.requests import GroupRequest

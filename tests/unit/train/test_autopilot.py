@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.autopilot import AutopilotConfig
-from slipstream.records import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
+from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.policy.errors import CheckpointError, CheckpointWriteError
-from slipstream.records import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import StageTimes
 

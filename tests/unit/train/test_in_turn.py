@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.records import RefitCheck
+from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult

@@ -15,7 +15,7 @@ import pytest
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
-from slipstream.records import AcceptanceStats, Mismatch, StepRecord, TrainStats
+from slipstream.records.steps import AcceptanceStats, Mismatch, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn

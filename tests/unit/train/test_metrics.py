@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.grpo.update import Trained
-from slipstream.records import (
+from slipstream.records.steps import (
     AcceptanceStats,
     DraftDecision,
     DraftUpdate,

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.grpo.update import Trained, Update
-from slipstream.records import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard

@@ -10,7 +10,7 @@ from slipstream.cluster.preflight.inside import check_inside, own_namespace, req
 from slipstream.cluster.preflight.needs import Finding, State
 from slipstream.cluster.profile import read_profile
 from slipstream.config import ConfigError
-from slipstream.records import read_record, write_record
+from slipstream.records.files import read_record, write_record
 from tests.unit.cluster.preflight.api_server import NAMESPACE, serving, whole_cluster
 
 

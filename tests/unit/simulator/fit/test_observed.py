@@ -10,7 +10,8 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
-from slipstream.records import ArmRecord, TuningRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.project.runs import project_run, run_setting
 from slipstream.stages.support import recipe_layout

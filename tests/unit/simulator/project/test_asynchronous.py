@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.records import ArmRecord, Overlap
+from slipstream.records.steps import ArmRecord, Overlap
 from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.simulator.cost.parameters import Prior
 from slipstream.simulator.project.asynchronous import (

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from slipstream.recipe import load_recipe
-from slipstream.records import ArmRecord, LayoutRecord, TuningRecord, read_record, write_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.run import LayoutRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision
 from slipstream.simulator.cost.settings import load_setting
 from slipstream.simulator.fit.observed import calibrate_run

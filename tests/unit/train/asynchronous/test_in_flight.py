@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.grpo.loop import TooOld
-from slipstream.records import StepRecord
+from slipstream.records.steps import StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.train.draft import TrainedDraft

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.records import RefitCheck
+from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
 from slipstream.rollout.engine import Portion
 from slipstream.rollout.requests import GroupRequest

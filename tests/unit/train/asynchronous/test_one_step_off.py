@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.records import RefitCheck, StepRecord
+from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.train.asynchronous.meeting import Meeting

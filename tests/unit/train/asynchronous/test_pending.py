@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.policy.errors import CheckpointError
-from slipstream.records import AcceptanceStats, AutopilotStep
+from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from slipstream.records import Overlap
+from slipstream.records.steps import Overlap
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored

@@ -21,7 +21,7 @@ from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
-from slipstream.records import DraftUpdate, RefitCheck, StepRecord, TrainStats
+from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export

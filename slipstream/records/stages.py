@@ -1,0 +1,130 @@
+"""What the stages around training measured: data, policy, draft, draft lengths, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slipstream.records.steps import ScheduleEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPoint:
+    """One draft length at one running batch: medians over the rounds, with their spread."""
+
+    k: int
+    batch: int
+    generation_s: float
+    generation_p10_s: float
+    generation_p90_s: float
+    num_repeats: int
+    autoregressive_s: float  # of the k=0 runs in the same rounds
+    speedup: float  # median over the rounds of k=0's seconds / this k's
+    mean_acceptance_length: float  # 1.0 for k=0
+    rate_by_position: tuple[float, ...]
+    mean_response_tokens: float = 0.0  # of this k's runs; 0: not recorded
+    autoregressive_response_tokens: float = 0.0  # of the k=0 runs in the same rounds
+    longest_response_tokens: float = 0.0  # of a round, median over this k's, as its seconds; 0: not recorded
+    autoregressive_longest_tokens: float = 0.0  # of the k=0 runs in the same rounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningPoint:
+    """One draft length while `batch_from` to `batch_to` rollouts run: medians over the rounds that came there.
+
+    Measured on the engine's steps that computed no prompt.
+    """
+
+    k: int
+    batch_from: int
+    batch_to: int
+    num_rounds: int
+    num_steps: int
+    token_ms: float  # for every running rollout to gain a token
+    tokens_per_step: float  # of a rollout: 1 without a draft
+    speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
+    gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
+    gain_low: float  # lower end of its one-sided 99 % interval; 0 of a single round
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningRecord:
+    """What tuning measured and chose; `chosen_k` 0 means that speculation lost.
+
+    `schedule` says for every running batch which k was fastest there: `chosen_k`, unless others clearly were and the
+    whole gains by them.
+    """
+
+    chosen_k: int
+    reason: str
+    points: tuple[SweepPoint, ...]
+    schedule: tuple[ScheduleEntry, ...]
+    running: tuple[RunningPoint, ...] = ()
+    schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
+    machine: str = ""  # of the engines that were timed; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # where they were
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """Accuracy of one policy on a set of problems, `k` samples a problem."""
+
+    policy: str  # "start", or the name of an arm
+    num_problems: int
+    k: int
+    avg_at_k: float  # expected pass@1
+    maj_at_k: float
+    ci95: tuple[float, ...]  # (low, high) of avg_at_k, bootstrap over problems
+    truncated_fraction: float
+    num_timeouts: int
+    prompt_hash: str
+    correct_by_problem: tuple[int, ...]  # of k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRecord:
+    """The policy that the chain starts from."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int
+    pretrain_steps: int  # 0: taken as it is
+    pretrain_loss: float
+    pretrain_losses: tuple[float, ...]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSetRecord:
+    """One line of the data manifest. `num_read` = `num_kept` + the sum of the others."""
+
+    name: str
+    source: str
+    num_read: int
+    num_kept: int
+    num_duplicates: int
+    num_conflicting: int
+    num_unparseable: int
+    num_too_long: int
+    num_held_out: int  # dropped because a validation set has the same problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftRecord:
+    """The draft. `heldout_rate_by_position[i]`: chance that draft token i is accepted given those before.
+
+    One that was not trained here has no losses and no held-out acceptance, and `init` is "none"; one that is looked up
+    has no parameters.
+    """
+
+    method: str
+    init: str
+    num_parameters: int
+    num_training_tokens: int
+    num_steps: int
+    losses: tuple[float, ...]
+    heldout_rate_by_position: tuple[float, ...]
+    heldout_mean_acceptance_length: float | None  # None: not measured
+    elapsed_s: float

@@ -1,0 +1,199 @@
+"""What the steps of an arm measured, and the arm as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slipstream.types import Arm, ArmLoop, LoopMode, StageTimes, arm_name
+
+NUM_WARMUP_STEPS = 1
+"""First steps of an arm that pay for first allocations and cold caches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceStats:
+    """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
+
+    `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
+    `accepted_by_position[i]` is how often the draft's token i (from 0) was accepted, and `rate_by_position[i]` that
+    over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_by_position: tuple[int, ...]
+    mean_acceptance_length: float
+    acceptance_rate: float
+    rate_by_position: tuple[float, ...]
+    drafted_by_position: tuple[int, ...] = ()  # drafts that had a token i; empty: not counted, all were of one length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutopilotStep:
+    """What the autopilot of speculation had a step do, and what that cost."""
+
+    speculates: bool
+    is_probe: bool  # one step of the other way, to measure it
+    token_ms: float  # generation time over the generated tokens
+    has_switched: bool = False  # to what this step does, from what those before it did
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitCheck:
+    """What was compared after a refit: tensors of policy and draft, 0 where no full check was due."""
+
+    num_tensors: int
+    elapsed_s: float
+    probe_difference: float | None = None  # nats a token; only of an engine that hides the policy's tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """How far the engine's logprobs are from the learner's, over all response tokens of a step."""
+
+    k1: float  # mean(rollout - trainer), an estimate of KL(rollout || trainer)
+    k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative, less noisy
+    mean: float  # absolute difference of a token's two logprobs
+    largest: float
+    outside_fraction: float  # of tokens whose r lies outside the recipe's band
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStats:
+    """What the updates of a step did."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    kl: float  # to the reference policy, per token; 0 without one
+    clip_fraction: float  # of tokens whose gradient the clip cut off
+    num_tokens: int  # response tokens
+    learning_rate: float
+    entropy: float | None = None  # of the policy at the sampling temperature, nats a token; None: not recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftDecision:
+    """Whether a step trains the draft, and the inequality behind it: `saved_s` above `cost_s`."""
+
+    trains: bool
+    reason: str
+    length: float  # recent mean acceptance length
+    reference_length: float  # that this draft is known to reach
+    saved_s: float  # of generation, expected over the next steps if the draft reaches it again
+    cost_s: float | None  # of the training of one step; None: not measured yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftUpdate:
+    """Training of the draft beside the policy, in one step."""
+
+    loss: float  # mean over its updates, of the sum over the TTT passes
+    num_updates: int
+    elapsed_s: float  # part of the stage `train`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LagStats:
+    """The tokens of a step that lag behind the trained policy by one same number of versions, and their correction.
+
+    Ratios are trained policy / policy that sampled, of a token, before any cap.
+    """
+
+    lag: int  # 0: sampled by the version that is trained
+    num_tokens: int
+    ratio_mean: float
+    ratio_max: float
+    clipped_fraction: float  # of tokens whose weight the cap or the band changed
+    effective_sample_size: float  # (sum w)^2 / sum w^2 over the tokens, as a share of them; w after the correction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What went on beside the training of one step of an asynchronous loop.
+
+    The exposed part of generation, in which training waited for rollouts, is the step's `times.generation_s`.
+    """
+
+    generation_s: float  # that the engines worked between the ends of the step before and of this one
+    hidden_s: float  # of it, while the learner was at work
+    engine_idle_fraction: float  # of the step
+    learner_idle_fraction: float
+    score_s: float  # rewards, on their own thread
+    exposed_score_s: float  # of it, while training waited for them and for nothing else
+    publish_s: float  # that new weights took: learner and engines, with the comparison of what arrived
+    exposed_publish_s: float  # what training waited for it: `times.prepare_s` is the same
+    num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
+    num_regenerated: int = 0  # rollouts that were lost with a process, and made again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One GRPO step of one arm."""
+
+    step: int  # from 0
+    times: StageTimes
+    reward_mean: float
+    num_rollouts: int
+    num_response_tokens: int
+    num_truncated: int  # rollouts that ran into max_response_tokens
+    num_reward_timeouts: int
+    num_reward_crashes: int
+    num_zero_signal_groups: int  # groups whose rewards are all equal: they teach nothing
+    train: TrainStats
+    mismatch: Mismatch
+    acceptance: AcceptanceStats | None  # None in the autoregressive arm
+    policy_version: int  # that generated the rollouts
+    draft_version: int | None  # that proposed tokens for them
+    refit: RefitCheck
+    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
+    engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
+    has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
+    draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
+    draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
+    autopilot: AutopilotStep | None = None  # None: it is off
+    overlap: Overlap | None = None  # None: generation and training took turns
+    lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
+    longest_response_tokens: int = 0  # 0: not recorded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleEntry:
+    """Use `num_speculative_tokens` while the running batch lies in [batch_from, batch_to]: vLLM's form."""
+
+    batch_from: int
+    batch_to: int
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArmRecord:
+    """One arm of GRPO training."""
+
+    arm: Arm
+    num_speculative_tokens: int  # 0 in the autoregressive arm; the largest of the schedule
+    steps: tuple[StepRecord, ...]
+    schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
+    machine: str = ""  # of the engines that were timed; empty: not recorded
+    versions: dict[str, str] = field(default_factory=dict)  # where they were
+    loop: str = LoopMode.SYNCHRONOUS.value
+    max_off_policy_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        """What its task, its policy and its results are called."""
+        is_synchronous = self.loop == LoopMode.SYNCHRONOUS.value
+        return arm_name(self.arm, ArmLoop.SYNCHRONOUS if is_synchronous else ArmLoop.ASYNCHRONOUS)
+
+    @property
+    def timed_steps(self) -> tuple[StepRecord, ...]:
+        """The steps whose times count: all but the warm-up, unless there is nothing else."""
+        return self.steps[NUM_WARMUP_STEPS:] or self.steps
+
+
+def by_loop(arms: Iterable[ArmRecord]) -> tuple[tuple[ArmRecord, ...], tuple[ArmRecord, ...]]:
+    """The synchronous arms, and those of an asynchronous loop."""
+    records = tuple(arms)
+    asynchronous = tuple(arm for arm in records if arm.name != arm.arm.value)
+    return tuple(arm for arm in records if arm not in asynchronous), asynchronous
