@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def _probabilities(policy: Path, states: States, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """What policy and fresh draft say of the response tokens of the first chat but the first, [N, V] each."""
     model = DraftTrainer(policy, ONE_PASS)._model
+    settings: Any = model.layers[0].self_attn.config
+    settings._attn_implementation = "sdpa"  # which takes the mask that its own forward pass makes
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     aux, last = states[0]

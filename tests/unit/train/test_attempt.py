@@ -34,6 +34,7 @@ NO_DRAFTS = (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=0),)
 BASE: dict[str, Any] = {
     "grpo": {
         "num_steps": NUM_STEPS,
+        "checkpoint_every_steps": 1,
         "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": GROUP_SIZE,
         "seed": 0,
