@@ -18,7 +18,7 @@ import ray
 from benchmarks.runs import FinishedRun
 from slipstream.config import require
 from slipstream.data.prompts import PromptStream, read_prompt_sets
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.dealing import Deal, SeenLengths, deal
 from slipstream.rollout.engine import GenerationResult

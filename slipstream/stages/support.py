@@ -15,8 +15,9 @@ from slipstream import interrupts
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, speculative_config
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights
 from slipstream.drafts.schedule import DraftLength, constant, length_of
+from slipstream.drafts.speculation import speculative_config
 from slipstream.grpo.loop import KvCache
 from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from slipstream.drafts.methods import SCHEDULE
+from slipstream.drafts.speculation import SCHEDULE
 from slipstream.grpo.loop import KvCache
 from slipstream.placement.config import Layout
 from slipstream.records.steps import ScheduleEntry

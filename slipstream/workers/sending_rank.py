@@ -77,7 +77,7 @@ class SendingRank(ABC):
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
         """Join a channel with the engines, which rank 0 steers; one that was open is left."""
-        from slipstream.refit.channel.sender import open_sender
+        from slipstream.refit.channel.opening import open_sender
         from slipstream.workers.engine_control import node_address
 
         self.close_stream()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw

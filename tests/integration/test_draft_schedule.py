@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
 from slipstream.drafts.schedule import constant
+from slipstream.drafts.speculation import speculative_config
 from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult

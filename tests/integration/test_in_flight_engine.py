@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.grpo.loop import KvCache
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.requests import GroupRequest, group_requests

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import DraftMethod, speculative_config
+from slipstream.drafts.methods import DraftMethod
+from slipstream.drafts.speculation import speculative_config
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.ragged import Ragged
 from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import RefitConfig, RefitError

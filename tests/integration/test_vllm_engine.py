@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.refit.fingerprint import ALL
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import GenerationResult

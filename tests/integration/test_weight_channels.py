@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import speculative_config
+from slipstream.drafts.speculation import speculative_config
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from slipstream.refit.channel.sender import Sender, StreamSettings, open_sender
+from slipstream.refit.channel.opening import open_sender
+from slipstream.refit.channel.sender import Sender, StreamSettings
 from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel
 from tests.unit.refit.channel.test_gloo import ThreadEngines
