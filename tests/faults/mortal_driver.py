@@ -72,7 +72,7 @@ LIVES = (
         Training(mode="one_step_off", deaths=Deaths(engine=("generate", 3), learner=("train_step", 6))),
         Training(mode="in_flight", deaths=Deaths(own=(3, 0.03))),  # while a checkpoint is being written
     ),
-    (Training(mode="in_flight", deaths=Deaths(engine=("advance", 2), learner=("publish", 2))),),
+    (Training(mode="in_flight", deaths=Deaths(engine=("advance", 2), learner=("start_publish", 2))),),
 )
 
 

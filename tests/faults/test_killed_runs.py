@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +57,8 @@ class MortalEngine:
 
         self._calls_left -= 1
         if self._calls_left == 0:
-            threading.Timer(0.02, ray.kill, [self._engine.engines[0].actor]).start()
+            pid = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
+            threading.Timer(0.01, os.kill, [pid, signal.SIGKILL]).start()  # Ray's own kill may come after the last token
         return self._engine.generate(*args, **kwargs)
 
 
