@@ -58,7 +58,7 @@ class MortalEngine:
         self._calls_left -= 1
         if self._calls_left == 0:
             pid = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
-            threading.Timer(0.01, os.kill, [pid, signal.SIGKILL]).start()  # Ray's own kill may come after the last token
+            threading.Timer(0.01, os.kill, [pid, signal.SIGKILL]).start()  # Ray's own may come too late
         return self._engine.generate(*args, **kwargs)
 
 
