@@ -79,14 +79,16 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
 
 
 def with_whole_generation(arm: ArmRecord) -> ArmRecord:
-    """The arm with all that its engines generated beside training counted as generation, not the exposed part alone."""
-    steps = [
-        step
-        if step.overlap is None
-        else replace(step, times=replace(step.times, generation_s=step.overlap.generation_s))
-        for step in arm.steps
-    ]
-    return replace(arm, steps=tuple(steps))
+    """An asynchronous arm with all that its engines generated as generation, not what training waited for alone.
+
+    It counts evenly over the steps: the first one generates more than its own batch, and the last one none.
+    """
+    overlaps = [step.overlap for step in arm.steps if step.overlap is not None]
+    if not overlaps:
+        return arm
+    mean_s = sum(overlap.generation_s for overlap in overlaps) / len(arm.steps)
+    steps = tuple(replace(step, times=replace(step.times, generation_s=mean_s)) for step in arm.steps)
+    return replace(arm, steps=steps)
 
 
 def fix_draft_length(context: RunContext, k: int) -> Path:

@@ -44,7 +44,7 @@ class Killed(Exception):  # noqa: N818  # stands for the end of the process
 
 
 class MortalEngine:
-    """The engine; its process is killed in the middle of one generation."""
+    """The engine; its process is killed while it owes one generation."""
 
     def __init__(self, engine: Any, dies_at_call: int) -> None:
         self._engine, self._calls_left = engine, dies_at_call
@@ -58,7 +58,8 @@ class MortalEngine:
         self._calls_left -= 1
         if self._calls_left == 0:
             pid = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
-            threading.Timer(0.01, os.kill, [pid, signal.SIGKILL]).start()  # Ray's own may come too late
+            os.kill(pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
+            threading.Timer(0.1, os.kill, [pid, signal.SIGKILL]).start()
         return self._engine.generate(*args, **kwargs)
 
 

@@ -88,7 +88,8 @@ def test_more_seeds_at_once_than_cores_are_refused(tmp_path: Path, capsys: pytes
     assert "--parallel must be at most the" in capsys.readouterr().err
 
 
-def test_of_an_asynchronous_arm_what_engines_generated_beside_training_counts_as_generation() -> None:
+def test_of_an_asynchronous_arm_all_that_its_engines_generated_counts_evenly_over_its_steps() -> None:
+    """The first step generates two batches, the last one none."""
     from benchmarks.learning_seed import with_whole_generation
 
     overlap = Overlap(
@@ -101,8 +102,11 @@ def test_of_an_asynchronous_arm_what_engines_generated_beside_training_counts_as
         publish_s=0.0,
         exposed_publish_s=0.0,
     )
-    beside, before = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
-    arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=(replace(beside, overlap=overlap), before))
+    first, last = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
+    steps = (replace(first, overlap=overlap), replace(last, overlap=replace(overlap, generation_s=0.0)))
+    arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=steps)
     found = with_whole_generation(arm)
-    assert [each.times.generation_s for each in found.steps] == [0.9, 0.2]
+    assert [each.times.generation_s for each in found.steps] == [0.45, 0.45]
     assert [each.times.step_s for each in found.steps] == [each.times.step_s for each in arm.steps]
+    synchronous = replace(arm, steps=(first, last))
+    assert with_whole_generation(synchronous) == synchronous
