@@ -57,7 +57,7 @@ class MortalEngine:
 
         self._calls_left -= 1
         if self._calls_left == 0:
-            pid = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
+            pid: Any = ray.get(self._engine.engines[0].actor.__ray_call__.remote(lambda _: os.getpid()))
             os.kill(pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
             threading.Timer(0.1, os.kill, [pid, signal.SIGKILL]).start()
         return self._engine.generate(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.drafts import length, methods
+from slipstream.drafts import length, methods, speculation
 from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.online import OnlineDraft
 from slipstream.drafts.pretrain import Responses
@@ -232,7 +232,7 @@ def flight(recipe: Recipe, _: Tools) -> object:
 def told_vllm(recipe: Recipe, tools: Tools) -> object:
     """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
     tools.patch.setattr(methods, "find_spec", lambda package: package)
-    return methods.speculative_config(recipe.draft, support.draft_weights(recipe.draft, tools.directory), 3)
+    return speculation.speculative_config(recipe.draft, support.draft_weights(recipe.draft, tools.directory), 3)
 
 
 def small_draft(recipe: Recipe, tools: Tools) -> object:
