@@ -82,8 +82,8 @@ class DraftConfig:
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
     defaults collapse to duplicates on shallow models.
 
-    `online` training takes its rollouts in a random order, at most `tokens_per_step` tokens an update, with its own
-    optimizer, whose learning rate stays as it is; the rest is as in pretraining.
+    `online` training takes its rollouts in a random order, at most `online_tokens_per_update` tokens an
+    update, with its own optimizer, whose learning rate stays as it is; the rest is as in pretraining.
     """
 
     method: DraftMethod = DraftMethod.EAGLE3
@@ -115,6 +115,7 @@ class DraftConfig:
     online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW  # muon learns from fewer tokens: docs/log.md
     online_learning_rate: float = 1e-3
     online_updates: int = 1  # of the draft, beside each update of the policy
+    online_tokens_per_update: int | None = None  # None: `tokens_per_step`
     online_ttt_steps: int | None = None  # None: `ttt_steps`
     online_horizon_steps: int = 8  # for which `when_stale` expects a trained draft to keep what it gained
     learning_rate: float = 1e-3
@@ -161,6 +162,11 @@ class DraftConfig:
         """How many tokens are drafted after every position where the draft learns beside the policy."""
         return self.ttt_steps if self.online_ttt_steps is None else self.online_ttt_steps
 
+    @property
+    def online_tokens(self) -> int:
+        """How many tokens an update beside the policy's takes at most."""
+        return self.tokens_per_step if self.online_tokens_per_update is None else self.online_tokens_per_update
+
     def learning_rate_at(self, step: int) -> float:
         """Linear warmup, then a cosine down to a tenth."""
         if step < self.warmup_steps:
@@ -177,6 +183,8 @@ class DraftConfig:
         require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
         fix = "null takes draft.ttt_steps"
         require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
+        tokens, fix = self.online_tokens_per_update, "null takes draft.tokens_per_step"
+        require(tokens is None or tokens > 0, "draft.online_tokens_per_update", "must be > 0", tokens, fix)
         trains_online = TRAITS[self.method].trains_online
         rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
         is_off = self.online is DraftOnline.OFF

@@ -77,6 +77,7 @@ ONLINE_FIELDS = (
     "online_horizon_steps",
     "online_learning_rate",
     "online_optimizer",
+    "online_tokens_per_update",
     "online_ttt_steps",
     "online_updates",
 )

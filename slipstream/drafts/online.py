@@ -101,7 +101,7 @@ def learned(
     parts = drawn(
         [len(tokens) for tokens in sequences],
         num_parts=config.online_updates,
-        num_tokens=config.tokens_per_step // num_ranks,
+        num_tokens=config.online_tokens // num_ranks,
         seed=f"{config.seed}/online/{num_updates}",
     )
     losses = [

@@ -285,6 +285,10 @@ def test_one_draft_token_needs_room_for_two() -> None:
             r"draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps",
         ),
         (
+            {"draft": {"online_tokens_per_update": 0}},
+            r"draft.online_tokens_per_update must be > 0, got 0; null takes draft.tokens_per_step",
+        ),
+        (
             {"draft": {"method": "mtp", "online_optimizer": "muon"}},
             r"draft.online_optimizer must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an",
         ),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.online import OnlineDraft, drawn
+from slipstream.drafts.online import OnlineDraft, drawn, learned
 from slipstream.drafts.trainer import States
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.policy.config import LearnerConfig, Recompute
@@ -323,6 +323,22 @@ def test_parts_are_disjoint_and_within_their_tokens(
 
 def test_parts_differ_from_step_to_step() -> None:
     assert drawn([1] * 20, num_parts=1, num_tokens=5, seed="0") != drawn([1] * 20, num_parts=1, num_tokens=5, seed="1")
+
+
+@pytest.mark.parametrize(("cap", "num_ranks", "most"), [(None, 1, 12), (8, 1, 8), (8, 2, 4)])
+def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ranks: int, most: int) -> None:
+    taken: list[int] = []
+
+    def step(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> float:
+        taken.append(sum(map(len, sequences)))
+        assert list(prompt_lengths) == [tokens[0] for tokens in sequences]
+        return float(len(taken))
+
+    config = replace(ALWAYS, tokens_per_step=12, online_tokens_per_update=cap, online_updates=3)
+    chats = [[1, 0], [2, 0]] * 12
+    rollouts = (chats, [tokens[0] for tokens in chats], [(torch.zeros(2, 1), torch.zeros(2, 1))] * len(chats))
+    assert learned(step, rollouts, config=config, num_updates=0, num_ranks=num_ranks) == 2.0
+    assert taken == [most] * 3
 
 
 class InProcess:

@@ -284,6 +284,7 @@ CHECKS = {
     "draft.seed": Check(1, draft_steps),
     "draft.online_learning_rate": Check(0.1, online_steps),
     "draft.online_optimizer": Check("muon", online_steps),
+    "draft.online_tokens_per_update": Check(8, online_steps),
     "draft.online_ttt_steps": Check(1, online_steps),
     "draft.online_updates": Check(2, online_steps),
     "draft.states_cache_gib": Check(0.0001, draft_cache),
