@@ -124,6 +124,7 @@ class Overlap:
     exposed_score_s: float  # of it, while training waited for them and for nothing else
     publish_s: float  # that new weights took: learner and engines, with the comparison of what arrived
     exposed_publish_s: float  # what training waited for it: `times.prepare_s` is the same
+    num_awaited: int = 0  # rollouts of groups that training waited for, for they would have grown too old
     num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
     num_regenerated: int = 0  # rollouts that were lost with a process, and made again
 

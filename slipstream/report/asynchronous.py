@@ -40,6 +40,7 @@ class LoopArm:
     lags: tuple[LagStats, ...]  # over all steps; tokens of a synchronous arm have none
     reward_first_quarter: float
     reward_last_quarter: float
+    num_awaited: int
     num_restarted: int
     num_regenerated: int
 
@@ -151,6 +152,7 @@ def _summarise(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -
         lags=pooled_lags(arm.steps),
         reward_first_quarter=float(np.mean(rewards[: len(last)])),
         reward_last_quarter=float(np.mean(last)),
+        num_awaited=sum(each.num_awaited for each in all_overlaps),
         num_restarted=sum(each.num_restarted for each in all_overlaps),
         num_regenerated=sum(each.num_regenerated for each in all_overlaps),
     )

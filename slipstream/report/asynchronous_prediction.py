@@ -43,10 +43,18 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
     return Table(label="mean step", groups=groups, rows=tuple(rows))
 
 
+def split_text(prediction: AsynchronousPrediction) -> str:
+    """What `slipstream simulate balance` says of two cores, which have one split."""
+    bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
+    return (
+        f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
+    )
+
+
 def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
     """The projected step of each arm on every split of the run's GPUs; None of a run without a lag, or on cores.
 
-    Two cores have one split, and so have no table.
+    Two cores have one split, and so a sentence in place of a table: `split_text`.
     """
     first, layout = compared.asynchronous[0], record.layout
     if first.max_off_policy_steps < 1 or layout is None or layout.hardware.startswith(_ON_CORES):

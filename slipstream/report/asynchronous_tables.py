@@ -39,7 +39,7 @@ def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationR
     groups = (
         ColumnGroup(heading="reward", columns=("first quarter", "last quarter", "gain", "of gain in turn")),
         ColumnGroup(heading="AIME-2024-like", columns=("avg@k", "95 % interval")),
-        ColumnGroup(heading="rollouts", columns=("begun anew", "lost")),
+        ColumnGroup(heading="rollouts", columns=("waited for", "begun anew", "lost")),
     )
     rows = tuple(_learning_row(arm, compared, accuracies.get(arm.name)) for arm in compared.arms)
     return Table(label="arm", groups=groups, rows=rows)
@@ -82,6 +82,7 @@ def _learning_row(arm: LoopArm, compared: LoopComparison, evaluation: Evaluation
         f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else "",
         "" if evaluation is None else f"{evaluation.avg_at_k:.3f}",
         "" if evaluation is None else f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}",
+        "" if arm.is_synchronous else str(arm.num_awaited),
         "" if arm.is_synchronous else str(arm.num_restarted),
         "" if arm.is_synchronous else str(arm.num_regenerated),
     )

@@ -17,7 +17,7 @@ from slipstream.records.steps import NUM_WARMUP_STEPS
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
-from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table
+from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table, split_text
 from slipstream.report.asynchronous_results import bound_text, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
@@ -61,6 +61,7 @@ def render(
     workload = reference.workloads.get(record.workload)
     drawn = draw(record, reference, projection) if drawn is None else drawn
     compared = compare_loops(record)
+    prediction = None if compared is None else predicted(record, compared)
     here = Path(__file__).parent
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -78,6 +79,7 @@ def render(
         tables=_tables(record, run, reference) | _projection_tables(projection),
         compared=compared,
         bound_text="" if compared is None else bound_text(compared),
+        split_text="" if prediction is None else split_text(prediction),
         drift=drift,
         drift_table=drift_table(drift) if drift is not None and drift.findings else None,
         projection=projection,

@@ -148,6 +148,7 @@ def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
         "overlap/exposed_score_s": overlap.exposed_score_s,
         "overlap/publish_s": overlap.publish_s,
         "overlap/exposed_publish_s": overlap.exposed_publish_s,
+        "overlap/awaited_rollouts": overlap.num_awaited,
         "overlap/restarted_rollouts": overlap.num_restarted,
         "overlap/regenerated_rollouts": overlap.num_regenerated,
     }

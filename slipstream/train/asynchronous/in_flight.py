@@ -246,6 +246,7 @@ class InFlightLoop:
                 if not export.frees_learner:
                     published = shared.published.take()
             versions = (*recent(versions, step - 1, self.loop.max_off_policy_steps), (step, draft_version))
+            watch.num_awaited += self.meeting.change(lambda step=step: self._num_awaited(shared, step))
             batch = watch.waited(
                 clock, lambda step=step: shared.buffer.take(lambda waiting: self._batch(waiting, shared.started, step))
             )
@@ -274,6 +275,11 @@ class InFlightLoop:
     def _due(self, started: dict[int, int], step: int) -> set[int]:
         """Groups that would be older than the lag allows in the step after this one."""
         return {index for index, version in started.items() if version <= step - self.loop.max_off_policy_steps}
+
+    def _num_awaited(self, shared: _Shared, step: int) -> int:
+        """Rollouts of the groups that this step has to take and that are not there yet."""
+        missing = self._due(shared.started, step) - {each.index for each in shared.buffer.waiting}
+        return len(missing) * self.trainer.config.group_size
 
     def _joined(self, batch: Sequence[Scored], shared: _Shared, watch: Stopwatch) -> GenerationResult:
         """The batch as one result, with what the engines did since the step before."""

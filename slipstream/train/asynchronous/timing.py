@@ -23,7 +23,7 @@ class Stopwatch:
     there, what is left of the learner's part is a wait. And while training waits for rollouts, it waits for the
     engines' part too, which came before them: without it they would have been there that much sooner.
 
-    All but the activities is called by the trainer alone, which counts rollouts into `num_restarted` and
+    All but the activities is called by the trainer alone, which counts rollouts into `num_awaited`, `num_restarted` and
     `num_regenerated`.
     """
 
@@ -36,7 +36,8 @@ class Stopwatch:
         self._accounted_s = self._since_s  # what was delivered until then is accounted for
         self._export: Span | None = None  # of the step, until its rollouts are there
         self._export_s = self._exposed_publish_s = self._exposed_score_s = 0.0
-        self.num_regenerated, self.num_restarted = num_regenerated, 0
+        self.num_regenerated = num_regenerated
+        self.num_awaited = self.num_restarted = 0
 
     @contextmanager
     def exporting(self) -> Iterator[None]:
@@ -103,6 +104,7 @@ class Stopwatch:
             exposed_score_s=self._exposed_score_s,
             publish_s=self._export_s + total_s(self.delivery.between(start_s, end_s)),
             exposed_publish_s=self._exposed_publish_s,
+            num_awaited=self.num_awaited,
             num_restarted=self.num_restarted,
             num_regenerated=self.num_regenerated,
         )
@@ -111,7 +113,7 @@ class Stopwatch:
         self.delivery.forget(self._accounted_s)
         self._since_s = end_s
         self._export_s = self._exposed_publish_s = self._exposed_score_s = 0.0
-        self.num_regenerated = self.num_restarted = 0
+        self.num_awaited = self.num_regenerated = self.num_restarted = 0
         return found
 
     def _publishing_s(self, export: Span, end_s: float) -> float:

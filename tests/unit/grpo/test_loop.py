@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.config import ConfigError, from_mapping
 from slipstream.grpo.loop import LoopConfig
 from slipstream.types import LoopMode
 
@@ -40,3 +41,11 @@ def test_each_loop_takes_the_smallest_lag_that_it_can_have() -> None:
     assert LoopConfig().is_synchronous
     assert not LoopConfig(mode=LoopMode.ONE_STEP_OFF).is_synchronous
     assert LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=1).max_off_policy_steps == 1
+
+
+def test_the_lag_alone_sizes_the_buffer_so_that_none_is_smaller_than_a_step() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(LoopConfig, {"mode": "in_flight", "max_off_policy_steps": 1, "buffer_groups": 1}, "loop")
+    assert str(caught.value) == (
+        "unknown key 'loop.buffer_groups'; known: mode, max_off_policy_steps, kv_cache, too_old"
+    )

@@ -246,6 +246,7 @@ def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) 
             exposed_score_s=0.03,
             publish_s=0.15,
             exposed_publish_s=0.05,
+            num_awaited=2 if index == 3 else 0,
             num_restarted=1 if index == 0 else 0,
         ),
         lags=lags if index else (),

@@ -18,13 +18,14 @@ from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
-from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table
+from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table, split_text
 from slipstream.report.asynchronous_results import bound_text, loop_metrics, loops_as_json
 from slipstream.report.asynchronous_tables import lag_table, loop_learning_table, loop_table
 from slipstream.report.page import render, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics
 from slipstream.report.terminal import speedup_table
+from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm
 
@@ -181,10 +182,10 @@ def test_the_tables_hold_the_four_arms() -> None:
     assert list(lags) == ["autoregressive, 0", "autoregressive, 1", "speculative, 0", "speculative, 1"]
     assert lags["speculative, 1"] == ("240", "60 %", "1.100", "5.00", "25 %", "80 %")
     learned = {row.label: row.cells for row in loop_learning_table(compared(), ASYNCHRONOUS.evaluations).rows}
-    assert learned["speculative"] == ("0.100", "0.500", "+0.400", "", "0.310", "0.260 to 0.360", "", "")
+    assert learned["speculative"] == ("0.100", "0.500", "+0.400", "", "0.310", "0.260 to 0.360", "", "", "")
     assert learned["speculative, asynchronous"] == (
         *("0.100", "0.400", "+0.300", "0.75"),
-        *("0.290", "0.240 to 0.340", "1", "0"),
+        *("0.290", "0.240 to 0.340", "2", "1", "0"),
     )
 
 
@@ -214,6 +215,19 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
     assert "as the simulator predicts them" in render(ON_CORES, REFERENCE)
     assert "under Asynchronous." in render(ON_CORES, REFERENCE)
     assert loops_as_json(compared(), prediction)["predicted"]["lag"] == 1
+
+
+def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
+    prediction = predicted(ON_CORES, compared())
+    assert prediction is not None
+    bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
+    assert split_text(replace(prediction, arms=(bound, other))) == (
+        "Two cores have one split, one core for generation and one for training. On it the simulator expects the "
+        f"autoregressive step to be bound by its {bound.bound.value} and the speculative step to be bound by its "
+        f"{other.bound.value}."
+    )
+    assert split_text(prediction) in render(ON_CORES, REFERENCE)
+    assert "Two cores have one split" not in render(ASYNCHRONOUS, REFERENCE)
 
 
 def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:

@@ -13,6 +13,7 @@ from slipstream.records.steps import (
     DraftUpdate,
     LagStats,
     Mismatch,
+    Overlap,
     RefitCheck,
     StepRecord,
     TrainStats,
@@ -85,6 +86,36 @@ METRICS = {
     "refit/check_s": 0.15,
     "train/policy_version": 10,
 }
+
+
+def test_a_step_of_an_asynchronous_loop_shows_what_overlapped_and_the_engines_own_rate() -> None:
+    overlap = Overlap(
+        generation_s=5.0,
+        hidden_s=3.0,
+        engine_idle_fraction=0.1,
+        learner_idle_fraction=0.2,
+        score_s=0.3,
+        exposed_score_s=0.05,
+        publish_s=0.4,
+        exposed_publish_s=0.06,
+        num_awaited=8,
+        num_restarted=9,
+        num_regenerated=10,
+    )
+    assert metrics_of(replace(STEP, overlap=overlap)) == METRICS | {
+        "rollout/tokens_per_s": 20.0,  # 100 tokens in 5 s, not in the 4 s that training waited
+        "overlap/generation_s": 5.0,
+        "overlap/hidden_generation_s": 3.0,
+        "overlap/engine_idle_fraction": 0.1,
+        "overlap/learner_idle_fraction": 0.2,
+        "overlap/score_s": 0.3,
+        "overlap/exposed_score_s": 0.05,
+        "overlap/publish_s": 0.4,
+        "overlap/exposed_publish_s": 0.06,
+        "overlap/awaited_rollouts": 8,
+        "overlap/restarted_rollouts": 9,
+        "overlap/regenerated_rollouts": 10,
+    }
 
 
 def test_ratios_are_shown_of_each_lag_and_over_all_tokens() -> None:

@@ -85,6 +85,32 @@ def test_what_grows_too_old_starts_anew_where_the_recipe_says_so_and_is_counted(
     assert sum(record.overlap.num_restarted for record in records if record.overlap) == restarted.num_restarts
 
 
+def test_rollouts_that_training_waits_for_lest_they_grow_too_old_are_counted() -> None:
+    """Training takes 0.2 s, by which all is there but a group of the second batch: it ends 0.5 s after step 1 began."""
+    flight, began_s = world(1, seed=4), list[float]()
+    flight.delays, held = Delays(), PROMPTS_PER_STEP + 1
+    advance, export, train_step = flight.advance, flight.export, flight.train_step
+
+    def holding(*, max_s: float) -> Any:
+        if held in flight.flying:
+            is_over = len(began_s) > 1 and time.monotonic() - began_s[1] > 0.5
+            flight.flying[held].lengths = [len(tokens) + 2 * (not is_over) for tokens in flight.flying[held].versions]
+        return advance(max_s=max_s)
+
+    def noted(version: int, *, draft_version: int | None) -> Export:
+        began_s.append(time.monotonic())
+        return export(version, draft_version=draft_version)
+
+    def slow(update: Any) -> Any:
+        time.sleep(0.2)
+        return train_step(update)
+
+    flight.advance, flight.export, flight.train_step = holding, noted, slow
+    records = in_flight(flight, 1)
+    awaited = [record.overlap.num_awaited for record in records if record.overlap]
+    assert awaited == [0, GROUP_SIZE, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("point", ["export", "deliver", "advance", "score", "train_step", "submit", "save_checkpoint"])
 @pytest.mark.parametrize("at", [2, 4])
 def test_after_a_death_at_any_point_no_group_is_lost_and_none_trained_twice(
