@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import random
 import socket
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from slipstream.policy.errors import CheckpointWriteError
 from slipstream.policy.layers import TORCH_DTYPES
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.types import Dtype
-from tests.forked.processes import fork_server
+from tests.forked.ranks import free_ports, on_ranks
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -125,18 +122,6 @@ def _deal_out_optimizer(policy: MegatronPolicy, case: Case) -> None:
     policy._checkpoints = PolicyCheckpoints(policy._gpt, optimizer, policy.architecture)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Free, and below those that the system gives whoever asks for any: some of these are opened a minute later."""
-    ports: list[int] = []
-    for port in random.sample(range(20_000, 32_768), 2000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise AssertionError(f"{count} free ports are needed, found {ports}")
-
-
 def _model(case: Case, directory: Path) -> Path:
     (directory / "tokenizer").mkdir()
     policy = MegatronPolicy.from_scratch(
@@ -150,23 +135,11 @@ def _model(case: Case, directory: Path) -> Path:
     return directory / "model"
 
 
-def _on_two_ranks(function: Any, *args: Any) -> list[Any]:
-    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        ranks = [pool.submit(function, rank, *args) for rank in range(2)]
-        done, waiting = wait(ranks, timeout=240, return_when=FIRST_EXCEPTION)
-        if waiting:  # for a rank that has failed, or for ever
-            for process in pool._processes.values():
-                process.kill()
-        for rank in done:
-            rank.result()  # the first error, not that of the rank which was killed for it
-        return [rank.result() for rank in ranks]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_checkpoint_that_other_layouts_took_over_comes_back_to_the_last_bit(case: Case, tmp_path: Path) -> None:
     model = _model(case, tmp_path)
-    first, second = _on_two_ranks(_through, case, _free_ports(len(case.layouts)), model, tmp_path)
+    first, second = on_ranks(2, _through, case, free_ports(len(case.layouts)), model, tmp_path)
     for index, (layout, link, other) in enumerate(zip(case.layouts, first, second, strict=True)):
         assert link["losses"] == other["losses"]
         same = layout == case.layouts[0] and (index in case.distributed) == (0 in case.distributed)
@@ -209,7 +182,7 @@ def _hosts_apart(rank: int, case: Case, ports: list[int], model: Path, directory
 @pytest.mark.slow
 def test_ranks_that_share_no_storage_say_which_host_does_not_see_the_checkpoint(tmp_path: Path) -> None:
     case = CASES["adamw"]
-    errors = _on_two_ranks(_hosts_apart, case, _free_ports(1), _model(case, tmp_path), tmp_path)
+    errors = on_ranks(2, _hosts_apart, case, free_ports(1), _model(case, tmp_path), tmp_path)
     for error in errors:
         assert f"rank 1 on host {socket.gethostname()}: does not see the directory" in error
         assert "put checkpoints on storage that every host of the learner shares" in error

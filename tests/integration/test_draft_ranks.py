@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from slipstream.policy.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.forked.processes import fork_server
+from tests.forked.ranks import free_ports, on_ranks
 
 VOCAB = 32
 SCRATCH = ScratchConfig(
@@ -146,12 +144,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
 def test_two_ranks_train_the_draft_that_one_does(learner: LearnerConfig, single: tuple[Path, dict[str, Any]]) -> None:
     model, expected = single
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        ranks = [pool.submit(_rank, rank, learner, port, model) for rank in range(2)]
-        got = [rank.result(timeout=120) for rank in ranks]
+    (port,) = free_ports(1)
+    got = on_ranks(2, _rank, learner, port, model)
     assert got[0]["alone"].keys() | got[1]["alone"].keys() == expected["alone"].keys()
     for rank in got:
         for name in ("alone", "beside"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
-from tests.forked.processes import fork_server
+from tests.forked.ranks import free_ports, on_ranks
 from tests.integration import qwen3_moe
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.5, 0.9), clip_grad=1e6)  # so large a norm is never clipped
@@ -87,13 +85,9 @@ def run_rank(rank: int, learner: LearnerConfig, port: int, model: Path, director
 
 def run_ranks(learner: LearnerConfig, model: Path, directory: Path) -> list[dict[str, Any]]:
     """Each rank's results, in rank order."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     size = learner.parallel.world_size
-    with ProcessPoolExecutor(size, mp_context=fork_server()) as pool:
-        ranks = [pool.submit(run_rank, rank, learner, port, model, directory) for rank in range(size)]
-        return [rank.result(timeout=150) for rank in ranks]
+    (port,) = free_ports(1)
+    return on_ranks(size, run_rank, learner, port, model, directory)
 
 
 @pytest.fixture(scope="module")

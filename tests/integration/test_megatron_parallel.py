@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from tests.forked.processes import fork_server
+from tests.forked.ranks import free_ports, on_ranks
 
 VOCAB = 32
 # Small weights keep every gradient well above rounding, which Adam would divide by itself.
@@ -158,12 +156,8 @@ def test_two_ranks_compute_what_one_does(
     learner: LearnerConfig, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     model, single = saved[0], saved[1][learner.dtype]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        ranks = [pool.submit(_rank, rank, learner, port, model, tmp_path) for rank in range(2)]
-        got = [rank.result(timeout=120) for rank in ranks]
+    (port,) = free_ports(1)
+    got = on_ranks(2, _rank, learner, port, model, tmp_path)
     assert weight_totals(rank["fingerprints"] for rank in got) == weight_totals([got[0]["gathered"]])
     # A bfloat16 near 3.4 is known to 0.008, and AdamW's first steps are signs: gradients near 0 go either way.
     rough = learner.dtype is Dtype.BFLOAT16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.policy import parallel
 from slipstream.policy.config import LearnerConfig, ParallelConfig
 from slipstream.policy.megatron import MegatronPolicy
-from tests.forked.processes import fork_server
+from tests.forked.ranks import free_ports, on_ranks
 from tests.unit.policy import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
@@ -59,12 +57,8 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str
 def test_two_ranks_teach_the_layer_what_one_does(learner: LearnerConfig, tmp_path: Path) -> None:
     model = mimo.write_model(tmp_path / "model")
     single = _train(MegatronPolicy.load(model, learner=LEARNER, optimizer=OPTIMIZER), slice(None))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        ranks = [pool.submit(_rank, rank, learner, port, model) for rank in range(2)]
-        got = [rank.result(timeout=120) for rank in ranks]
+    (port,) = free_ports(1)
+    got = on_ranks(2, _rank, learner, port, model)
     for rank in got:
         np.testing.assert_allclose(rank["losses"], single["losses"], rtol=1e-4)
         np.testing.assert_allclose(rank["evaluated"][0], single["evaluated"][0], atol=1e-4)

@@ -1,0 +1,44 @@
+"""A function in a process for each rank of a process group, and the ports where ranks meet."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from typing import Any
+
+from tests.forked.processes import fork_server
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
+    """What `function(rank, *args)` returns, in rank order.
+
+    Raises:
+        Exception: the first that a rank raised; a rank that waits for one that has failed is killed, not waited for.
+        TimeoutError: nothing was raised in that time, and some rank has not returned.
+    """
+    with ProcessPoolExecutor(num_ranks, mp_context=fork_server()) as pool:
+        ranks = [pool.submit(function, rank, *args) for rank in range(num_ranks)]
+        done, waiting = wait(ranks, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+        if waiting:
+            for process in pool._processes.values():
+                process.kill()
+        for rank in done:
+            rank.result()  # the first error, not that of the rank which was killed for it
+        if waiting:
+            raise TimeoutError(f"{len(waiting)} of {num_ranks} ranks have not returned after {timeout_s:.0f} s")
+        return [rank.result() for rank in ranks]
+
+
+def free_ports(count: int) -> list[int]:
+    """Free, and below those that the system gives whoever asks for any: some of these are opened a minute later."""
+    ports: list[int] = []
+    for port in random.sample(range(20_000, 32_768), 2000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError(f"{count} free ports are needed, found {ports}")
