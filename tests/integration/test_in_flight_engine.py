@@ -179,7 +179,10 @@ def test_with_kept_caches_rollouts_begin_exactly_and_later_tokens_are_a_little_o
     size = np.abs(np.concatenate(after))
     logger.warning("kept caches: %d tokens are %.4f nats off, at most %.3f", len(size), size.mean(), size.max())
     assert np.isfinite(size).all()
-    assert size.max() > 1e-3  # or nothing was kept
+    assert len(size) > 500
+    # The bias that docs/guarantees.md gives for policies this far apart, in nats a token: 0.07, and 0.8 at most.
+    assert 0.02 < size.mean() < 0.2
+    assert 0.2 < size.max() < 2.5
 
 
 def test_a_kept_cache_is_never_found_by_what_starts_later(engine: RemoteEngine, models: dict[str, Path]) -> None:

@@ -196,11 +196,11 @@ def test_a_failing_engine_ends_all_within_a_second() -> None:
     assert time.monotonic() - start < 1.0
 
 
-def test_buffer_scoring_and_handing_over_take_microseconds_a_group() -> None:
-    """Of a step of a second, 48 groups' share must stay below a hundredth."""
-    flight = FlightWorld(lag=1)
-    start = time.perf_counter()
-    records: list[StepRecord] = in_flight(flight, 1)
-    elapsed_s = time.perf_counter() - start
+def test_buffer_scoring_and_handing_over_take_less_than_three_milliseconds_of_a_processor_a_group() -> None:
+    """The engines of the test included: of a step of 1.1 s with six groups, as in the tiny recipe, 1.6 %."""
+    in_flight(FlightWorld(lag=1), 1)  # imports
+    start_s = time.process_time()
+    records: list[StepRecord] = in_flight(FlightWorld(lag=1), 1)
+    elapsed_s = time.process_time() - start_s
     assert len(records) == NUM_STEPS
-    assert elapsed_s / NUM_GROUPS < 0.02
+    assert elapsed_s / NUM_GROUPS < 0.003
