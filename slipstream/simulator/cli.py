@@ -19,7 +19,7 @@ from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, bala
 from slipstream.simulator.project.projection import ProjectedPoint
 from slipstream.simulator.project.published import project_request
 from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
-from slipstream.simulator.project.runs import PAPER_SOURCE, project_speedup
+from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_speedup
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
@@ -188,13 +188,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
         return 0
     run = _asked_run(options)
-    require(
-        run.layout is not None,
-        "--run",
-        "must be of a recipe that names its simulator.model and simulator.hardware",
-        run.recipe,
-    )
-    found = project_speedup(run.arms, run.tuning, layout=run.layout, execution=run.execution)
+    found = project_speedup(run.arms, run.tuning, layout=known_layout(run), execution=run.execution)
     assert found.run_calibration is not None
     _show([*calibration_lines(found.run_calibration), "", *check_lines(found.run_check), ""])
     _show(point_lines(found.from_run))
@@ -213,10 +207,7 @@ def _balance(options: argparse.Namespace) -> int:
 def _asked_run(options: argparse.Namespace) -> RunRecord:
     if options.run_path is None:
         return options.fetch_run(options.mlflow_run, options.uri)
-    return _read_run(Path(options.run_path))
-
-
-def _read_run(path: Path) -> RunRecord:
+    path = Path(options.run_path)
     places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
     found = next((place for place in places if place.is_file()), None)
     rule = f"must be a run's directory, its report's, or the report's {_RUN_FILE}"

@@ -1,6 +1,6 @@
 """Seconds of one decode iteration, and of the spans of a rollout, by roofline plus what the roofline does not know.
 
-Legend: `S` spans of a trace, `n` = batch x (k + 1) tokens of an iteration. Each k of an array [K, 1] gives a row [K, S].
+Legend: `S` spans of a trace, `n` = batch x (k + 1) tokens of an iteration. Each of several k [K, 1] gives a row [K, S].
 """
 
 from __future__ import annotations

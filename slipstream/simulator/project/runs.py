@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.records.run import LayoutRecord
+from slipstream.config import require
+from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision
@@ -61,6 +62,14 @@ def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
         for k in ks
     ]
     return [project(scenario, run.ensemble, learner).point for scenario in scenarios]
+
+
+def known_layout(run: RunRecord) -> LayoutRecord:
+    """On what a run ran, as the user of a command that needs it must have said in the recipe."""
+    rule = "must be of a recipe that names its simulator.model and simulator.hardware"
+    require(run.layout is not None, "--run", rule, run.recipe)
+    assert run.layout is not None
+    return run.layout
 
 
 def run_setting(layout: LayoutRecord) -> Setting:
