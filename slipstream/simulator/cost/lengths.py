@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Lengths:
         return float(np.mean(self.at(_LEVELS) ** 2))
 
 
+@lru_cache(maxsize=64)  # a fit asks again for every parameter that changes no length
 def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
     """The distribution whose mean, truncated responses included, is `mean`.
 

@@ -43,15 +43,19 @@ def project_speedup(
     if layout is not None:
         run = calibrate_run(arms, tuning, run_setting(layout), target=target_of(layout.hardware))
     drawn = published_scenario(k=_DRAWN_K, acceptance_length=_DRAWN_LENGTH)
-    ks = sorted({point.k for point in tuning.points if point.k > 0})
     return ProjectionRecord(
         run_calibration=CalibrationRecord.of(execution, run.ensemble) if run else None,
         run_check=run.check if run else None,
-        from_run=tuple(project_run(run, ks)) if run else (),
+        from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
         paper_calibration=CalibrationRecord.of(PAPER_SOURCE, from_paper),
         from_paper=tuple(project_published(from_paper)),
         figures=projected_figures(drawn, from_paper, paper_learner(), running=_running(run) if run else ()),
     )
+
+
+def swept_ks(tuning: TuningRecord) -> list[int]:
+    """Draft lengths of a sweep."""
+    return sorted({point.k for point in tuning.points if point.k > 0})
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
