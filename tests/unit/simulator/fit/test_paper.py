@@ -81,6 +81,13 @@ def test_so_does_the_weighed_ensemble() -> None:
     assert found.max() <= 0.08
 
 
+def test_cells_in_any_order_are_predicted_as_each_alone() -> None:
+    variant, at = fitted().best.variant, fitted().best.log_values
+    cells = paper_cells()[::-3]
+    alone = [variant.predict_s([cell], at)[0] for cell in cells]
+    assert variant.predict_s(cells, at) == pytest.approx(alone)
+
+
 def test_the_tile_variant_fits_too() -> None:
     tile = next(member for member in fitted().members if member.variant.regime is Regime.TILE)
     assert tile.rms_error <= 0.05
