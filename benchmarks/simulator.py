@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
+from slipstream.simulator.fit.paper import calibrate_cells, calibrate_paper, paper_cells, paper_learner
 from slipstream.simulator.project.projection import project, speedup_map
 from slipstream.simulator.project.scenarios import ProjectionRequest
 
@@ -22,7 +22,7 @@ def main() -> None:
     scenario = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=2048, k=5, acceptance_length=4.0, lag=2).scenario()
     lengths = np.linspace(1.0, 20.0, 20).tolist()
     timings = (
-        ("calibration on 16 cells, 3 variants", lambda: calibrate_paper(), None),
+        ("calibration on 16 cells, 3 variants", lambda: calibrate_cells(paper_cells()), None),
         ("one projection, both arms, with bands", lambda: project(scenario, ensemble, learner), _PROJECTION_LIMIT_MS),
         (
             "map of 20 x 20, k x acceptance length",

@@ -13,13 +13,13 @@ from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator.cost.data_files import section_names
-from slipstream.simulator.fit.observed import CheckRecord
+from slipstream.simulator.fit.observed import CheckRecord, calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
 from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.project.projection import ProjectedPoint
 from slipstream.simulator.project.published import project_request
 from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
-from slipstream.simulator.project.runs import PAPER_SOURCE, project_speedup
+from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks, target_of
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
@@ -188,16 +188,11 @@ def _calibrate(options: argparse.Namespace) -> int:
         _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
         return 0
     run = _asked_run(options)
-    require(
-        run.layout is not None,
-        "--run",
-        "must be of a recipe that names its simulator.model and simulator.hardware",
-        run.recipe,
-    )
-    found = project_speedup(run.arms, run.tuning, layout=run.layout, execution=run.execution)
-    assert found.run_calibration is not None
-    _show([*calibration_lines(found.run_calibration), "", *check_lines(found.run_check), ""])
-    _show(point_lines(found.from_run))
+    layout = known_layout(run)
+    found = calibrate_run(run.arms, run.tuning, run_setting(layout), target=target_of(layout.hardware))
+    record = CalibrationRecord.of(run.execution, found.ensemble)
+    _show([*calibration_lines(record), "", *check_lines(found.check), ""])
+    _show(point_lines(project_run(found, swept_ks(run.tuning))))
     return 0
 
 
@@ -213,10 +208,7 @@ def _balance(options: argparse.Namespace) -> int:
 def _asked_run(options: argparse.Namespace) -> RunRecord:
     if options.run_path is None:
         return options.fetch_run(options.mlflow_run, options.uri)
-    return _read_run(Path(options.run_path))
-
-
-def _read_run(path: Path) -> RunRecord:
+    path = Path(options.run_path)
     places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
     found = next((place for place in places if place.is_file()), None)
     rule = f"must be a run's directory, its report's, or the report's {_RUN_FILE}"

@@ -1,6 +1,6 @@
 """Seconds of one decode iteration, and of the spans of a rollout, by roofline plus what the roofline does not know.
 
-Legend: `S` spans of a trace (any broadcastable shape), `n` = batch x (k + 1) tokens of an iteration.
+Legend: `S` spans of a trace, `n` = batch x (k + 1) tokens of an iteration. Each of several k [K, 1] gives a row [K, S].
 """
 
 from __future__ import annotations
@@ -64,14 +64,19 @@ class CostModel:
     network_collective_s: float = field(default_factory=lambda: network_collective().median)
 
     def span_s(
-        self, trace: Trace, *, k: int, tokens_per_iteration: float, drafting: Drafting = Drafting.EAGLE3
+        self,
+        trace: Trace,
+        *,
+        k: int | Array,
+        tokens_per_iteration: float | Array,
+        drafting: Drafting = Drafting.EAGLE3,
     ) -> Array:
         """Seconds of each span [S] of `trace` when an iteration gives each sequence `tokens_per_iteration` tokens."""
         cost = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
         return trace.tokens_S * cost.total_s / tokens_per_iteration
 
     def iteration(
-        self, *, batch_S: Array, context_S: Array, k: int, drafting: Drafting = Drafting.EAGLE3
+        self, *, batch_S: Array, context_S: Array, k: int | Array, drafting: Drafting = Drafting.EAGLE3
     ) -> IterationCost:
         """Cost of verifying `k` draft tokens for each of `batch_S` sequences with `context_S` cached tokens together.
 
@@ -103,18 +108,16 @@ class CostModel:
         flops = self.setting.gpus_per_engine * self.setting.accelerator.flops_per_s[self.setting.precision]
         return 1.0 / (flops * self.parameters.compute_efficiency)
 
-    def _draft(self, batch_S: Array, context_S: Array, k: int, drafting: Drafting) -> Array:
+    def _draft(self, batch_S: Array, context_S: Array, k: int | Array, drafting: Drafting) -> Array:
         model, parameters = self.setting.model_shape, self.parameters
-        if k == 0:
-            return np.zeros_like(batch_S)
         if drafting is Drafting.NGRAM:
-            return parameters.speculation_s + parameters.ngram_s_per_token * context_S
+            return np.where(k > 0, parameters.speculation_s + parameters.ngram_s_per_token * context_S, 0.0)
         size = model.draft_parameters
         one_pass = np.maximum(size * self._read_s, 2.0 * size * batch_S * self._flop_s)
         keys = context_S * model.key_value_elements() / model.num_layers * self._read_s
-        return parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s)
+        return np.where(k > 0, parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s), 0.0)
 
-    def _regime(self, tokens_S: Array, read_S: Array, k: int) -> Array:
+    def _regime(self, tokens_S: Array, read_S: Array, k: int | Array) -> Array:
         model, parameters = self.setting.model_shape, self.parameters
         if self.regime is Regime.CAPTURED:
             return np.where(
@@ -123,7 +126,7 @@ class CostModel:
         if self.regime is Regime.TILE:
             rows = (k + 1) * model.queries_per_group
             first = -(-model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
-            begun, filled = -(-rows // QUERY_TILE) - first, max(0.0, rows / QUERY_TILE - first)
+            begun, filled = -(-rows // QUERY_TILE) - first, np.maximum(0.0, rows / QUERY_TILE - first)
             return parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled) * read_S
         return np.zeros_like(tokens_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Lengths:
         return float(np.mean(self.at(_LEVELS) ** 2))
 
 
+@lru_cache(maxsize=64)  # a fit asks again for every parameter that changes no length
 def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
     """The distribution whose mean, truncated responses included, is `mean`.
 
@@ -54,13 +55,13 @@ def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengt
         ConfigError: the mean is above `max_tokens`.
     """
     require(1 <= mean <= max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g}]", mean)
+    # Between two medians at which a response reaches 1 or `max_tokens`, the mean is a straight line.
     shape = np.exp(log_sd * _normal_quantile(_LEVELS))
-    low, high = 1e-3, 1e6 * max_tokens
-    for _ in range(_BISECTIONS):
-        middle = math.sqrt(low * high)
-        reached = float(np.mean(np.clip(middle * shape, 1.0, max_tokens)))
-        low, high = (middle, high) if reached < mean else (low, middle)
-    return Lengths(median=math.sqrt(low * high), log_sd=log_sd, max_tokens=max_tokens)
+    medians = np.sort(np.concatenate([1.0 / shape, max_tokens / shape]))
+    first, last = np.searchsorted(shape, 1.0 / medians), np.searchsorted(shape, max_tokens / medians)
+    below = np.append(0.0, np.cumsum(shape))
+    means = (first + medians * (below[last] - below[first]) + max_tokens * (len(shape) - last)) / len(shape)
+    return Lengths(median=float(np.interp(mean, means, medians)), log_sd=log_sd, max_tokens=max_tokens)
 
 
 def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:

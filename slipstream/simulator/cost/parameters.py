@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class Prior:
         require(self.log_sd > 0, "prior.log_sd", "must be > 0", self.log_sd)
 
 
+@cache
 def load_belief(section_name: str, name: str) -> Prior:
     """The entry `name` of the section `section_name` of configs/sim/cluster.yaml."""
     entries = section("cluster", section_name)

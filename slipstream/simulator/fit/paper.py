@@ -80,10 +80,15 @@ def paper_groups() -> tuple[Group, ...]:
     )
 
 
-def calibrate_paper(cells: Sequence[Cell] | None = None) -> Ensemble:
-    """Fit to the paper's cells (default: all 16), one calibration a structural variant, the most probable first."""
-    measured = paper_cells() if cells is None else cells
-    members = calibrate(load_setting(PAPER_SETTING), measured, paper_groups(), load_priors("gpu"), tuple(Regime))
+@cache
+def calibrate_paper() -> Ensemble:
+    """Fit to all of the paper's cells."""
+    return calibrate_cells(paper_cells())
+
+
+def calibrate_cells(cells: Sequence[Cell]) -> Ensemble:
+    """Fit to some of the paper's cells, one calibration a structural variant, the most probable first."""
+    members = calibrate(load_setting(PAPER_SETTING), cells, paper_groups(), load_priors("gpu"), tuple(Regime))
     return Ensemble(members=members)
 
 

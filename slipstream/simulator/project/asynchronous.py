@@ -2,7 +2,8 @@
 
 A stage takes longer on one core than on the two that it has in a synchronous run: by how much are the only figures that
 do not come from the synchronous arms. Stages are joined step by step, then averaged: a long rollout beside a short
-update is not hidden by a short rollout beside a long one. Legend: `D` draws of the factors, `S` steps.
+update is not hidden by a short rollout beside a long one. Legend: `D` draws of the factors,
+the first one the medians, `S` steps; seconds are [D, S].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.simulator.cost.parameters import Prior, load_belief
-from slipstream.types import Arm, LoopMode, StageTimes
+from slipstream.types import Arm, LoopMode
 
 _NUM_DRAWS = 200
 _HALVINGS = 40
@@ -101,71 +102,44 @@ def predict_asynchronous(
     for arm in sync_arms:
         factors = (slowdowns or {}).get(arm.arm) or believed_slowdowns()
         sources[arm.arm.value] = f"engine: {factors.engine.source}; learner: {factors.learner.source}"
-        times = [step.times for step in arm.timed_steps]
-        inputs = _Inputs.of(times, factors, has_logprob_pass=has_logprob_pass)
-        found.append(_predict(arm.arm, times, inputs, lag=lag, mode=mode, helps=idle_core_helps))
+        found.append(
+            _predict(arm, factors, lag=lag, mode=mode, has_logprob_pass=has_logprob_pass, helps=idle_core_helps)
+        )
     return AsynchronousPrediction(
         mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(found), sources=sources
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Inputs:
-    """Seconds of a step's parts on one core each [D, S], the first draw the median; `data_s` and `refit_s` [S]."""
-
-    engine_s: Array
-    learner_s: Array
-    engine_factor: Array  # [D, 1]
-    learner_factor: Array
-    fixed_share: Array
-    data_s: Array
-    refit_s: Array
-
-    @staticmethod
-    def of(times: Sequence[StageTimes], factors: CoreSlowdowns, *, has_logprob_pass: bool) -> _Inputs:
-        random = np.random.default_rng(0)
-        engine, learner, fixed = (
-            _drawn(belief, random)
-            for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
-        )
-        trained_s = [each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times]
-        # Batch t + 1 is generated while step t trains; the last step has none that follows.
-        generated_s = [each.generation_s for each in (*times[1:], times[0])]
-        return _Inputs(
-            engine_s=engine * np.array(generated_s),
-            learner_s=learner * np.array(trained_s),
-            engine_factor=engine,
-            learner_factor=learner,
-            fixed_share=np.minimum(1.0, fixed),
-            data_s=np.array([each.data_s for each in times]),
-            refit_s=np.array([each.prepare_s for each in times]),
-        )
-
-
 def _predict(
-    arm: Arm, times: Sequence[StageTimes], inputs: _Inputs, *, lag: int, mode: LoopMode, helps: bool
+    arm: ArmRecord, factors: CoreSlowdowns, *, lag: int, mode: LoopMode, has_logprob_pass: bool, helps: bool
 ) -> PredictedArm:
-    bound_s, busy_s = inputs.engine_s, inputs.data_s + inputs.learner_s
+    times = [step.times for step in arm.timed_steps]
+    random = np.random.default_rng(0)
+    engine, learner, fixed_share = (
+        _drawn(belief, random)
+        for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
+    )
+    # Batch t + 1 is generated while step t trains; the last step has none that follows.
+    generated_s = engine * np.array([each.generation_s for each in (*times[1:], times[0])])
+    trained_s = learner * np.array([each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times])
+    bound_s, busy_s = generated_s, np.array([each.data_s for each in times]) + trained_s
     if mode is LoopMode.IN_FLIGHT:
-        bound_s = _in_flight_s(bound_s, busy_s, lag, inputs.fixed_share)
+        bound_s = _in_flight_s(bound_s, busy_s, lag, np.minimum(1.0, fixed_share))
     if helps:
-        bound_s, busy_s = (
-            _helped_s(bound_s, busy_s, inputs.engine_factor),
-            _helped_s(busy_s, bound_s, inputs.learner_factor),
-        )
+        bound_s, busy_s = _helped_s(bound_s, busy_s, engine), _helped_s(busy_s, bound_s, learner)
     exposed_s = np.maximum(0.0, bound_s - busy_s)
-    step_D = (inputs.refit_s + busy_s + exposed_s).mean(axis=1)
+    step_D = (np.array([each.prepare_s for each in times]) + busy_s + exposed_s).mean(axis=1)
     exposed = float(exposed_s[0].mean())
     by_lag = Bound.LAG if mode is LoopMode.IN_FLIGHT else Bound.DRAINED
     p10, p90 = np.percentile(step_D, [10, 90]).tolist()
     return PredictedArm(
-        arm=arm,
+        arm=arm.arm,
         synchronous_step_s=fmean(each.step_s for each in times),
         step_s=float(step_D[0]),
         step_p10_s=p10,
         step_p90_s=p90,
         exposed_s=exposed,
-        hidden_s=max(0.0, float(np.minimum(bound_s, inputs.engine_s)[0].mean()) - exposed),
+        hidden_s=max(0.0, float(np.minimum(bound_s, generated_s)[0].mean()) - exposed),
         bound=by_lag if (exposed_s[0] > 0).mean() > 0.5 else Bound.LEARNER,
     )
 

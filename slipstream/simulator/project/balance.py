@@ -20,7 +20,7 @@ from slipstream.simulator.cost.rollout import Trace, slowest_engine
 from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
 from slipstream.simulator.project.asynchronous import CoreSlowdowns, measured_slowdowns, predict_asynchronous
-from slipstream.simulator.project.runs import run_setting, target_of
+from slipstream.simulator.project.runs import known_layout, run_setting, target_of
 from slipstream.types import Arm, LoopMode
 
 
@@ -64,14 +64,7 @@ def balance(
     """
     require(lag >= 1, "--lag", "must be >= 1", lag, "with a lag of 0 engines and learner share all GPUs")
     require(mode is not LoopMode.SYNCHRONOUS, "--mode", "must be asynchronous", mode.value)
-    layout = run.layout
-    require(
-        layout is not None,
-        "--run",
-        "must be of a recipe that names its simulator.model and simulator.hardware",
-        run.recipe,
-    )
-    assert layout is not None
+    layout = known_layout(run)
     on_cores = target_of(layout.hardware) == "cpu"
     rows = _of_cores(run, lag, mode) if on_cores else _of_gpus(run, layout, lag, mode, gpus_per_node)
     return BalanceRecord(

@@ -72,15 +72,20 @@ def project(
     batch = max(float(each.shape.per_engine) for each in scenarios)
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
     arms_of = [_arms_of(each, learner) for each in scenarios]
-    around = _sample_clusters(num_draws, seed=seed)
-    arms = [arms_of[index % len(arms_of)](*draws) for index, draws in enumerate(zip(sampled, around, strict=True))]
+    latency = network_collective()
+    around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the calibration's draws
+    collectives_s = latency.median * np.exp(latency.log_sd * around[:, 1])
+    arms = [
+        arms_of[index % len(arms_of)](*drawn)
+        for index, drawn in enumerate(zip(sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=True))
+    ]
     return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
 def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
     """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
     draw = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
-    arms = [_arms_of(each, learner)(draw, _IDEAL_CLUSTER) for each in (scenario, *layouts)]
+    arms = [_arms_of(each, learner)(draw, 0.0, 0.0) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
 
 
@@ -108,58 +113,41 @@ def best_of_map(scenario: Scenario, calibration: Calibration, *, max_k: int = 7)
     return replace(scenario, k=ks[row], acceptance_length=lengths[column])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cluster:
-    """One way the machines around the engines may be."""
+def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, float, float], tuple[Overlap, Overlap]]:
+    """The autoregressive and the speculative arm of a draw; what no draw changes is worked out once.
 
-    learner_deviation: float  # in standard deviations, see `learner_stages`
-    network_collective_s: float
-
-
-_IDEAL_CLUSTER = _Cluster(learner_deviation=0.0, network_collective_s=0.0)
-
-
-def _sample_clusters(count: int, *, seed: int) -> list[_Cluster]:
-    latency = network_collective()
-    random = np.random.default_rng([seed, 1])  # apart from the calibration's draws
-    return [
-        _Cluster(
-            learner_deviation=float(first),
-            network_collective_s=latency.median * float(np.exp(latency.log_sd * second)),
-        )
-        for first, second in random.standard_normal((count, 2))
-    ]
-
-
-def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, _Cluster], tuple[Overlap, Overlap]]:
-    """The autoregressive and the speculative arm of a draw; what no draw changes is worked out once."""
+    A draw comes with the learner's deviation, see `learner_stages`, and the latency of a collective between domains.
+    """
     setting, shape = scenario.setting, scenario.shape
     lengths = setting.lengths(scenario.mean_tokens)
 
-    def arm(draw: Draw, cluster: _Cluster, k: int, length: float, error: float) -> Overlap:
+    def arms(draw: Draw, deviation: float, network_collective_s: float) -> tuple[Overlap, Overlap]:
         model = CostModel(
             setting=setting,
             parameters=draw.parameters,
             regime=draw.regime,
-            network_collective_s=cluster.network_collective_s,
+            network_collective_s=network_collective_s,
         )
         trainer = learner_stages(
             learner,
             setting,
             num_gpus=scenario.training_gpus,
             mean_tokens=scenario.mean_tokens,
-            deviation=cluster.learner_deviation,
+            deviation=deviation,
         )
 
-        def seconds(trace: Trace) -> Array:
-            return error * model.span_s(trace, k=k, tokens_per_iteration=length)
+        def arm(k: int, length: float, error: float) -> Overlap:
+            def seconds(trace: Trace) -> Array:
+                return error * model.span_s(trace, k=k, tokens_per_iteration=length)
 
-        return overlap(trainer, lengths=lengths, shape=shape, lag=scenario.lag, seconds=seconds)
+            return overlap(trainer, lengths=lengths, shape=shape, lag=scenario.lag, seconds=seconds)
 
-    return lambda draw, cluster: (
-        arm(draw, cluster, 0, 1.0, draw.autoregressive_error),
-        arm(draw, cluster, scenario.k, scenario.acceptance_length, draw.speculative_error),
-    )
+        return (
+            arm(0, 1.0, draw.autoregressive_error),
+            arm(scenario.k, scenario.acceptance_length, draw.speculative_error),
+        )
+
+    return arms
 
 
 def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.simulator.fit.calibration import Calibration
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.observed import CheckRecord
 from slipstream.simulator.project.figures import ProjectedFigures
@@ -41,18 +40,6 @@ class VariantRecord:
     rms_error: float
     max_error: float
 
-    @staticmethod
-    def of(member: Calibration, weight: float) -> VariantRecord:
-        """A calibration as plain figures."""
-        return VariantRecord(
-            regime=member.variant.regime.value,
-            weight=weight,
-            num_parameters=len(member.variant.free),
-            effective_parameters=member.effective_parameters,
-            rms_error=member.rms_error,
-            max_error=member.max_error,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedCell:
@@ -77,7 +64,17 @@ class CalibrationRecord:
         cells, weights = ensemble.best.cells, ensemble.weights.tolist()
         return CalibrationRecord(
             source=source,
-            variants=tuple(map(VariantRecord.of, ensemble.members, weights)),
+            variants=tuple(
+                VariantRecord(
+                    regime=member.variant.regime.value,
+                    weight=weight,
+                    num_parameters=len(member.variant.free),
+                    effective_parameters=member.effective_parameters,
+                    rms_error=member.rms_error,
+                    max_error=member.max_error,
+                )
+                for member, weight in zip(ensemble.members, weights, strict=True)
+            ),
             cells=tuple(
                 FittedCell(label=cell.label, measured_s=cell.generation_s, simulated_s=seconds)
                 for cell, seconds in zip(cells, ensemble.predict_s(cells).tolist(), strict=True)

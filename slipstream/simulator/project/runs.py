@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.records.run import LayoutRecord
+from slipstream.config import require
+from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision
@@ -42,15 +43,19 @@ def project_speedup(
     if layout is not None:
         run = calibrate_run(arms, tuning, run_setting(layout), target=target_of(layout.hardware))
     drawn = published_scenario(k=_DRAWN_K, acceptance_length=_DRAWN_LENGTH)
-    ks = sorted({point.k for point in tuning.points if point.k > 0})
     return ProjectionRecord(
         run_calibration=CalibrationRecord.of(execution, run.ensemble) if run else None,
         run_check=run.check if run else None,
-        from_run=tuple(project_run(run, ks)) if run else (),
+        from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
         paper_calibration=CalibrationRecord.of(PAPER_SOURCE, from_paper),
         from_paper=tuple(project_published(from_paper)),
         figures=projected_figures(drawn, from_paper, paper_learner(), running=_running(run) if run else ()),
     )
+
+
+def swept_ks(tuning: TuningRecord) -> list[int]:
+    """Draft lengths of a sweep."""
+    return sorted({point.k for point in tuning.points if point.k > 0})
 
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
@@ -61,6 +66,14 @@ def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
         for k in ks
     ]
     return [project(scenario, run.ensemble, learner).point for scenario in scenarios]
+
+
+def known_layout(run: RunRecord) -> LayoutRecord:
+    """On what a run ran, as the user of a command that needs it must have said in the recipe."""
+    rule = "must be of a recipe that names its simulator.model and simulator.hardware"
+    require(run.layout is not None, "--run", rule, run.recipe)
+    assert run.layout is not None
+    return run.layout
 
 
 def run_setting(layout: LayoutRecord) -> Setting:

@@ -12,7 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.fit.observed import calibrate_run
+from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
 from slipstream.simulator.project.runs import project_run, run_setting
 from slipstream.stages.support import recipe_layout
 
@@ -24,29 +24,34 @@ assert LAYOUT is not None
 SETTING = run_setting(LAYOUT)
 
 
-def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(
-    demo_arms: DemoArms, demo_tuning: TuningRecord
-) -> None:
-    check = calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu").check
+@pytest.fixture(scope="module")
+def recorded(demo_arms: DemoArms, demo_tuning: TuningRecord) -> RunCalibration:
+    """Fitted to the recorded demo as it is."""
+    return calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu")
+
+
+def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(recorded: RunCalibration) -> None:
+    check = recorded.check
     assert check is not None
     assert check.k == 5
     assert check.predicted_s == pytest.approx(check.measured_s, rel=0.15)
     assert check.predicted_p10_s < check.predicted_s < check.predicted_p90_s
 
 
-def test_the_prediction_does_not_see_the_arm_that_it_predicts(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    one, other = (calibrate_run(demo_arms(factor), demo_tuning, SETTING, target="cpu").check for factor in (1.0, 3.0))
+def test_the_prediction_does_not_see_the_arm_that_it_predicts(
+    recorded: RunCalibration, demo_arms: DemoArms, demo_tuning: TuningRecord
+) -> None:
+    one, other = recorded.check, calibrate_run(demo_arms(3.0), demo_tuning, SETTING, target="cpu").check
     assert one is not None and other is not None
     assert one.predicted_s == other.predicted_s
     assert other.measured_s == pytest.approx(3.0 * one.measured_s)
 
 
-def test_responses_are_counted_in_the_run(demo: dict[str, Any], demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    found = calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu")
+def test_responses_are_counted_in_the_run(demo: dict[str, Any], recorded: RunCalibration) -> None:
     steps = demo["autoregressive"][1:]  # the first one warms up
-    assert found.setting.num_rollouts == 64
-    assert found.mean_tokens == pytest.approx(sum(step["num_response_tokens"] for step in steps) / (64 * len(steps)))
-    assert found.setting.length_log_sd != SETTING.length_log_sd  # from the truncated share
+    assert recorded.setting.num_rollouts == 64
+    assert recorded.mean_tokens == pytest.approx(sum(step["num_response_tokens"] for step in steps) / (64 * len(steps)))
+    assert recorded.setting.length_log_sd != SETTING.length_log_sd  # from the truncated share
 
 
 def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
@@ -116,8 +121,8 @@ def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_bas
     assert noisy == pytest.approx(1.0, abs=0.05)
 
 
-def test_every_k_of_the_sweep_is_projected_on_the_same_machine(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    points = project_run(calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu"), [1, 5])
+def test_every_k_of_the_sweep_is_projected_on_the_same_machine(recorded: RunCalibration) -> None:
+    points = project_run(recorded, [1, 5])
     assert [point.k for point in points] == [1, 5]
     assert all(1.0 < point.rollout_speedup.median < point.k + 1 for point in points)
     assert all(point.step_speedup.median < point.rollout_speedup.median for point in points)

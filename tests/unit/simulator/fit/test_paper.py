@@ -25,6 +25,7 @@ from slipstream.simulator.fit.cells import Cell
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import (
     WORKLOADS,
+    calibrate_cells,
     calibrate_paper,
     mean_paper_step,
     paper_cells,
@@ -39,16 +40,16 @@ SETTING = load_setting("paper-8b")
 WORK = 0.65  # of the synchronous batch's: what the trainer of the asynchronous run was busy with
 
 
+fitted = calibrate_paper
+SEVEN = "k = 7"
+
+
 @cache
-def fitted() -> Ensemble:
-    return calibrate_paper()
-
-
-def from_one_workload(workload: str) -> tuple[list[Cell], list[Cell]]:
-    """All of one workload and the other's baseline; the other's speculative cells."""
+def without(held_out: str) -> tuple[Ensemble, list[Cell]]:
+    """A fit without the speculative cells of a workload, or without those of k = 7; and the cells left out."""
     cells = paper_cells()
-    known = [cell for cell in cells if cell.group == workload or cell.k == 0]
-    return known, [cell for cell in cells if cell not in known]
+    left_out = [cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group == held_out and cell.k > 0)]
+    return calibrate_cells([cell for cell in cells if cell not in left_out]), left_out
 
 
 def errors(cells: Sequence[Cell], predicted_s: np.ndarray) -> np.ndarray:
@@ -80,6 +81,13 @@ def test_so_does_the_weighed_ensemble() -> None:
     assert found.max() <= 0.08
 
 
+def test_cells_in_any_order_are_predicted_as_each_alone() -> None:
+    variant, at = fitted().best.variant, fitted().best.log_values
+    cells = paper_cells()[::-3]
+    alone = [variant.predict_s([cell], at)[0] for cell in cells]
+    assert variant.predict_s(cells, at) == pytest.approx(alone)
+
+
 def test_the_tile_variant_fits_too() -> None:
     tile = next(member for member in fitted().members if member.variant.regime is Regime.TILE)
     assert tile.rms_error <= 0.05
@@ -108,19 +116,19 @@ def test_the_four_step_totals_are_met() -> None:
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_the_other_workload_is_predicted_from_its_baseline(workload: str) -> None:
-    known, held_out = from_one_workload(workload)
+    ensemble, held_out = without(workload)
     assert len(held_out) == 7
-    assert errors(held_out, calibrate_paper(known).predict_s(held_out)).max() <= 0.13
+    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.13
 
 
 def test_seven_draft_tokens_are_predicted_from_three_and_five() -> None:
-    known = [cell for cell in paper_cells() if cell.k < 7]
-    held_out = [cell for cell in paper_cells() if cell.k == 7]
-    assert errors(held_out, calibrate_paper(known).predict_s(held_out)).max() <= 0.10
+    ensemble, held_out = without(SEVEN)
+    assert len(held_out) == 2
+    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.10
 
 
 def test_a_fit_on_three_draft_tokens_alone_warns_and_widens() -> None:
-    only_three = calibrate_paper([cell for cell in paper_cells() if cell.k in (0, 3)])
+    only_three = calibrate_cells([cell for cell in paper_cells() if cell.k in (0, 3)])
     assert only_three.best.validity.warnings(k=5, batch=64) == (
         "k = 5 was not measured (only k = 3): the band is wider",
     )
@@ -137,10 +145,8 @@ def test_a_batch_beyond_the_measured_ones_warns_and_widens() -> None:
 
 def test_bands_cover_most_held_out_cells() -> None:
     inside = []
-    splits = [from_one_workload(workload) for workload in WORKLOADS]
-    splits.append(([c for c in paper_cells() if c.k < 7], [c for c in paper_cells() if c.k == 7]))
-    for known, held_out in splits:
-        bands = calibrate_paper(known).bands_s(held_out)
+    for ensemble, held_out in map(without, (*WORKLOADS, SEVEN)):
+        bands = ensemble.bands_s(held_out)
         inside += [band.p10 <= cell.generation_s <= band.p90 for band, cell in zip(bands, held_out, strict=True)]
         assert all(band.p90 < 2 * band.p10 for band in bands)  # a band that says nothing would cover everything
     assert len(inside) == 16

@@ -16,7 +16,7 @@ from slipstream.simulator.project.scenarios import published_scenario
 SCENARIO = published_scenario(k=3, acceptance_length=3.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ensemble() -> Ensemble:
     return calibrate_paper()
 

@@ -23,7 +23,7 @@ LEARNER = LearnerEfficiency(data_s=1.0, prepare_s=2.0, logprob=0.5, train=0.25)
 DRAW = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ensemble() -> Ensemble:
     return calibrate_paper()
 
