@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +26,16 @@ from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.data.prompts import read_prompt_sets, render
 from slipstream.data.synthetic import dapo_rows
+from slipstream.drafts.config import DraftLengthRule
 from slipstream.drafts.length import TuningConfig, choose, sweep
 from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import Recipe
-from slipstream.records.stages import TuningRecord
+from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.stages.support import recipe_engine, tokenizer
+from slipstream.stages.support import recipe_engine, swept_engine, switch_length, tokenizer
 from slipstream.statistics import Estimate, bootstrap_ratio
 from slipstream.types import Prompt
 from slipstream.workers.engines import RemoteEngine
@@ -119,24 +121,26 @@ def long_problems(run: FinishedRun, num_terms: int) -> list[Prompt]:
 def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) -> TuningRecord:
     """The best fixed k and the table, by the sweep."""
     swept = sweep(
-        lambda k: recipe_engine(recipe, policy, draft, k),
+        partial(swept_engine, recipe, policy, draft),
         prompts,
         config=recipe.tuning,
         sampling=recipe.sampling,
         seed=recipe.grpo.seed,
         group_size=recipe.grpo.group_size,
+        switch=switch_length,
     )
     return choose(swept.points, config=recipe.tuning, batch=recipe.tuning.batch_sizes[-1], rounds=swept.rounds)
 
 
 def boldest(record: TuningRecord) -> tuple[ScheduleEntry, ...]:
-    """In each range the k that was fastest in the sweep, however little that is sure of, and 0 among them.
+    """In each range the k that was fastest in the sweep, however little that is sure of, and no drafts among them.
 
     An estimate of what any table could gain, and no rule to follow.
     """
-    ranges = sorted({(point.batch_from, point.batch_to) for point in record.running})
+    possible = [point for point in record.running if point.k or point.is_switched_off]
+    ranges = sorted({(point.batch_from, point.batch_to) for point in possible})
     best = {
-        each: max((p for p in record.running if (p.batch_from, p.batch_to) == each), key=lambda p: p.gain).k
+        each: max((p for p in possible if (p.batch_from, p.batch_to) == each), key=lambda p: p.gain).k
         for each in ranges
     }
     return tuple(
@@ -176,16 +180,21 @@ def show_tuned(record: TuningRecord) -> None:
     print(f"sweep: {record.reason}")
     for point in record.points:
         print(f"  k={point.k} {point.speedup:.2f}x, AL {point.mean_acceptance_length:.2f}")
-    ks = sorted({point.k for point in record.running})
+    kinds = sorted({_kind(point) for point in record.running})
     heading = f"over k={record.chosen_k} (99 % bound)"
-    print(heading.ljust(30), *(f"k={k}".rjust(15) for k in ks))
+    print(heading.ljust(30), *((_SWITCHED_OFF if is_off else f"k={k}").rjust(15) for k, is_off in kinds))
     for start, end in sorted({(point.batch_from, point.batch_to) for point in record.running}):
-        here = {point.k: point for point in record.running if point.batch_from == start}
-        told = {k: f"{point.gain:.3f} ({point.gain_low:.3f})" for k, point in here.items()}
-        num_steps = here[record.chosen_k].num_steps if record.chosen_k in here else 0
-        print(f"  {start:3d} to {end:3d}, {num_steps:5d} steps     ", *(told.get(k, "").rjust(15) for k in ks))
+        here = {_kind(point): point for point in record.running if point.batch_from == start}
+        told = {kind: f"{point.gain:.3f} ({point.gain_low:.3f})" for kind, point in here.items()}
+        chosen = here.get((record.chosen_k, False))
+        num_steps = chosen.num_steps if chosen else 0
+        print(f"  {start:3d} to {end:3d}, {num_steps:5d} steps     ", *(told.get(k, "").rjust(15) for k in kinds))
     print(f"table: {described(record.schedule)}; expected {record.schedule_gain:.3f}x over k={record.chosen_k}")
     print(f"boldest: {described(boldest(record))}")
+
+
+def _kind(point: RunningPoint) -> tuple[int, bool]:
+    return point.k, point.is_switched_off
 
 
 def show_compared(results: Mapping[str, Sequence[GenerationResult]]) -> None:
@@ -254,7 +263,8 @@ def main() -> int:
         max_live_engines=len(options.ks),
         num_starting=2,
     )
-    recipe = replace(run.recipe, engine=engine, tuning=tuning)
+    by_batch = replace(run.recipe.draft, length=DraftLengthRule.BY_BATCH)
+    recipe = replace(run.recipe, engine=engine, tuning=tuning, draft=by_batch)
     size = options.batch // recipe.grpo.group_size
     long = long_problems(run, options.long_terms)
     prompts, others = halves(read_prompt_sets(run.data).train, size, options.num_long, long)

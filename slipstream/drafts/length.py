@@ -4,6 +4,8 @@ Engines with different draft lengths k, and one without a draft, generate the sa
 round in another order. However busy the machine is in a round, all of them feel it, so a round gives one speedup
 for each k, and k is judged by the median of these. As in training a batch is a few prompts with a group of rollouts
 each; every round takes the next prompts.
+
+Where the length may follow the running batch, an engine with a draft is also measured while it drafts nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from statistics import fmean, median
 
 from slipstream.config import require
 from slipstream.drafts import schedule
-from slipstream.drafts.schedule import Round
+from slipstream.drafts.schedule import SWITCHED_OFF, Round
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
@@ -26,6 +28,25 @@ from slipstream.types import Prompt
 
 EngineFactory = Callable[[int], AbstractContextManager[Engine]]
 """Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
+
+Switch = Callable[[Engine, int], None]
+"""Has an engine with a draft draft so many tokens from now on; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Who is told how a sweep goes.
+
+    Attributes:
+        on_points: the points of a batch size as soon as they are known.
+        on_generated: each of the `num_generations` that are measured when it is done.
+    """
+
+    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None
+    on_generated: Callable[[], None] = lambda: None
+
+
+_NOBODY = Listener()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +96,15 @@ def sweep(
     sampling: SamplingConfig,
     seed: int,
     group_size: int = 1,
-    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
-    on_generated: Callable[[], None] = lambda: None,
+    switch: Switch | None = None,
+    listener: Listener = _NOBODY,
 ) -> Sweep:
     """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
 
     Args:
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
-        on_points: told the points of a batch size as soon as they are known.
-        on_generated: told each of the `num_generations` that are measured when it is done.
+        switch: measures drafting that is switched off too, in the engine of the longest drafts; None: does not.
     Returns:
         The points by k, then by batch size.
     Raises:
@@ -102,30 +122,37 @@ def sweep(
         """Engines by k; those that started before one failed end with the stack."""
         with ThreadPoolExecutor(config.num_starting) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
-        for engine in engines.values():  # its first call pays for what is compiled or allocated on first use
-            engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
+        for engine in engines.values():
+            warm_up(engine)
         return engines
+
+    def warm_up(engine: Engine) -> None:
+        """Its first call pays for what is compiled or allocated on first use."""
+        engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
 
     with ExitStack() as outer:
         baseline = start([0], outer)
         for ks in _chunks(config):
             with ExitStack() as inner:
                 engines = {**baseline, **start(ks, inner)}
+                if switch is not None and ks[-1] == config.candidate_ks[-1]:
+                    engines[SWITCHED_OFF] = _SwitchedOff(engine=engines[ks[-1]], k=ks[-1], switch=switch)
+                    warm_up(engines[SWITCHED_OFF])
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
-                    results = _rounds(engines, batches, sampling, group_size, seed, on_generated)
+                    results = _rounds(engines, batches, sampling, group_size, seed, listener.on_generated)
                     baselines[batch] += results[0]
                     rounds += ({k: results[k][i].running for k in results} for i in range(config.num_repeats))
                     known = [_point(k, batch, results[k], results[0]) for k in ks]
                     points += known
-                    on_points(known)
+                    listener.on_points(known)
     points += [_point(0, batch, results, results) for batch, results in baselines.items()]
     return Sweep(points=tuple(sorted(points, key=lambda point: (point.k, point.batch))), rounds=tuple(rounds))
 
 
-def num_generations(config: TuningConfig) -> int:
-    """How many generations a sweep measures."""
-    engines = sum(1 + len(ks) for ks in _chunks(config))  # k=0 again beside each group of others
+def num_generations(config: TuningConfig, *, switches: bool = False) -> int:
+    """How many generations a sweep measures; `switches`: drafting that is switched off among them."""
+    engines = sum(1 + len(ks) for ks in _chunks(config)) + switches  # k=0 again beside each group of others
     return engines * len(config.batch_sizes) * config.num_repeats
 
 
@@ -181,6 +208,23 @@ def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
     ks, size = [k for k in config.candidate_ks if k], config.max_live_engines - 1
     for start in range(0, len(ks), size):
         yield ks[start : start + size]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SwitchedOff:
+    """An engine of k draft tokens that drafts none while this generates."""
+
+    engine: Engine
+    k: int
+    switch: Switch
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.switch(self.engine, 0)
+        result = self.engine.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+        self.switch(self.engine, self.k)
+        return result
 
 
 def _rounds(

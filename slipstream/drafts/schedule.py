@@ -4,6 +4,9 @@ Rollouts finish, so a generation runs through every running batch from its first
 long their steps took at each; that of one k beside that of another in the same round says which is faster there. The
 cost of a k at a running batch is the time in which every running rollout gains a token: seconds of a step over the
 tokens that it gave a rollout.
+
+An engine with a draft that drafts nothing still runs the draft's first pass, which keeps the draft's KV cache whole,
+so it is slower than one without a draft. Where a table may switch drafting off, that is measured: `SWITCHED_OFF`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.engine import RunningTime
 
 _CONFIDENCE = 0.99  # one-sided, that a k is faster than the chosen one at a range of running batches
+
+SWITCHED_OFF = -1
+"""In the place of a k: length 0 in an engine that has a draft; 0 itself is an engine without one."""
 
 Round = Mapping[int, Sequence[RunningTime]]
 """By k, what its engine's steps took in one round: all engines generated the same prompts."""
@@ -81,8 +87,8 @@ def schedule(
 ) -> tuple[ScheduleEntry, ...]:
     """In each range the chosen k, or the fastest of those that beat it with confidence; one k if that gains too little.
 
-    Length 0 takes no range: its engine had no draft, and in one that has, the draft's first pass goes on. So where
-    speculation lost, `chosen_k` 0, there is no table.
+    Length 0 takes a range by what it cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0,
+    that is also what a table falls back on, at its own cost; unless it was measured there is no table then.
     """
     best = [(batches, _best(points, batches, chosen_k)) for batches in _ranges(largest)]
     table = tuple(
@@ -102,9 +108,9 @@ def expected_gain(
     for batches in {(point.batch_from, point.batch_to) for point in points}:
         seconds = sum(time.elapsed_s for each in rounds for time in _within(each.get(chosen_k, ()), batches))
         k = next(e.num_speculative_tokens for e in table if e.batch_from <= batches[0] <= e.batch_to)
-        gain = next((p.gain for p in points if p.k == k and p.batch_from == batches[0]), 1.0)
+        gain = next((p.gain for p in points if _is_of(p, k) and p.batch_from == batches[0]), 1.0)
         spent, after = spent + seconds, after + seconds / gain
-    return spent / after if after else 1.0
+    return spent / after if after and len(table) > 1 else 1.0
 
 
 def _ranges(largest: int) -> Iterator[tuple[int, int]]:
@@ -155,7 +161,8 @@ def _point(k: int, batches: tuple[int, int], costs: Mapping[int, Mapping[int, _C
         gains = [speedups, [-each for each in _log_ratios(costs.get(0, {}), chosen)]]
     gain, low = _estimate(gains)
     return RunningPoint(
-        k=k,
+        k=max(k, 0),
+        is_switched_off=k == SWITCHED_OFF,
         batch_from=batches[0],
         batch_to=batches[1],
         num_rounds=len(own),
@@ -188,9 +195,15 @@ def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     return exp(center), exp(center - float(stats.t.ppf(_CONFIDENCE, num - 1)) * error)
 
 
+def _is_of(point: RunningPoint, k: int) -> bool:
+    """It was measured in an engine that a table can have draft `k` tokens."""
+    return point.k == k and (k > 0 or point.is_switched_off)
+
+
 def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:
-    if not chosen_k:
+    here = [point for point in points if (point.batch_from, point.batch_to) == batches and _is_of(point, point.k)]
+    default = next((point.gain for point in here if point.k == chosen_k), 1.0)
+    better = [point for point in here if point.k != chosen_k and point.gain_low > default]
+    if not chosen_k and not any(point.is_switched_off for point in points):
         return 0
-    here = [point for point in points if (point.batch_from, point.batch_to) == batches]
-    better = [point for point in here if point.k not in (0, chosen_k) and point.gain_low > 1.0]
     return max(better, key=lambda point: point.gain).k if better else chosen_k

@@ -44,11 +44,12 @@ class RunningPoint:
     speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
     gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
     gain_low: float  # lower end of its one-sided 99 % interval; 0 of a single round
+    is_switched_off: bool = False  # k is 0, in an engine that has a draft and runs its first pass all the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningRecord:
-    """What tuning measured and chose; `chosen_k` 0 means that speculation lost.
+    """What tuning measured and chose; `chosen_k` 0 means that no k pays throughout.
 
     `schedule` says for every running batch which k was fastest there: `chosen_k`, unless others clearly were and the
     whole gains by them.

@@ -22,16 +22,17 @@ def arm_length(arm: ArmRecord) -> str:
 def running_table(record: RunRecord) -> Table:
     """How fast every k was at every running batch, over k = 0 there, and which one the schedule has."""
     tuning = record.tuning
-    ks = sorted({point.k for point in tuning.running})
-    points = {(point.batch_from, point.k): point for point in tuning.running}
+    kinds = sorted({_kind(point) for point in tuning.running})
+    points = {(point.batch_from, *_kind(point)): point for point in tuning.running}
     rows = []
     for start, end in sorted({(point.batch_from, point.batch_to) for point in tuning.running}):
         chosen = next(e.num_speculative_tokens for e in tuning.schedule if e.batch_from <= start <= e.batch_to)
-        cells = tuple(_cell(points.get((start, k))) for k in ks)
+        cells = tuple(_cell(points.get((start, *kind))) for kind in kinds)
         label = str(start) if start == end else f"{start} to {end}"
-        kind = "" if chosen == tuning.chosen_k else "chosen"
-        rows.append(Row(label=label, cells=(*cells, f"k = {chosen}"), kind=kind))
-    measured = ColumnGroup(heading="speedup over k = 0, measured", columns=tuple(f"k = {k}" for k in ks))
+        emphasis = "" if chosen == tuning.chosen_k else "chosen"
+        rows.append(Row(label=label, cells=(*cells, f"k = {chosen}"), kind=emphasis))
+    columns = tuple("drafts switched off" if is_off else f"k = {k}" for k, is_off in kinds)
+    measured = ColumnGroup(heading="speedup over k = 0, measured", columns=columns)
     return Table(
         label="running batch", groups=(measured, ColumnGroup(heading="", columns=("schedule",))), rows=tuple(rows)
     )
@@ -68,6 +69,10 @@ def _turns(steps: Sequence[StepRecord]) -> str:
     words = {True: "on again", False: "off"}
     turned = [step for step in steps if step.autopilot and step.autopilot.has_switched]
     return ", ".join(f"step {step.step + 1} ({words[step.autopilot.speculates]})" for step in turned if step.autopilot)
+
+
+def _kind(point: RunningPoint) -> tuple[int, bool]:
+    return point.k, point.is_switched_off
 
 
 def _cell(point: RunningPoint | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,7 @@ from slipstream.records.run import LayoutRecord, NumericsRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.rewards.verifier import Verifier
+from slipstream.rollout.engine import Engine
 from slipstream.stages.context import RunContext
 from slipstream.stages.origin import origin_tags
 from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended
@@ -201,13 +202,29 @@ def recipe_engine(
         yield engine
 
 
+def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractContextManager[RemoteEngine]:
+    """An engine of the sweep: its length can be switched where the recipe's follows the running batch."""
+    return recipe_engine(recipe, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
+
+
+def switch_length(engine: Engine, k: int) -> None:
+    """Have an engine that started with a table draft k tokens, at every running batch."""
+    assert isinstance(engine, RemoteEngine)
+    engine.draft_by(constant(k))
+
+
+def drafts_by_batch(recipe: Recipe) -> bool:
+    """The draft length follows the running batch, where that pays."""
+    return recipe.draft.length is DraftLengthRule.BY_BATCH
+
+
 def draft_length(recipe: Recipe, tuning: Path) -> DraftLength:
     """What the speculative arm drafts by: the tuned length, as the recipe's rule has it.
 
     An engine that the autopilot may stop from drafting is told from the start that its length changes.
     """
     record = read_record(TuningRecord, tuning / "tuning.json")
-    length = length_of(record, by_batch=recipe.draft.length is DraftLengthRule.BY_BATCH)
+    length = length_of(record, by_batch=drafts_by_batch(recipe))
     if recipe.draft.autopilot.enabled and length.num_speculative_tokens and not length.schedule:
         return replace(length, schedule=constant(length.num_speculative_tokens))
     return length

@@ -17,7 +17,15 @@ from slipstream.records.files import write_record
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import finished
-from slipstream.stages.support import draft_weights, recipe_engine, settled, tracked, versions
+from slipstream.stages.support import (
+    draft_weights,
+    drafts_by_batch,
+    settled,
+    swept_engine,
+    switch_length,
+    tracked,
+    versions,
+)
 from slipstream.workers.calls import Worker, machines
 from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
@@ -85,13 +93,14 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
         timed: gets the engines.
     """
     num_known = 0
+    by_batch = drafts_by_batch(recipe)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
-    with progress(_NODE, total=length.num_generations(recipe.tuning), unit="generation") as bar:
+    with progress(_NODE, total=length.num_generations(recipe.tuning, switches=by_batch), unit="generation") as bar:
 
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
-            with recipe_engine(recipe, policy, draft, k) as engine:
+            with swept_engine(recipe, policy, draft, k) as engine:
                 timed.update(engine.engines)
                 yield engine
 
@@ -112,6 +121,6 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             sampling=recipe.sampling,
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
-            on_points=on_points,
-            on_generated=bar.advance,
+            switch=switch_length if by_batch else None,
+            listener=length.Listener(on_points=on_points, on_generated=bar.advance),
         )

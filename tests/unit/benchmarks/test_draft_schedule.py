@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -106,4 +107,6 @@ def test_the_boldest_table_takes_what_was_fastest_whatever_its_bound_and_0_too()
     running = tuple(point(k, (1, 1), gain) for k, gain in ((0, 0.5), (1, 1.0), (3, 1.01)))
     running += tuple(point(k, (2, 2), gain) for k, gain in ((0, 1.2), (1, 1.0), (3, 0.9)))
     record = TuningRecord(chosen_k=1, reason="", points=(), schedule=constant(1), running=running)
-    assert described(boldest(record)) == "1-1: 3, 2-2: 0"
+    assert described(boldest(record)) == "1-1: 3, 2-2: 1"  # an engine without a draft is not to be had
+    off = replace(point(0, (2, 2), 1.1), is_switched_off=True)
+    assert described(boldest(replace(record, running=(*running, off)))) == "1-1: 3, 2-2: 0"

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.length import TuningConfig, choose, num_generations, sweep
+from slipstream.drafts.length import Listener, TuningConfig, choose, num_generations, sweep
+from slipstream.drafts.schedule import SWITCHED_OFF
 from slipstream.records.stages import SweepPoint
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult, RunningTime
+from slipstream.rollout.engine import Engine, GenerationResult, RunningTime
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SAMPLING = SamplingConfig(max_response_tokens=8)
@@ -88,6 +89,37 @@ def test_all_engines_that_fit_take_turns_and_each_round_starts_with_another() ->
     assert [p.speedup for p in points if p.k == 3] == [2.0, 6 / 9]
 
 
+def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_drafts() -> None:
+    calls: list[tuple[int, int]] = []
+    switched: list[tuple[int, int, int]] = []  # whose length, to what, after how many generations
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        yield TimedEngine(k, SECONDS, calls)
+
+    def switch(engine: Engine, k: int) -> None:
+        assert isinstance(engine, TimedEngine)
+        switched.append((engine.k, k, len(calls)))
+
+    generated: list[None] = []
+    swept = sweep(
+        start,
+        PROMPTS,
+        config=CONFIG,
+        sampling=SAMPLING,
+        seed=0,
+        switch=switch,
+        listener=Listener(on_generated=lambda: generated.append(None)),
+    )
+
+    assert [(p.k, p.batch) for p in swept.points] == [(0, 2), (0, 8), (1, 2), (1, 8), (3, 2), (3, 8)]
+    assert [sorted(each) for each in swept.rounds] == [[0, 1]] * 4 + [[SWITCHED_OFF, 0, 3]] * 4
+    assert len(generated) == num_generations(CONFIG, switches=True) == num_generations(CONFIG) + 4
+    # Once to warm up, then once in each round; each time the engine drafts again after the one generation.
+    assert [(k, length) for k, length, _ in switched] == [(3, 0), (3, 3)] * 5
+    assert all(on - off == 1 for (*_, off), (*_, on) in zip(switched[::2], switched[1::2], strict=True))
+
+
 @pytest.mark.parametrize(("max_live_engines", "known"), [(2, [[1], [1], [3], [3]]), (3, [[1, 3], [1, 3]])])
 def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
     max_live_engines: int, known: list[list[int]]
@@ -106,8 +138,10 @@ def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
         config=config,
         sampling=SAMPLING,
         seed=0,
-        on_points=lambda points: told.append([point.k for point in points]),
-        on_generated=lambda: generated.append(len(told)),
+        listener=Listener(
+            on_points=lambda points: told.append([point.k for point in points]),
+            on_generated=lambda: generated.append(len(told)),
+        ),
     )
 
     assert told == known
@@ -221,7 +255,8 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
 
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
-    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend).points
+    listener = Listener(on_points=told.extend)
+    baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, listener=listener).points
     assert told == [point]  # the baseline's is known last
     assert point == SweepPoint(
         k=1,

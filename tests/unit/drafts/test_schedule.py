@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.drafts.schedule import (
+    SWITCHED_OFF,
     DraftLength,
     Round,
     constant,
@@ -99,10 +100,43 @@ def test_the_bound_is_students_t_over_the_rounds() -> None:
     assert of_5.gain_low == pytest.approx(math.exp(math.log(4) - 31.8205 * math.log(2)), rel=1e-3)
 
 
-def test_length_0_takes_no_range_and_leaves_none() -> None:
-    """At two rollouts the engine without a draft is faster than k=2; but there is no engine that drops its draft."""
+def test_the_speed_of_an_engine_without_a_draft_gives_length_0_no_range() -> None:
+    """At two rollouts it is faster than k=2; but there is no engine that drops its draft."""
     assert table_of([ROUND, ROUND]) == (entry(1, 2, 2),)
     assert table_of([LONG, LONG], chosen_k=0) == (entry(1, 2, 0),)
+
+
+def switched_off(*, alone_ms: float, both_ms: float) -> Round:
+    """`ROUND`, with an engine that drafts nothing although it has a draft."""
+    return {
+        **ROUND,
+        SWITCHED_OFF: (time(1, steps=10, tokens=10, ms=alone_ms), time(2, steps=10, tokens=20, ms=both_ms)),
+    }
+
+
+def test_drafting_is_switched_off_where_an_engine_with_a_draft_was_faster_so() -> None:
+    rounds = [switched_off(alone_ms=120, both_ms=110)] * 2
+    points = running_points(rounds, chosen_k=2, largest=2)
+    off = [point for point in points if point.is_switched_off]
+    assert [(point.k, point.batch_from) for point in off] == [(0, 1), (0, 2)]
+    assert [point.gain for point in off] == pytest.approx([50 / 120, 125 / 110])
+    assert [point.speedup for point in off] == pytest.approx([100 / 120, 100 / 110])
+    table = table_of(rounds)
+    assert table == (entry(1, 1, 2), entry(2, 2, 0))
+    assert expected_gain(points, table, rounds, chosen_k=2) == pytest.approx(175 / 160)
+    assert table_of([switched_off(alone_ms=120, both_ms=126)] * 2) == (entry(1, 2, 2),)
+
+
+def test_where_no_k_pays_throughout_one_may_still_in_the_tail_if_that_outweighs_the_drafts_first_pass() -> None:
+    """Without a draft 200 ms. With one: 50 alone by k=2, and `both_ms` for two without drafts."""
+    rounds = [switched_off(alone_ms=120, both_ms=110)] * 2
+    table = table_of(rounds, chosen_k=0)
+    assert table == (entry(1, 1, 2), entry(2, 2, 0))
+    points = running_points(rounds, chosen_k=0, largest=2)
+    assert expected_gain(points, table, rounds, chosen_k=0) == pytest.approx(200 / 160)
+    # At two rollouts switching off is dearer than k=2 there: a table is k=2 throughout, which is no table.
+    assert table_of([switched_off(alone_ms=120, both_ms=130)] * 2, chosen_k=0) == (entry(1, 2, 0),)
+    assert table_of(rounds, chosen_k=0, min_gain=1.26) == (entry(1, 2, 0),)
 
 
 def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> None:
@@ -133,14 +167,16 @@ def test_without_rounds_the_table_is_the_chosen_k() -> None:
 @given(
     largest=st.integers(1, 300),
     chosen_k=st.sampled_from([0, 2, 7]),
-    costs=st.dictionaries(st.tuples(st.sampled_from([0, 2, 7]), st.integers(1, 300)), st.floats(0.1, 9.0)),
+    costs=st.dictionaries(
+        st.tuples(st.sampled_from([SWITCHED_OFF, 0, 2, 7]), st.integers(1, 300)), st.floats(0.1, 9.0)
+    ),
 )
 def test_a_table_covers_every_running_batch_once_whatever_was_measured(
     largest: int, chosen_k: int, costs: dict[tuple[int, int], float]
 ) -> None:
     by_k = {
         k: tuple(time(num, steps=1, tokens=num, ms=ms) for (of, num), ms in sorted(costs.items()) if of == k)
-        for k in (0, 2, 7)
+        for k in (SWITCHED_OFF, 0, 2, 7)
     }
     rounds = [by_k, by_k]
     points = running_points(rounds, chosen_k=chosen_k, largest=largest)

@@ -58,6 +58,14 @@ def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> Non
     ]
 
 
+def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_its_own() -> None:
+    off = replace(point(0, 3, 4, 0.9), is_switched_off=True)
+    plain = record()
+    table = running_table(replace(plain, tuning=replace(plain.tuning, running=(point(0, 3, 4, 1.0), off, *POINTS))))
+    assert table.groups[0].columns == ("k = 0", "drafts switched off", "k = 2", "k = 5")
+    assert table.rows[1].cells == ("1.00x", "0.90x", "1.25x", "", "k = 2")
+
+
 def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
     assert schedule_text(record()) == (
         "By running batch: 1-2: 5, 3-4: 2. By these times it decodes 1.10x as fast as k = 2 throughout. "

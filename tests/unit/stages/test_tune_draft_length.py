@@ -1,9 +1,24 @@
-"""The first speedup of a run that is measured is told in one line."""
+"""The sweep as a stage: which engines it starts, and the first speedup of a run, told in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.drafts import length
+from slipstream.drafts.schedule import constant
+from slipstream.recipe import load_recipe
 from slipstream.records.stages import SweepPoint
+from slipstream.records.steps import ScheduleEntry
+from slipstream.stages import support, tune_draft_length
+from slipstream.stages.support import swept_engine, switch_length
 from slipstream.stages.tune_draft_length import first_speedup
+from slipstream.workers.engines import RemoteEngine
 
 
 def point(k: int, generation_s: float, speedup: float) -> SweepPoint:
@@ -30,3 +45,57 @@ def test_the_first_speedup_is_the_best_of_the_first_batch_and_names_what_it_is_o
 
 def test_a_loss_is_told_as_it_is() -> None:
     assert "k=1 generates 0.80x as fast" in first_speedup([point(1, 5.0, 0.8)])
+
+
+@pytest.mark.parametrize(("rule", "tables"), [("fixed", [(), ()]), ("by_batch", [(), constant(3)])])
+def test_engines_of_the_sweep_can_change_their_length_where_it_may_follow_the_running_batch(
+    monkeypatch: pytest.MonkeyPatch, rule: str, tables: list[Sequence[ScheduleEntry]]
+) -> None:
+    started: list[tuple[int, Sequence[ScheduleEntry]]] = []
+
+    @contextmanager
+    def recipe_engine(*args: Any, schedule: Sequence[ScheduleEntry]) -> Iterator[None]:
+        started.append((args[-1], schedule))
+        yield
+
+    monkeypatch.setattr(support, "recipe_engine", recipe_engine)
+    recipe = load_recipe("tiny", overrides={"draft": {"length": rule}})
+    for k in (0, 3):
+        with swept_engine(recipe, Path("policy"), Path("draft"), k):
+            pass
+    assert started == list(zip((0, 3), tables, strict=True))
+
+
+def test_a_length_is_switched_by_a_table_of_that_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Sequence[ScheduleEntry]] = []
+    monkeypatch.setattr(RemoteEngine, "draft_by", lambda self, schedule: told.append(schedule))
+    engine = RemoteEngine.__new__(RemoteEngine)
+    switch_length(engine, 0)
+    switch_length(engine, 3)
+    assert told == [constant(0), constant(3)]
+
+
+@pytest.mark.parametrize(("rule", "switch"), [("fixed", None), ("by_batch", switch_length)])
+def test_drafting_that_is_switched_off_is_swept_where_the_length_may_follow_the_running_batch(
+    monkeypatch: pytest.MonkeyPatch, rule: str, switch: object
+) -> None:
+    handed: list[dict[str, Any]] = []
+    totals: list[int] = []
+
+    def sweep(*_: Any, **how: Any) -> length.Sweep:
+        handed.append(how)
+        return length.Sweep(points=(), rounds=())
+
+    @contextmanager
+    def progress(node: str, *, total: int, unit: str) -> Iterator[Any]:
+        totals.append(total)
+        yield SimpleNamespace(advance=lambda: None)
+
+    monkeypatch.setattr(tune_draft_length.length, "sweep", sweep)
+    monkeypatch.setattr(tune_draft_length, "progress", progress)
+    monkeypatch.setattr(tune_draft_length, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    recipe = load_recipe("tiny", overrides={"draft": {"length": rule}})
+    here = Path()
+    tune_draft_length._sweep(recipe, policy=here, data=here, draft=here, timed=set())
+    assert [how["switch"] for how in handed] == [switch]
+    assert totals == [length.num_generations(recipe.tuning, switches=switch is not None)]
