@@ -164,6 +164,8 @@ def _told(record: ArmRecord) -> list[dict[str, Any]]:
             "num_tokens": step.num_response_tokens,
             "num_accepted": None if step.acceptance is None else step.acceptance.num_accepted_tokens,
             "num_compared": step.refit.num_tensors,
+            "sampled_by": step.policy_version,
+            "hidden_s": None if step.overlap is None else step.overlap.hidden_s,
         }
         for step in record.steps
     ]
