@@ -20,10 +20,15 @@ from slipstream.records.run import NumericsRecord
 from slipstream.types import Dtype
 
 _ROWS, _INNER, _OUTER = 1024, 128, 384  # a micro-batch through the tiny policy's MLP
+_TOKENS = (1000, 1537, 3000, 4096)  # that a weight's gradient sums over
 _NUM_REPEATS = 15
 _MS = 1e3
+_BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
 _CANDIDATES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+SAME_BITS = {"MKL_CBWR": "AUTO,STRICT"}
+"""Environment in which MKL's products are the same bits on any number of threads, where the processor has AVX2."""
 
 
 def choose_dtype(
@@ -51,6 +56,36 @@ def choose_dtype(
         bfloat16_ms=ms[Dtype.BFLOAT16],
         capabilities=capabilities(),
     )
+
+
+def learner_keeps_bits(
+    dtype: Dtype, *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
+) -> bool:
+    """Whether products of a learner in `dtype` are the same bits on one thread and on two, in this process: tried out.
+
+    A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum.
+    """
+    of_torch, numbers = _CANDIDATES.get(dtype), torch.Generator().manual_seed(0)
+    if of_torch is None:
+        return False
+    for num_tokens in _TOKENS:
+        left = torch.randn(_INNER, num_tokens, generator=numbers).to(of_torch)
+        right = torch.randn(num_tokens, _OUTER, generator=numbers).to(of_torch)
+        found = []
+        for num_threads in (1, 2):
+            with _threads(num_threads):
+                found.append(product(left, right))
+        if not torch.equal(*found):
+            return False
+    return True
+
+
+def engine_keeps_bits(dtype: Dtype) -> bool:
+    """Whether a vLLM engine in `dtype` draws the same bits on one thread and on two, on this machine.
+
+    In bfloat16 it does where the processor multiplies that; elsewhere its kernels share out their work by threads.
+    """
+    return dtype is Dtype.FLOAT32 or (dtype is Dtype.BFLOAT16 and not _BFLOAT16_UNITS.isdisjoint(processor_flags()))
 
 
 def capabilities() -> tuple[str, ...]:

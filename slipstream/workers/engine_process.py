@@ -43,6 +43,7 @@ class EngineProcess(VllmEngine):
             can_rest=can_rest,
         )
         self._origin = origin
+        self._dtype = config.dtype
         self._most_threads = config.num_threads
         self._share: CoreShare | None = None
 
@@ -53,10 +54,13 @@ class EngineProcess(VllmEngine):
         """
         if self._share is not None:
             self._share.leave()
-        self._share = None if slot is None else CoreShare(slot, most=self._most_threads)
-        if self._share is None:
+        if slot is None:
+            self._share = None
             self.around_work(nullcontext, None)
         else:
+            from slipstream.policy.numerics import engine_keeps_bits
+
+            self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
             self.around_work(self._share.at_work, self._share.fit)
 
     def refit(

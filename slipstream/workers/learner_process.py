@@ -18,7 +18,7 @@ from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 from slipstream.workers.learner_draft import (
@@ -75,13 +75,12 @@ class LearnerProcess(SendingRank):
         """Leave some of the host's cores to engines that work at the same time; None: no longer."""
         if self._share is not None:
             self._share.leave()
-        self._share = (
-            None
-            if slot is None
-            else CoreShare(
-                slot, most=self._config.num_threads or num_cores(), changes=self._config.dtype is not Dtype.FLOAT32
-            )
-        )
+        self._share = None
+        if slot is not None:
+            from slipstream.policy.numerics import learner_keeps_bits
+
+            changes = learner_keeps_bits(self._config.dtype)
+            self._share = CoreShare(slot, most=self._config.num_threads or num_cores(), changes=changes)
         self._loaded.around_layers(None if self._share is None else self._share.fit)
 
     def _at_work(self) -> AbstractContextManager[None]:

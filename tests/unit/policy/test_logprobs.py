@@ -95,7 +95,8 @@ def test_chunks_give_the_values_and_the_gradients_of_all_logits_at_once(chunk_to
     assert chunked.entropy is not None and whole.entropy is not None
     torch.testing.assert_close(chunked.entropy, whole.entropy, rtol=1e-6, atol=1e-6)
     for one, other in zip(chunked_grads, whole_grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
+        # Sums over the tokens, taken in another order: how they round differs between processors.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=3e-6 * float(other.abs().max()))
     exact = torch.log_softmax((hidden_TBH.double() @ weight_VH.double().t()) / temperature, -1)
     assert float(whole.entropy) == pytest.approx(float(-(exact.exp() * exact).sum(-1).t()[mask_BT].sum()), rel=1e-6)
 

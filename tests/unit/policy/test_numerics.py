@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.policy.numerics import capabilities, choose_dtype
+from slipstream.policy import numerics
+from slipstream.policy.numerics import capabilities, choose_dtype, engine_keeps_bits, learner_keeps_bits
+from slipstream.types import Dtype
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,38 @@ def test_this_machine_is_measured_and_its_capabilities_are_named() -> None:
     assert min(record.float32_ms, record.bfloat16_ms) > 0
     assert record.capabilities == capabilities()
     assert record.capabilities[0] == f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def test_a_product_that_its_threads_share_out_does_not_keep_its_bits() -> None:
+    before = torch.get_num_threads()
+
+    def shared_out(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The sum over tokens in as many parts as there are threads."""
+        parts = range(torch.get_num_threads())
+        return sum((left.chunk(len(parts), 1)[i] @ right.chunk(len(parts))[i] for i in parts), torch.zeros(()))
+
+    assert not learner_keeps_bits(Dtype.FLOAT32, product=shared_out)
+    assert learner_keeps_bits(Dtype.FLOAT32, product=lambda left, right: left[:, :1] * right[:1])
+    assert torch.get_num_threads() == before
+
+
+def test_a_type_that_is_not_settled_is_no_promise() -> None:
+    assert not learner_keeps_bits(Dtype.AUTO)
+    assert not engine_keeps_bits(Dtype.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("flags", "keeps"),
+    [
+        (("avx2", "avx512f"), False),
+        (("avx2", "avx512f", "avx512_bf16"), True),
+        (("avx2", "avx512f", "amx_bf16"), True),
+        (("asimd", "bf16"), False),
+    ],
+)
+def test_an_engine_in_bfloat16_keeps_its_bits_where_the_processor_multiplies_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], keeps: bool
+) -> None:
+    monkeypatch.setattr(numerics, "processor_flags", lambda: flags)
+    assert engine_keeps_bits(Dtype.BFLOAT16) is keeps
+    assert engine_keeps_bits(Dtype.FLOAT32)
