@@ -31,6 +31,7 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "FLYTE_LOCAL_CACHE_ENABLED": "false",  # a demo that shows an old run's timings would lie
+    "MKL_CBWR": "AUTO,STRICT",  # a learner in float32 may take a core that falls idle: `learner_keeps_bits`
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PYTHONDONTWRITEBYTECODE": "",  # each process of a run would compile all its imports again: scripts/env
     "PYTHONWARNINGS": "ignore",

@@ -27,9 +27,6 @@ _BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
 _CANDIDATES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
-SAME_BITS = {"MKL_CBWR": "AUTO,STRICT"}
-"""Environment in which MKL's products are the same bits on any number of threads, where the processor has AVX2."""
-
 
 def choose_dtype(
     *, num_threads: int | None, product_ms: Callable[[torch.dtype], float] | None = None
@@ -63,7 +60,8 @@ def learner_keeps_bits(
 ) -> bool:
     """Whether products of a learner in `dtype` are the same bits on one thread and on two, in this process: tried out.
 
-    A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum.
+    A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum: MKL
+    does, in float32, unless MKL_CBWR is AUTO,STRICT in the environment of the process, on a processor with AVX2.
     """
     of_torch, numbers = _CANDIDATES.get(dtype), torch.Generator().manual_seed(0)
     if of_torch is None:
