@@ -26,7 +26,7 @@ class LearnerEfficiency:
     prepare_s: float
     logprob: float | None
     train: float
-    measured_on: Setting | None = None  # None: the fractions are taken as they are, whatever is projected
+    measured_on: Setting
 
 
 def learner_efficiency(measured: StageTimes, setting: Setting, *, mean_tokens: float) -> LearnerEfficiency:
@@ -51,10 +51,8 @@ def learner_stages(
         deviation: from the believed ratio of the efficiencies here and where it was measured, in standard deviations
             of its logarithm.
     """
-    ideal_s = _ideal_s(setting, num_gpus, mean_tokens)
-    if efficiency.measured_on is not None:
-        ratio = relative_efficiency(setting, efficiency.measured_on)
-        ideal_s /= ratio.median * math.exp(ratio.log_sd * deviation)
+    ratio, log_sd = relative_efficiency(setting, efficiency.measured_on)
+    ideal_s = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
     return StageTimes.in_sequence(
         data_s=efficiency.data_s,
         prepare_s=efficiency.prepare_s,
@@ -64,16 +62,11 @@ def learner_stages(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EfficiencyRatio:
-    """How efficient a learner is believed to be over another; `log_sd` is 0 where they are alike."""
+def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, float]:
+    """How efficient the learner of `setting` is believed to be over that of `measured_on`: median, log sd.
 
-    median: float
-    log_sd: float
-
-
-def relative_efficiency(setting: Setting, measured_on: Setting) -> EfficiencyRatio:
-    """The learner of `setting` over that of `measured_on`, by their hardware and whether they have experts."""
+    By their hardware and whether they have experts; 1 and 0 where they are alike.
+    """
     log_ratio, variance = 0.0, 0.0
     if setting.hardware != measured_on.hardware:
         here, there = (load_belief("learner", each.hardware) for each in (setting, measured_on))
@@ -84,7 +77,7 @@ def relative_efficiency(setting: Setting, measured_on: Setting) -> EfficiencyRat
         share = load_belief("experts", "share")
         log_ratio += sparse * math.log(share.median)
         variance += share.log_sd**2
-    return EfficiencyRatio(median=math.exp(log_ratio), log_sd=math.sqrt(variance))
+    return math.exp(log_ratio), math.sqrt(variance)
 
 
 def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[StageTimes]) -> StageTimes:

@@ -7,14 +7,14 @@ error that it leaves. Legend: `P` free parameters, `N` cells.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slipstream.config import require
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.iteration import CostModel, Drafting
-from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, cost_parameters, names_of
+from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, believed, names_of
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.fit.cells import Cell, Group
 from slipstream.simulator.fit.solver import Problem, minimise, sample_posterior
@@ -62,13 +62,13 @@ class Variant:
     regime: Regime
     setting: Setting
     groups: Mapping[str, Group]
-    priors: Mapping[str, Prior]
+    believed: CostParameters  # before the fit
     free: tuple[str, ...]
 
     def parameters(self, log_values: Array) -> CostParameters:
         """Cost parameters at `log_values` [P]."""
         costs = [name for name in self.free if name in NAMES]
-        return cost_parameters(costs, log_values[: len(costs)], regime=self.regime, priors=self.priors)
+        return replace(self.believed, **dict(zip(costs, np.exp(log_values[: len(costs)]).tolist(), strict=True)))
 
     def means(self, log_values: Array) -> dict[str, float]:
         """Mean response tokens of each group at `log_values` [P]."""
@@ -78,7 +78,7 @@ class Variant:
     def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
         """Seconds [N] of `cells` of the groups, measured or not."""
         means = self.means(log_values)
-        model = CostModel(setting=self.setting, parameters=self.parameters(log_values), regime=self.regime)
+        model = CostModel(setting=self.setting, parameters=self.parameters(log_values))
         alike: dict[tuple[str, Drafting], list[int]] = {}
         for index, cell in enumerate(cells):
             alike.setdefault((cell.group, cell.drafting), []).append(index)
@@ -131,8 +131,7 @@ class Calibration:
 
     def model(self, setting: Setting) -> CostModel:
         """The most probable cost model, on the engines of `setting`."""
-        parameters = self.variant.parameters(self.log_values)
-        return CostModel(setting=setting, parameters=parameters, regime=self.variant.regime)
+        return CostModel(setting=setting, parameters=self.variant.parameters(self.log_values))
 
     def sample(self, random: np.random.Generator) -> Array:
         """Logarithms of one draw of the free parameters."""
@@ -169,7 +168,7 @@ def _fit(
     free = (*costs, *(group.name for group in lengths))
     prior = np.log([priors[name].median for name in costs] + [group.mean_tokens for group in lengths])
     prior_sd = np.array([priors[name].log_sd for name in costs] + [group.mean_log_sd for group in lengths])
-    variant = Variant(regime=regime, setting=setting, groups=groups, priors=priors, free=free)
+    variant = Variant(regime=regime, setting=setting, groups=groups, believed=believed(regime, priors), free=free)
     measured = np.log([cell.generation_s for cell in cells])
     noise = np.array([cell.log_sd for cell in cells])
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
-from slipstream.simulator.cost.parameters import CostParameters, Regime
+from slipstream.simulator.cost import Array
+from slipstream.simulator.cost.parameters import CostParameters
 from slipstream.simulator.fit.calibration import Calibration
 from slipstream.simulator.fit.cells import Cell
 from slipstream.statistics import Spread, spread
@@ -21,7 +21,6 @@ class Draw:
     """One way the world may be, given the measurements. The errors are factors on generation times: the model's own."""
 
     parameters: CostParameters
-    regime: Regime
     autoregressive_error: float
     speculative_error: float
 
@@ -79,7 +78,6 @@ def _draw(member: Calibration, random: np.random.Generator, *, k: int, batch: fl
     first, second = random.standard_normal(2)
     return Draw(
         parameters=member.variant.parameters(log_values),
-        regime=member.variant.regime,
         autoregressive_error=float(np.exp(member.model_log_sd * first)),
         speculative_error=float(np.exp(np.hypot(member.model_log_sd, extra) * second)),
     )

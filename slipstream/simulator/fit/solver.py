@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 
 _DIFFERENCE = 1e-5
 _MAX_STEP = 1.0  # of a parameter on its own scale: logarithms mostly, so e-fold

@@ -14,7 +14,7 @@ from statistics import fmean
 from slipstream.config import require
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
 from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import Overlap, overlap
 from slipstream.simulator.cost.iteration import CostModel, network_collective
-from slipstream.simulator.cost.parameters import IDEAL, Regime
+from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
 from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
 from slipstream.simulator.fit.calibration import Calibration
@@ -84,7 +84,7 @@ def project(
 
 def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
     """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
-    draw = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
+    draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_arms_of(each, learner)(draw, 0.0, 0.0) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
 
@@ -122,19 +122,9 @@ def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, 
     lengths = setting.lengths(scenario.mean_tokens)
 
     def arms(draw: Draw, deviation: float, network_collective_s: float) -> tuple[Overlap, Overlap]:
-        model = CostModel(
-            setting=setting,
-            parameters=draw.parameters,
-            regime=draw.regime,
-            network_collective_s=network_collective_s,
-        )
-        trainer = learner_stages(
-            learner,
-            setting,
-            num_gpus=scenario.training_gpus,
-            mean_tokens=scenario.mean_tokens,
-            deviation=deviation,
-        )
+        model = CostModel(setting=setting, parameters=draw.parameters, network_collective_s=network_collective_s)
+        gpus, mean = scenario.training_gpus, scenario.mean_tokens
+        trainer = learner_stages(learner, setting, num_gpus=gpus, mean_tokens=mean, deviation=deviation)
 
         def arm(k: int, length: float, error: float) -> Overlap:
             def seconds(trace: Trace) -> Array:

@@ -13,7 +13,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.lengths import Lengths

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.simulator.cost.iteration import CostModel
-from slipstream.simulator.cost.parameters import IDEAL, Regime
+from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import slowest_engine
 from slipstream.simulator.cost.settings import load_setting
 from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
@@ -19,8 +19,8 @@ from slipstream.simulator.project.projection import best_of_map, project, projec
 from slipstream.simulator.project.scenarios import Scenario
 
 SCENARIO = Scenario(setting=load_setting("paper-8b"), mean_tokens=5000, k=3, acceptance_length=3.0)
-LEARNER = LearnerEfficiency(data_s=1.0, prepare_s=2.0, logprob=0.5, train=0.25)
-DRAW = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
+LEARNER = LearnerEfficiency(data_s=1.0, prepare_s=2.0, logprob=0.5, train=0.25, measured_on=SCENARIO.setting)
+DRAW = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class NotingEnsemble(Ensemble):
 def seconds(scenario: Scenario, draw: Draw, k: int, length: float) -> float:
     """Generation of the slowest engine, put together from the costs."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
-    model = CostModel(setting=scenario.setting, parameters=draw.parameters, regime=draw.regime)
+    model = CostModel(setting=scenario.setting, parameters=draw.parameters)
     return float(model.span_s(trace, k=k, tokens_per_iteration=length).sum())
 
 
@@ -56,7 +56,7 @@ def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensem
 
 def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ensemble) -> None:
     parameters = replace(IDEAL, host_s=1e-3, tile_factor=2.0)
-    draw = Draw(parameters=parameters, regime=Regime.TILE, autoregressive_error=2.0, speculative_error=0.5)
+    draw = Draw(parameters=parameters, autoregressive_error=2.0, speculative_error=0.5)
     scenario = replace(SCENARIO, k=7)
     found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
     trainer = learner_stages(LEARNER, scenario.setting, num_gpus=32, mean_tokens=5000.0)
@@ -105,7 +105,7 @@ def test_a_point_says_what_was_asked(ensemble: Ensemble) -> None:
 
 def test_the_map_is_of_the_scenarios_own_layout(ensemble: Ensemble) -> None:
     model = ensemble.best.model(SCENARIO.setting)
-    draw = replace(DRAW, parameters=model.parameters, regime=model.regime)
+    draw = replace(DRAW, parameters=model.parameters)
     for scenario in (SCENARIO, replace(SCENARIO, lag=1, generation_fraction=0.25, mean_tokens=2000)):
         found = speedup_map(scenario, ensemble.best, ks=(3,), acceptance_lengths=(2.5,))
         assert found[0, 0] == pytest.approx(seconds(scenario, draw, 0, 1.0) / seconds(scenario, draw, 3, 2.5))
