@@ -13,13 +13,13 @@ from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator.cost.data_files import section_names
+from slipstream.simulator.fit.ensemble import CalibrationRecord
 from slipstream.simulator.fit.observed import CheckRecord, calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
 from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.project.projection import ProjectedPoint
-from slipstream.simulator.project.published import project_request
-from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
-from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks, target_of
+from slipstream.simulator.project.published import RequestedProjection, project_request
+from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
@@ -185,13 +185,11 @@ def _project(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     if options.paper:
-        _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
+        _show(calibration_lines(calibrate_paper().record(PAPER_SOURCE)))
         return 0
     run = _asked_run(options)
-    layout = known_layout(run)
-    found = calibrate_run(run.arms, run.tuning, run_setting(layout), target=target_of(layout.hardware))
-    record = CalibrationRecord.of(run.execution, found.ensemble)
-    _show([*calibration_lines(record), "", *check_lines(found.check), ""])
+    found = calibrate_run(run.arms, run.tuning, run_setting(known_layout(run)))
+    _show([*calibration_lines(found.ensemble.record(run.execution)), "", *check_lines(found.check), ""])
     _show(point_lines(project_run(found, swept_ks(run.tuning))))
     return 0
 

@@ -21,6 +21,11 @@ class Precision(StrEnum):
 BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
 
 
+def target_of(hardware: str) -> str:
+    """The kind of machine that a section of configs/sim/hardware.yaml is: `cpu` or `gpu`."""
+    return "cpu" if hardware.startswith("cpu") else "gpu"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
     """One accelerator. Peaks, in bytes, bytes/s and flop/s; `sources` says of each where it is from."""

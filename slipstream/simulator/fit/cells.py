@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import require
-from slipstream.simulator.cost.acceptance import check_length
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.lengths import lengths_with_mean
 from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting
+from slipstream.simulator.fit.acceptance import check_length
 
 _LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest
 
@@ -43,7 +43,7 @@ class Cell:
     """
 
     label: str
-    group: str
+    group: Group
     k: int
     acceptance_length: float
     generation_s: float

@@ -16,11 +16,12 @@ from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
+from slipstream.simulator.cost.hardware import target_of
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
 from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
 from slipstream.simulator.project.asynchronous import CoreSlowdowns, measured_slowdowns, predict_asynchronous
-from slipstream.simulator.project.runs import known_layout, run_setting, target_of
+from slipstream.simulator.project.runs import known_layout, run_setting
 from slipstream.types import Arm, LoopMode
 
 
@@ -105,9 +106,7 @@ def _of_gpus(run: RunRecord, layout: LayoutRecord, lag: int, mode: LoopMode, gpu
     generating = layout.generation_gpus or layout.num_gpus
     training = layout.num_gpus - layout.generation_gpus
     # Measured on the GPUs that each stage had.
-    found = calibrate_run(
-        run.arms, run.tuning, replace(all_gpus, num_gpus=generating), target=target_of(layout.hardware)
-    )
+    found = calibrate_run(run.arms, run.tuning, replace(all_gpus, num_gpus=generating))
     splits = [
         gpus
         for gpus in range(all_gpus.gpus_per_engine, layout.num_gpus, all_gpus.gpus_per_engine)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from slipstream.config import require
-from slipstream.simulator.cost.acceptance import check_length
 from slipstream.simulator.cost.hardware import BYTES, Precision, load_hardware
 from slipstream.simulator.cost.models import load_model
 from slipstream.simulator.cost.rollout import RolloutShape
 from slipstream.simulator.cost.settings import Setting, load_setting
+from slipstream.simulator.fit.acceptance import check_length
 from slipstream.simulator.fit.paper import PAPER_SETTING
 
 _LARGE_SETTING = "paper-235b"
