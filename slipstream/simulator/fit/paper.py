@@ -13,7 +13,7 @@ from slipstream.config import from_mapping
 from slipstream.simulator.cost.data_files import CONFIGS
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import LearnerEfficiency, learner_efficiency, stagewise
+from slipstream.simulator.cost.step import Learner, stagewise
 from slipstream.simulator.fit.cells import Cell, Group
 from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes
@@ -84,10 +84,11 @@ def mean_paper_step() -> StageTimes:
     return stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
 
 
-def paper_learner() -> LearnerEfficiency:
-    """How efficiently the paper's learner ran."""
+def paper_learner() -> Learner:
+    """The paper's learner."""
     setting = load_setting(PAPER_SETTING)
-    return learner_efficiency(mean_paper_step(), setting, mean_tokens=max(setting.mean_response_tokens.values()))
+    mean = max(setting.mean_response_tokens.values())
+    return Learner(measured=mean_paper_step(), setting=setting, mean_tokens=mean)
 
 
 @cache

@@ -18,7 +18,7 @@ from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
 from slipstream.simulator.cost.hardware import target_of
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
-from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise
+from slipstream.simulator.cost.step import Learner, stagewise
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
 from slipstream.simulator.project.asynchronous import CoreSlowdowns, measured_slowdowns, predict_asynchronous
 from slipstream.simulator.project.runs import known_layout, run_setting
@@ -137,11 +137,12 @@ def _of_arm(  # an arm, a machine, a loop
     generation_s = fmean(step.times.generation_s for step in arm.timed_steps)
     factor = generation_s / float(fitted_s(slowest_engine(lengths, setting.shape())).sum())
     stages = stagewise(fmean, [step.times for step in arm.timed_steps])
-    learner = learner_efficiency(stages, replace(setting, num_gpus=measured_training), mean_tokens=found.mean_tokens)
+    measured_on = replace(setting, num_gpus=measured_training)
+    learner = Learner(measured=stages, setting=measured_on, mean_tokens=found.mean_tokens)
     rows = []
     for gpus in splits:
         joined = overlap(
-            learner_stages(learner, setting, num_gpus=num_gpus - gpus, mean_tokens=found.mean_tokens),
+            learner.stages(setting, num_gpus=num_gpus - gpus, mean_tokens=found.mean_tokens),
             lengths=lengths,
             shape=setting.shape(gpus),
             lag=lag,

@@ -8,10 +8,11 @@ from slipstream.simulator.cost.rollout import slowest_engine
 from slipstream.simulator.fit.observed import RunCalibration
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.projection import project, speedup_map
-from slipstream.simulator.project.scenarios import Scenario, published_scenario
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest, Scenario
 from slipstream.types import StageTimes
 
-_K, _LENGTH = 3, 3.0  # the first point that the paper projects
+# The first point that the paper projects.
+_DRAWN = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0)
 _KS = (1, 2, 3, 4, 5, 6, 7)
 _LENGTHS = tuple(1.0 + 0.25 * index for index in range(29))  # 1 to 8 = 7 + 1
 _GPUS = (256, 512, 1024, 2048)
@@ -62,13 +63,13 @@ class ProjectedFigures:
 
 def projected_figures(*, running: tuple[RunningBatch, ...]) -> ProjectedFigures:
     """Everything that is drawn, from the paper's measurements but for what is `running` on the run's machine."""
-    scenario = published_scenario(k=_K, acceptance_length=_LENGTH)
+    scenario = _DRAWN.scenario()
     middle = project(scenario, calibrate_paper(), paper_learner())
     speedups = speedup_map(scenario, calibrate_paper().best, ks=_KS, acceptance_lengths=_LENGTHS).tolist()
     return ProjectedFigures(
         setting=f"{middle.point.model}, {middle.point.num_gpus} {middle.point.hardware}",
-        k=_K,
-        acceptance_length=_LENGTH,
+        k=_DRAWN.k,
+        acceptance_length=_DRAWN.acceptance_length,
         speedup_map=SpeedupMap(
             ks=_KS,
             acceptance_lengths=_LENGTHS,

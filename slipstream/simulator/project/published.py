@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.records.files import write_record
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner, read_simulator_reference
 from slipstream.simulator.project.projection import ProjectedPoint, best_of_map, project, project_ideal
-from slipstream.simulator.project.scenarios import ProjectionRequest, Scenario, assumed_layouts, published_scenario
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest, Scenario, assumed_layouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,13 @@ def project_published() -> list[PublishedPoint]:
     """The points that the paper's closed simulator projects, from a calibration on the paper's measurements."""
     points = []
     for reference in read_simulator_reference().projected:
-        scenario = published_scenario(
+        scenario = ProjectionRequest(
+            model=PUBLISHED_MODEL,
+            num_gpus=reference.num_gpus,
             k=reference.k or 0,
             acceptance_length=reference.acceptance_length or 1.0,
-            num_gpus=reference.num_gpus,
             lag=reference.lag,
-        )
+        ).scenario()
         if reference.k is None:
             scenario = best_of_map(scenario, calibrate_paper().best)
         points.append(

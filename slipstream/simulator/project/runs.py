@@ -15,7 +15,7 @@ from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision, target_of
 from slipstream.simulator.cost.rollout import Slots
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.cost.step import learner_efficiency
+from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.ensemble import CalibrationRecord
 from slipstream.simulator.fit.observed import CheckRecord, RunCalibration, calibrate_run
 from slipstream.simulator.fit.paper import PAPER_SETTING, calibrate_paper
@@ -68,7 +68,7 @@ def swept_ks(tuning: TuningRecord) -> list[int]:
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
     """Every k of `ks` on the run's own machine, at the acceptance lengths of its sweep's profile."""
-    learner = learner_efficiency(run.step, run.setting, mean_tokens=run.mean_tokens)
+    learner = Learner(measured=run.step, setting=run.setting, mean_tokens=run.mean_tokens)
     scenarios = [
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
         for k in ks

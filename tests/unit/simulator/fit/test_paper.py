@@ -20,7 +20,6 @@ from slipstream.simulator.cost.lengths import Lengths
 from slipstream.simulator.cost.parameters import Regime
 from slipstream.simulator.cost.rollout import Slots, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.cost.step import learner_stages
 from slipstream.simulator.fit.cells import Cell
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import (
@@ -191,7 +190,7 @@ def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> 
 def test_half_the_gpus_train_the_synchronous_batch_in_twice_the_time_and_the_paper_did_not() -> None:
     """A learner of 16 GPUs would need 100 s for the batch of the synchronous step; its busy time was 65 % of that."""
     setting, learner = SETTING, paper_learner()
-    scaled = learner_stages(learner, setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
+    scaled = learner.stages(setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
     assert scaled.other_s == pytest.approx(99.9, abs=0.5)
     assert TRAINER_S[Arm.AUTOREGRESSIVE] / scaled.other_s == pytest.approx(WORK, abs=0.01)
 

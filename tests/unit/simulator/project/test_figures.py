@@ -13,10 +13,10 @@ from slipstream.simulator.fit.observed import CheckRecord, RunCalibration
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.figures import projected_figures, running_batches
 from slipstream.simulator.project.projection import project, speedup_map
-from slipstream.simulator.project.scenarios import published_scenario
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
 from slipstream.types import StageTimes
 
-SCENARIO = published_scenario(k=3, acceptance_length=3.0)
+SCENARIO = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0).scenario()
 
 
 @pytest.fixture

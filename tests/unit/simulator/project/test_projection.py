@@ -12,14 +12,16 @@ from slipstream.simulator.cost.iteration import CostModel
 from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import slowest_engine
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
+from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.projection import best_of_map, project, project_ideal, speedup_map
 from slipstream.simulator.project.scenarios import Scenario
+from slipstream.types import StageTimes
 
 SCENARIO = Scenario(setting=load_setting("paper-8b"), mean_tokens=5000, k=3, acceptance_length=3.0)
-LEARNER = LearnerEfficiency(data_s=1.0, prepare_s=2.0, logprob=0.5, train=0.25, measured_on=SCENARIO.setting)
+STEP = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=0.0, logprob_s=18.0, train_s=108.0)
+LEARNER = Learner(measured=STEP, setting=SCENARIO.setting, mean_tokens=5000.0)
 DRAW = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
 
 
@@ -59,7 +61,7 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
     draw = Draw(parameters=parameters, autoregressive_error=2.0, speculative_error=0.5)
     scenario = replace(SCENARIO, k=7)
     found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
-    trainer = learner_stages(LEARNER, scenario.setting, num_gpus=32, mean_tokens=5000.0)
+    trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
     base_s, spec_s = 2.0 * seconds(scenario, draw, 0, 1.0), 0.5 * seconds(scenario, draw, 7, 3.0)
     assert found.autoregressive == trainer.with_generation(base_s)
     assert found.speculative == trainer.with_generation(spec_s)
@@ -72,7 +74,7 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
 def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
     split = replace(SCENARIO, lag=1, generation_fraction=0.5)
     found = project_ideal(split, LEARNER)
-    trainer = learner_stages(LEARNER, split.setting, num_gpus=16, mean_tokens=5000.0)
+    trainer = LEARNER.stages(split.setting, num_gpus=16, mean_tokens=5000.0)
     assert found.autoregressive.train_s == trainer.train_s
     assert found.autoregressive.step_s >= trainer.other_s
     # A longer lag lets the engines sustain more; it changes nothing of the trainer.
@@ -112,8 +114,8 @@ def test_the_map_is_of_the_scenarios_own_layout(ensemble: Ensemble) -> None:
 
 
 def test_the_best_of_the_map_is_the_largest_entry(ensemble: Ensemble) -> None:
-    best = best_of_map(SCENARIO, ensemble.best, max_k=3)
-    found = speedup_map(SCENARIO, ensemble.best, ks=(1, 2, 3), acceptance_lengths=(1.0, 2.0, 3.0, 4.0))
+    best = best_of_map(SCENARIO, ensemble.best)
+    found = speedup_map(SCENARIO, ensemble.best, ks=range(1, 8), acceptance_lengths=range(1, 9))
     assert found[best.k - 1, int(best.acceptance_length) - 1] == np.nanmax(found)
 
 
