@@ -12,8 +12,7 @@ from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.hardware import target_of
 from slipstream.simulator.cost.parameters import CostParameters, Regime, load_priors
 from slipstream.simulator.cost.settings import Setting
-from slipstream.simulator.fit.calibration import Calibration, fit
-from slipstream.simulator.fit.cells import Cell
+from slipstream.simulator.fit.calibration import Calibration, Cell, fit
 from slipstream.statistics import Spread, spread
 
 _BAND_DRAWS = 400

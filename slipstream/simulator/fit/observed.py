@@ -14,7 +14,7 @@ from slipstream.simulator.cost.lengths import log_sd_of_longest, log_sd_of_trunc
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.cost.step import stagewise
 from slipstream.simulator.fit.acceptance import AcceptanceProfile, fit_profile
-from slipstream.simulator.fit.cells import Cell, Group
+from slipstream.simulator.fit.calibration import Cell, Group
 from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes
 

@@ -20,7 +20,7 @@ from slipstream.simulator.cost.lengths import Lengths
 from slipstream.simulator.cost.parameters import Regime
 from slipstream.simulator.cost.rollout import Slots, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.fit.cells import Cell
+from slipstream.simulator.fit.calibration import Cell
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import (
     WORKLOADS,
