@@ -25,7 +25,7 @@ from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.drift_table import drift_table
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
-from slipstream.simulator.project.records import ProjectionRecord
+from slipstream.simulator.project.runs import ProjectionRecord
 from slipstream.types import Arm
 
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator.cost.data_files import section_names
+from slipstream.simulator.fit.ensemble import CalibrationRecord
 from slipstream.simulator.fit.observed import CheckRecord, calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
 from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.project.projection import ProjectedPoint
-from slipstream.simulator.project.published import project_request
-from slipstream.simulator.project.records import CalibrationRecord, RequestedProjection
-from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks, target_of
-from slipstream.simulator.project.scenarios import ProjectionRequest
+from slipstream.simulator.project.published import RequestedProjection, project_request
+from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
 
@@ -29,7 +30,6 @@ FetchRun = Callable[[str, str], RunRecord]
 
 _RUN_FILE = "run.json"
 _REPORT = "report_speedup"  # where in a run's own directory its report lies
-_PUBLISHED_MODEL, _PUBLISHED_HARDWARE = "qwen3-235b-a22b", "gb200"
 _BANDS = (
     ("rollout speedup", "rollout_speedup"),
     ("step speedup", "step_speedup"),
@@ -45,13 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     projected = inner.add_parser("project", help="project from the paper's measurements, with bands")
     projected.add_argument("--model", choices=section_names("models"), required=True)
     projected.add_argument("--hardware", choices=section_names("hardware"), default="gb200")
-    projected.add_argument("--gpus", type=int, required=True)
+    projected.add_argument("--gpus", dest="num_gpus", metavar="GPUS", type=int, required=True)
     projected.add_argument("--k", type=int, required=True, help="draft tokens an iteration")
     projected.add_argument("--acceptance-length", type=float, required=True, help="the bonus token counted")
     projected.add_argument("--lag", type=int, default=0, help="policy lag in steps; 0 is synchronous and colocated")
     projected.add_argument("--generation-fraction", type=float, default=0.75, help="of the GPUs, with a lag")
     projected.add_argument("--gpus-per-engine", type=int, default=0, help="0: the layout's, or what holds the weights")
-    projected.add_argument("--rollouts", type=int, default=0, help="responses a step; 0 keeps the layout's")
+    rollouts = "responses a step; 0 keeps the layout's"
+    projected.add_argument("--rollouts", dest="num_rollouts", metavar="ROLLOUTS", type=int, default=0, help=rollouts)
     projected.add_argument("--mean-tokens", type=float, default=0.0, help="of a response; 0 keeps the layout's")
     projected.set_defaults(run=_project)
     calibrated = inner.add_parser("calibrate", help="fit the model to a run and check it on the speculative arm")
@@ -167,31 +168,18 @@ def balance_lines(record: BalanceRecord) -> list[str]:
 
 
 def _project(options: argparse.Namespace) -> int:
-    request = ProjectionRequest(
-        model=options.model,
-        hardware=options.hardware,
-        num_gpus=options.gpus,
-        k=options.k,
-        acceptance_length=options.acceptance_length,
-        lag=options.lag,
-        generation_fraction=options.generation_fraction,
-        gpus_per_engine=options.gpus_per_engine,
-        num_rollouts=options.rollouts,
-        mean_tokens=options.mean_tokens,
-    )
+    request = ProjectionRequest(**{field.name: vars(options)[field.name] for field in fields(ProjectionRequest)})
     _show(projection_lines(request, project_request(request)))
     return 0
 
 
 def _calibrate(options: argparse.Namespace) -> int:
     if options.paper:
-        _show(calibration_lines(CalibrationRecord.of(PAPER_SOURCE, calibrate_paper())))
+        _show(calibration_lines(calibrate_paper().record(PAPER_SOURCE)))
         return 0
     run = _asked_run(options)
-    layout = known_layout(run)
-    found = calibrate_run(run.arms, run.tuning, run_setting(layout), target=target_of(layout.hardware))
-    record = CalibrationRecord.of(run.execution, found.ensemble)
-    _show([*calibration_lines(record), "", *check_lines(found.check), ""])
+    found = calibrate_run(run.arms, run.tuning, run_setting(known_layout(run)))
+    _show([*calibration_lines(found.ensemble.record(run.execution)), "", *check_lines(found.check), ""])
     _show(point_lines(project_run(found, swept_ks(run.tuning))))
     return 0
 
@@ -219,7 +207,7 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
 
 def _published(request: ProjectionRequest) -> dict[str, float]:
     """The paper's own projection of the same point, if it has one."""
-    if (request.model, request.hardware) != (_PUBLISHED_MODEL, _PUBLISHED_HARDWARE):
+    if (request.model, request.hardware) != (PUBLISHED_MODEL, "gb200"):
         return {}
     for point in read_simulator_reference().projected:
         same = (point.num_gpus, point.lag, point.k) == (request.num_gpus, request.lag, request.k)

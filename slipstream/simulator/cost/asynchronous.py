@@ -27,16 +27,9 @@ from enum import StrEnum
 import numpy as np
 
 from slipstream.config import require
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.lengths import Lengths, longest_of, mean_longest_of
-from slipstream.simulator.cost.rollout import (
-    RolloutShape,
-    Slots,
-    Trace,
-    cached_sequences,
-    slowest_engine,
-    steady_state,
-)
+from slipstream.simulator.cost.rollout import RolloutShape, Slots, Trace, cached_sequences, slowest_engine, steady_state
 from slipstream.types import LoopMode, StageTimes
 
 _POINTS = 65
@@ -60,7 +53,6 @@ class Overlap:
     period_s: float
     step: StageTimes  # its generation_s is the exposed part
     bound: Bound
-    running: float  # sequences that an engine runs on average; of a drained batch the most
 
 
 def overlap(  # what generates, what trains, and how they are joined
@@ -81,39 +73,26 @@ def overlap(  # what generates, what trains, and how they are joined
     """
     require(lag >= 0, "lag", "must be >= 0", lag)
     drained_s = float(seconds(slowest_engine(lengths, shape)).sum())
-    drained = _Pace(seconds=drained_s, running=float(shape.per_engine), bound=Bound.DRAINED)
-    if lag == 0 or mode is LoopMode.SYNCHRONOUS:
-        return _joined(trainer, drained, period_s=drained_s, busy_s=0.0)
-    busy_s = trainer.other_s - trainer.prepare_s  # the refit is the one stage that generation does not hide
-    if mode is LoopMode.ONE_STEP_OFF:
-        return _joined(trainer, drained, period_s=drained_s, busy_s=busy_s)
-    alone, paced = (_pace(lengths, shape, lag, seconds, each_s) for each_s in (0.0, busy_s))
-    # A batch ahead, drained as a synchronous one, is always allowed: lag 1 or more can use it.
-    best = min(paced, drained, key=lambda pace: pace.seconds)
-    return _joined(trainer, best, period_s=min(alone.seconds, drained_s), busy_s=busy_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pace:
-    """The shortest step that generation allows."""
-
-    seconds: float
-    running: float
-    bound: Bound
-
-
-def _joined(trainer: StageTimes, pace: _Pace, *, period_s: float, busy_s: float) -> Overlap:
-    hidden = busy_s > 0 and pace.seconds <= busy_s
+    overlapped = lag > 0 and mode is not LoopMode.SYNCHRONOUS
+    busy_s = trainer.other_s - trainer.prepare_s if overlapped else 0.0  # generation hides all stages but the refit
+    period_s, least_s, bound = drained_s, drained_s, Bound.DRAINED
+    if overlapped and mode is LoopMode.IN_FLIGHT:
+        (alone_s, _), (paced_s, paced_bound) = (_pace(lengths, shape, lag, seconds, each) for each in (0.0, busy_s))
+        period_s = min(alone_s, drained_s)
+        if paced_s <= drained_s:  # else a batch ahead, drained as a synchronous one: lag 1 or more can use it
+            least_s, bound = paced_s, paced_bound
+    hidden = busy_s > 0 and least_s <= busy_s
     return Overlap(
         period_s=period_s,
-        step=trainer.with_generation(max(0.0, pace.seconds - busy_s)),
-        bound=Bound.LEARNER if hidden else pace.bound,
-        running=pace.running,
+        step=trainer.with_generation(max(0.0, least_s - busy_s)),
+        bound=Bound.LEARNER if hidden else bound,
     )
 
 
-def _pace(lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array], busy_s: float) -> _Pace:
-    """The best number of running sequences beside a trainer of `busy_s`, and the step that it allows."""
+def _pace(
+    lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Trace], Array], busy_s: float
+) -> tuple[float, Bound]:
+    """The shortest step that generation allows beside a trainer of `busy_s`, at the best number of sequences."""
     per_engine = shape.num_rollouts / shape.num_engines
     mean, longest = lengths.mean_tokens, longest_of(lengths, shape.num_rollouts)
     caps = {Bound.LAG: max(1.0, per_engine * (1 + lag) * mean / longest), **_caps(lengths, shape, lag)}
@@ -130,11 +109,7 @@ def _pace(lengths: Lengths, shape: RolloutShape, lag: int, seconds: Callable[[Tr
     running_R = np.append(np.linspace(*nearby, _POINTS), running_R[nearest])
     period_s_R = period_s(running_R)
     best = int(period_s_R.argmin())
-    return _Pace(
-        seconds=float(period_s_R[best]),
-        running=float(running_R[best]),
-        bound=bound if running_R[best] == caps[bound] else Bound.LAG,
-    )
+    return float(period_s_R[best]), bound if running_R[best] == caps[bound] else Bound.LAG
 
 
 def _caps(lengths: Lengths, shape: RolloutShape, lag: int) -> dict[Bound, float]:

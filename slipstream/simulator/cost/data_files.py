@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from slipstream.config import require
+from slipstream.config import from_mapping, require
+
+T = TypeVar("T")
 
 # `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
+def load(cls: type[T], kind: str, name: str) -> T:
+    """The section `name` of configs/sim/<kind>.yaml as a `cls`.
+
+    Raises:
+        ConfigError: there is no such section, or it breaks a rule of `cls`.
+    """
+    return from_mapping(cls, section(kind, name), f"{kind.removesuffix('s')}.{name}")
+
+
 def section(kind: str, name: str) -> dict[str, Any]:
-    """The section `name` of configs/sim/<kind>.yaml.
+    """The plain values of a section.
 
     Raises:
         ConfigError: there is no such section.

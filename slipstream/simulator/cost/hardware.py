@@ -6,10 +6,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 
-from slipstream.config import from_mapping, require
-from slipstream.simulator.cost.data_files import section
-
-_NOT_CONSTANTS = ("name", "sources")
+from slipstream.config import require
+from slipstream.simulator.cost.data_files import load
 
 
 class Precision(StrEnum):
@@ -21,6 +19,11 @@ class Precision(StrEnum):
 
 
 BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
+
+
+def target_of(hardware: str) -> str:
+    """The kind of machine that a section of configs/sim/hardware.yaml is: `cpu` or `gpu`."""
+    return "cpu" if hardware.startswith("cpu") else "gpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,26 +40,18 @@ class Hardware:
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        constants = {field.name for field in fields(self)} - set(_NOT_CONSTANTS)
+        constants = {field.name for field in fields(self)} - {"name", "sources"}
         missing = sorted(constants - set(self.sources))
         require(not missing, f"hardware {self.name}.sources", "must name a source of every constant", missing)
         for name in constants - {"flops_per_s"}:
             value: float = getattr(self, name)
             require(value > 0, f"hardware {self.name}.{name}", "must be > 0", value)
-        known = {precision.value for precision in Precision}
-        require(
-            set(self.flops_per_s) == known,
-            f"hardware {self.name}.flops_per_s",
-            f"must have a rate for each of {', '.join(sorted(known))}",
-            sorted(self.flops_per_s),
-        )
+        found, known = sorted(self.flops_per_s), sorted(precision.value for precision in Precision)
+        rule = f"must have a rate for each of {', '.join(known)}"
+        require(found == known, f"hardware {self.name}.flops_per_s", rule, found)
 
 
 @cache
 def load_hardware(name: str) -> Hardware:
-    """The section `name` of configs/sim/hardware.yaml.
-
-    Raises:
-        ConfigError: there is no such section, or it breaks a rule.
-    """
-    return from_mapping(Hardware, section("hardware", name), f"hardware.{name}")
+    """The section `name` of configs/sim/hardware.yaml; refuses what `load` refuses."""
+    return load(Hardware, "hardware", name)

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.hardware import BYTES, Precision
-from slipstream.simulator.cost.parameters import CostParameters, Prior, Regime, load_belief
+from slipstream.simulator.cost.parameters import CostParameters, Prior, load_belief
 from slipstream.simulator.cost.rollout import Trace
 from slipstream.simulator.cost.settings import Setting
 
@@ -56,20 +56,14 @@ class IterationCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """One engine of a layout, what the roofline does not know of it, and the structure of that knowledge."""
+    """One engine of a layout, and what the roofline does not know of it."""
 
     setting: Setting
     parameters: CostParameters
-    regime: Regime
     network_collective_s: float = field(default_factory=lambda: network_collective().median)
 
     def span_s(
-        self,
-        trace: Trace,
-        *,
-        k: int | Array,
-        tokens_per_iteration: float | Array,
-        drafting: Drafting = Drafting.EAGLE3,
+        self, trace: Trace, *, k: int | Array, tokens_per_iteration: float | Array, drafting: Drafting = Drafting.EAGLE3
     ) -> Array:
         """Seconds of each span [S] of `trace` when an iteration gives each sequence `tokens_per_iteration` tokens."""
         cost = self.iteration(batch_S=trace.batch_S, context_S=trace.context_S, k=k, drafting=drafting)
@@ -118,17 +112,14 @@ class CostModel:
         return np.where(k > 0, parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s), 0.0)
 
     def _regime(self, tokens_S: Array, read_S: Array, k: int | Array) -> Array:
+        """What jumps with k; of each structural variant all but its own parameter are 0."""
         model, parameters = self.setting.model_shape, self.parameters
-        if self.regime is Regime.CAPTURED:
-            return np.where(
-                tokens_S > self.setting.captured_tokens, parameters.eager_s_per_layer * model.num_layers, 0.0
-            )
-        if self.regime is Regime.TILE:
-            rows = (k + 1) * model.queries_per_group
-            first = -(-model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
-            begun, filled = -(-rows // QUERY_TILE) - first, np.maximum(0.0, rows / QUERY_TILE - first)
-            return parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled) * read_S
-        return np.zeros_like(tokens_S)
+        eager_s = parameters.eager_s_per_layer * model.num_layers
+        rows = (k + 1) * model.queries_per_group
+        first = -(-model.queries_per_group // QUERY_TILE)  # autoregressive decode has these anyway
+        begun, filled = -(-rows // QUERY_TILE) - first, np.maximum(0.0, rows / QUERY_TILE - first)
+        tiles = parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled)
+        return np.where(tokens_S > self.setting.captured_tokens, eager_s, 0.0) + tiles * read_S
 
     def _collectives(self, tokens_S: Array) -> Array:
         """Two all-reduces a layer over the engine's GPUs: latency, and the ring's bytes on the links.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
 from slipstream.config import require
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 
-_TABLE_LIMIT = 6.0
-_TABLE_POINTS = 4001
 _BISECTIONS = 60
+_NORMAL_VALUES = np.linspace(-6.0, 6.0, 4001)
+_NORMAL_LEVELS = np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for value in _NORMAL_VALUES])
 _LEVELS = (np.arange(512) + 0.5) / 512
 
 
@@ -114,16 +114,9 @@ def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
 
 def _normal_quantile(levels: Array) -> Array:
     """Inverse of the standard normal distribution function, by table: numpy has none."""
-    table, values = _normal_table()
-    return np.interp(levels, table, values)
+    return np.interp(levels, _NORMAL_LEVELS, _NORMAL_VALUES)
 
 
 def _median_level_of_longest(count: int) -> float:
     # All of `count` lie below level u with chance u^count, which is a half at the median.
     return 0.5 ** (1.0 / count)
-
-
-@cache
-def _normal_table() -> tuple[Array, Array]:
-    values = np.linspace(-_TABLE_LIMIT, _TABLE_LIMIT, _TABLE_POINTS)
-    return np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for value in values]), values

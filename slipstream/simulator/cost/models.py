@@ -10,9 +10,9 @@ from functools import cache
 
 import numpy as np
 
-from slipstream.config import from_mapping, require
-from slipstream.simulator.cost.arrays import Array
-from slipstream.simulator.cost.data_files import section
+from slipstream.config import require
+from slipstream.simulator.cost import Array
+from slipstream.simulator.cost.data_files import load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +38,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         dense, sparse = self.dense_ffn_hidden_size > 0, self.num_experts > 0
         require(dense != sparse, f"model {self.name}", "must be either dense or a mixture of experts", (dense, sparse))
-        require(
-            self.num_attention_heads % self.num_query_groups == 0,
-            f"model {self.name}.num_query_groups",
-            f"must divide num_attention_heads {self.num_attention_heads}",
-            self.num_query_groups,
-        )
-        require(
-            0 <= self.num_experts_per_token <= self.num_experts,
-            f"model {self.name}.num_experts_per_token",
-            f"must lie in [0, num_experts {self.num_experts}]",
-            self.num_experts_per_token,
-        )
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        rule = f"must divide num_attention_heads {heads}"
+        require(heads % groups == 0, f"model {self.name}.num_query_groups", rule, groups)
+        active, rule = self.num_experts_per_token, f"must lie in [0, num_experts {self.num_experts}]"
+        require(0 <= active <= self.num_experts, f"model {self.name}.num_experts_per_token", rule, active)
 
     @property
     def queries_per_group(self) -> int:
@@ -110,8 +103,7 @@ class ModelShape:
         return self.shared_parameters + self.active_experts(tokens) * self.expert_parameters
 
     def _attention(self) -> float:
-        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups
-        return float(self.hidden_size * self.head_dim * heads)
+        return float(self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_query_groups))
 
     def _ffn(self, width: int) -> float:
         return 3.0 * self.hidden_size * width
@@ -122,9 +114,5 @@ class ModelShape:
 
 @cache
 def load_model(name: str) -> ModelShape:
-    """The section `name` of configs/sim/models.yaml.
-
-    Raises:
-        ConfigError: there is no such section, or it breaks a rule.
-    """
-    return from_mapping(ModelShape, section("models", name), f"model.{name}")
+    """The section `name` of configs/sim/models.yaml; refuses what `load` refuses."""
+    return load(ModelShape, "models", name)

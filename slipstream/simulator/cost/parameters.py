@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 
-import numpy as np
-
 from slipstream.config import from_mapping, require
-from slipstream.simulator.cost.arrays import Array
 from slipstream.simulator.cost.data_files import section
 
 
@@ -72,20 +69,15 @@ def names_of(regime: Regime, *, ngram: bool) -> tuple[str, ...]:
     return tuple(name for name in used if ngram or name != "ngram_s_per_token")
 
 
+def believed(regime: Regime, priors: Mapping[str, Prior]) -> CostParameters:
+    """A structural variant's parameters where nothing was fitted: those of the other variants are 0."""
+    of_regime = {name: _OF_REGIME.get(name, regime) is regime for name in NAMES}
+    return CostParameters(**{name: priors[name].median if used else 0.0 for name, used in of_regime.items()})
+
+
 def load_priors(target: str) -> dict[str, Prior]:
-    """Beliefs for a kind of target, `gpu` or `cpu`, by parameter."""
+    """Beliefs about cost parameters for a kind of target, `gpu` or `cpu`."""
     sections = section("priors", target)
     priors = {name: from_mapping(Prior, values, f"priors.{name}") for name, values in sections.items()}
     require(set(priors) == set(NAMES), f"priors.{target}", "must hold every cost parameter", sorted(priors))
     return priors
-
-
-def cost_parameters(
-    names: Sequence[str], log_values: Array, *, regime: Regime, priors: Mapping[str, Prior]
-) -> CostParameters:
-    """Parameters from the logarithms of those that vary; another regime's are 0, the rest stand at their prior."""
-    found = dict(zip(names, np.exp(log_values).tolist(), strict=True))
-    for name in NAMES:
-        if name not in found:
-            found[name] = priors[name].median if _OF_REGIME.get(name, regime) is regime else 0.0
-    return CostParameters(**found)

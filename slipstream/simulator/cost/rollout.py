@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.lengths import Lengths, stratified
 
 

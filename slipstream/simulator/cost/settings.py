@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from slipstream.config import from_mapping, require
-from slipstream.simulator.cost.data_files import section
+from slipstream.config import require
+from slipstream.simulator.cost.data_files import load
 from slipstream.simulator.cost.hardware import BYTES, Hardware, Precision, load_hardware
 from slipstream.simulator.cost.lengths import Lengths, lengths_with_mean
 from slipstream.simulator.cost.models import ModelShape, load_model
@@ -39,21 +39,13 @@ class Setting:
     def __post_init__(self) -> None:
         missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
         require(not missing, "setting.sources", "must name a source of every figure", missing)
-        require(
-            self.num_gpus >= self.gpus_per_engine,
-            "setting.num_gpus",
-            f"must be >= gpus_per_engine {self.gpus_per_engine}",
-            self.num_gpus,
-        )
+        rule = f"must be >= gpus_per_engine {self.gpus_per_engine}"
+        require(self.num_gpus >= self.gpus_per_engine, "setting.num_gpus", rule, self.num_gpus)
         require(self.group_size >= 1, "setting.group_size", "must be >= 1", self.group_size)
         require(0 < self.memory_share <= 1, "setting.memory_share", "must lie in (0, 1]", self.memory_share)
         needed, memory = self.model_shape.total_parameters * BYTES[self.precision], self.accelerator.memory_bytes
-        require(
-            needed <= self.gpus_per_engine * memory,
-            "setting.gpus_per_engine",
-            f"must hold {needed / 1e9:.0f} GB of weights at {memory / 1e9:.0f} GB a GPU",
-            self.gpus_per_engine,
-        )
+        rule = f"must hold {needed / 1e9:.0f} GB of weights at {memory / 1e9:.0f} GB a GPU"
+        require(needed <= self.gpus_per_engine * memory, "setting.gpus_per_engine", rule, self.gpus_per_engine)
 
     @property
     def model_shape(self) -> ModelShape:
@@ -93,15 +85,10 @@ class Setting:
 
     def lengths(self, mean_tokens: float) -> Lengths:
         """Responses of `mean_tokens` tokens on average."""
-        return lengths_with_mean(
-            mean=mean_tokens, log_sd=self.length_log_sd, max_tokens=float(self.max_response_tokens)
-        )
+        limit = float(self.max_response_tokens)
+        return lengths_with_mean(mean=mean_tokens, log_sd=self.length_log_sd, max_tokens=limit)
 
 
 def load_setting(name: str) -> Setting:
-    """The section `name` of configs/sim/settings.yaml.
-
-    Raises:
-        ConfigError: there is no such section, or it breaks a rule.
-    """
-    return from_mapping(Setting, section("settings", name), f"setting.{name}")
+    """The section `name` of configs/sim/settings.yaml; refuses what `load` refuses."""
+    return load(Setting, "settings", name)

@@ -15,65 +15,44 @@ _TRAIN_FLOPS = 6.0  # forward and backward, without recomputation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerEfficiency:
-    """How near the learner comes to the dense peak, and what does not scale: from measured steps.
+class Learner:
+    """A learner of which a step was measured, on all GPUs of `setting`."""
 
-    `logprob` and `train` are fractions of the peak over all tokens, padding included; without a pass for the
-    log-probabilities the first is None.
+    measured: StageTimes
+    setting: Setting
+    mean_tokens: float  # of a response of that step
+
+    def stages(self, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0) -> StageTimes:
+        """A step without its generation: flops over peak and efficiency; data and prepare stay as measured.
+
+        The efficiency is the measured one, over all tokens, padding included; a stage that was left out stays so.
+
+        Args:
+            mean_tokens: of a response.
+            deviation: from the believed ratio of the efficiencies of `setting` and where it was measured, in standard
+                deviations of its logarithm.
+        """
+        ratio, log_sd = relative_efficiency(setting, self.setting)
+        ideal_s = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
+        own_ideal_s = _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
+
+        def scaled_s(flops: float, measured_s: float) -> float:
+            return flops * ideal_s / (flops * own_ideal_s / measured_s) if measured_s > 0 else 0.0
+
+        return StageTimes.in_sequence(
+            data_s=self.measured.data_s,
+            prepare_s=self.measured.prepare_s,
+            generation_s=0.0,
+            logprob_s=scaled_s(_FORWARD_FLOPS, self.measured.logprob_s),
+            train_s=scaled_s(_TRAIN_FLOPS, self.measured.train_s),
+        )
+
+
+def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, float]:
+    """How efficient the learner of `setting` is believed to be over that of `measured_on`: median, log sd.
+
+    By their hardware and whether they have experts; 1 and 0 where they are alike.
     """
-
-    data_s: float
-    prepare_s: float
-    logprob: float | None
-    train: float
-    measured_on: Setting | None = None  # None: the fractions are taken as they are, whatever is projected
-
-
-def learner_efficiency(measured: StageTimes, setting: Setting, *, mean_tokens: float) -> LearnerEfficiency:
-    """The efficiency that a measured step implies for a batch of `setting` on all of its GPUs."""
-    ideal_s = _ideal_s(setting, setting.num_gpus, mean_tokens)
-    return LearnerEfficiency(
-        data_s=measured.data_s,
-        prepare_s=measured.prepare_s,
-        logprob=_FORWARD_FLOPS * ideal_s / measured.logprob_s if measured.logprob_s > 0 else None,
-        train=_TRAIN_FLOPS * ideal_s / measured.train_s,
-        measured_on=setting,
-    )
-
-
-def learner_stages(
-    efficiency: LearnerEfficiency, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0
-) -> StageTimes:
-    """A step without its generation: flops over peak and efficiency; data and prepare stay as measured.
-
-    Args:
-        mean_tokens: of a response.
-        deviation: from the believed ratio of the efficiencies here and where it was measured, in standard deviations
-            of its logarithm.
-    """
-    ideal_s = _ideal_s(setting, num_gpus, mean_tokens)
-    if efficiency.measured_on is not None:
-        ratio = relative_efficiency(setting, efficiency.measured_on)
-        ideal_s /= ratio.median * math.exp(ratio.log_sd * deviation)
-    return StageTimes.in_sequence(
-        data_s=efficiency.data_s,
-        prepare_s=efficiency.prepare_s,
-        generation_s=0.0,
-        logprob_s=0.0 if efficiency.logprob is None else _FORWARD_FLOPS * ideal_s / efficiency.logprob,
-        train_s=_TRAIN_FLOPS * ideal_s / efficiency.train,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EfficiencyRatio:
-    """How efficient a learner is believed to be over another; `log_sd` is 0 where they are alike."""
-
-    median: float
-    log_sd: float
-
-
-def relative_efficiency(setting: Setting, measured_on: Setting) -> EfficiencyRatio:
-    """The learner of `setting` over that of `measured_on`, by their hardware and whether they have experts."""
     log_ratio, variance = 0.0, 0.0
     if setting.hardware != measured_on.hardware:
         here, there = (load_belief("learner", each.hardware) for each in (setting, measured_on))
@@ -84,7 +63,7 @@ def relative_efficiency(setting: Setting, measured_on: Setting) -> EfficiencyRat
         share = load_belief("experts", "share")
         log_ratio += sparse * math.log(share.median)
         variance += share.log_sd**2
-    return EfficiencyRatio(median=math.exp(log_ratio), log_sd=math.sqrt(variance))
+    return math.exp(log_ratio), math.sqrt(variance)
 
 
 def stagewise(statistic: Callable[[Sequence[float]], float], times: Sequence[StageTimes]) -> StageTimes:

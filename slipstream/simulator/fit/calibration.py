@@ -1,4 +1,4 @@
-"""Fit the cost model to measured generation times, once for each structural variant, and weigh the variants.
+"""Measured generation times, and one structural variant of the cost model fitted to them.
 
 A calibration is a Gaussian over the logarithms of its free parameters, the ranges in which it was measured, and the
 error that it leaves. Legend: `P` free parameters, `N` cells.
@@ -7,20 +7,65 @@ error that it leaves. Legend: `P` free parameters, `N` cells.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slipstream.config import require
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.iteration import CostModel, Drafting
-from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, cost_parameters, names_of
+from slipstream.simulator.cost.lengths import lengths_with_mean
+from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, believed, names_of
+from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting
-from slipstream.simulator.fit.cells import Cell, Group
+from slipstream.simulator.fit.acceptance import check_length
 from slipstream.simulator.fit.solver import Problem, minimise, sample_posterior
 
-_NUM_SAMPLES = 200
+_LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest
 _WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rollouts of one kind of responses: a workload, or one batch of a sweep.
+
+    `mean_tokens` is where the mean response length is believed to be, `mean_log_sd` how surely: 0 means that it was
+    counted, anything else makes it a free parameter of the calibration. `length_log_sd` is the spread of the responses.
+    """
+
+    name: str
+    shape: RolloutShape
+    mean_tokens: float
+    mean_log_sd: float
+    length_log_sd: float
+
+    def trace(self, setting: Setting, mean_tokens: float) -> Trace:
+        """The slowest engine's rollout if responses had `mean_tokens` tokens on average."""
+        mean = min(max(mean_tokens, 1.0), _LONGEST_MEAN * setting.max_response_tokens)
+        limit = float(setting.max_response_tokens)
+        return slowest_engine(lengths_with_mean(mean=mean, log_sd=self.length_log_sd, max_tokens=limit), self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One measured generation time; `log_sd` is the noise of its logarithm. k = 0 is autoregressive decoding.
+
+    `clock` names the cell whose machine time this one was scaled to: it shares that cell's noise, and adds its own.
+    """
+
+    label: str
+    group: Group
+    k: int
+    acceptance_length: float
+    generation_s: float
+    log_sd: float
+    drafting: Drafting = Drafting.EAGLE3
+    clock: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.generation_s > 0, f"cell {self.label}.generation_s", "must be > 0", self.generation_s)
+        require(self.log_sd > 0, f"cell {self.label}.log_sd", "must be > 0", self.log_sd)
+        check_length(self.k, self.acceptance_length, f"cell {self.label}.acceptance_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +81,10 @@ class Validity:
         found = []
         if k > 0 and not self.min_k <= k <= self.max_k:
             measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
-            found.append(
-                f"k = {k} was not measured ({measured if self.max_k else 'no speculation'}): the band is wider"
-            )
+            found.append(f"k = {k} was not measured ({measured if self.max_k else 'no speculation'})")
         if batch > self.max_batch:
-            found.append(
-                f"a running batch of {batch:.0f} was not measured (1 to {self.max_batch:.0f}): the band is wider"
-            )
-        return tuple(found)
+            found.append(f"a running batch of {batch:.0f} was not measured (1 to {self.max_batch:.0f})")
+        return tuple(f"{sentence}: the band is wider" for sentence in found)
 
     def extra_log_sd(self, *, k: int, batch: float) -> float:
         """Standard deviation that extrapolation adds: in doublings of k + 1 and of the batch beyond the range."""
@@ -61,31 +102,30 @@ class Variant:
 
     regime: Regime
     setting: Setting
-    groups: Mapping[str, Group]
-    priors: Mapping[str, Prior]
+    believed: CostParameters  # before the fit
     free: tuple[str, ...]
 
     def parameters(self, log_values: Array) -> CostParameters:
         """Cost parameters at `log_values` [P]."""
         costs = [name for name in self.free if name in NAMES]
-        return cost_parameters(costs, log_values[: len(costs)], regime=self.regime, priors=self.priors)
+        return replace(self.believed, **dict(zip(costs, np.exp(log_values[: len(costs)]).tolist(), strict=True)))
 
     def means(self, log_values: Array) -> dict[str, float]:
-        """Mean response tokens of each group at `log_values` [P]."""
-        free = dict(zip(self.free, np.exp(log_values).tolist(), strict=True))
-        return {name: free.get(name, group.mean_tokens) for name, group in self.groups.items()}
+        """Mean response tokens of the groups in `free` at `log_values` [P]."""
+        values = zip(self.free, np.exp(log_values).tolist(), strict=True)
+        return {name: value for name, value in values if name not in NAMES}
 
     def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
-        """Seconds [N] of `cells` of the groups, measured or not."""
+        """Seconds [N] of `cells`, measured or not."""
         means = self.means(log_values)
-        model = CostModel(setting=self.setting, parameters=self.parameters(log_values), regime=self.regime)
-        alike: dict[tuple[str, Drafting], list[int]] = {}
+        model = CostModel(setting=self.setting, parameters=self.parameters(log_values))
+        alike: dict[tuple[Group, Drafting], list[int]] = {}
         for index, cell in enumerate(cells):
             alike.setdefault((cell.group, cell.drafting), []).append(index)
         found = np.empty(len(cells))
         for (group, drafting), indices in alike.items():
             spans_s = model.span_s(
-                self.groups[group].trace(self.setting, means[group]),
+                group.trace(self.setting, means.get(group.name, group.mean_tokens)),
                 k=np.array([[cells[index].k] for index in indices]),
                 tokens_per_iteration=np.array([[cells[index].acceptance_length] for index in indices]),
                 drafting=drafting,
@@ -131,72 +171,41 @@ class Calibration:
 
     def model(self, setting: Setting) -> CostModel:
         """The most probable cost model, on the engines of `setting`."""
-        parameters = self.variant.parameters(self.log_values)
-        return CostModel(setting=setting, parameters=parameters, regime=self.variant.regime)
+        return CostModel(setting=setting, parameters=self.variant.parameters(self.log_values))
 
     def sample(self, random: np.random.Generator) -> Array:
         """Logarithms of one draw of the free parameters."""
         return self.samples[random.integers(len(self.samples))]
 
 
-def calibrate(
-    setting: Setting,
-    cells: Sequence[Cell],
-    groups: Sequence[Group],
-    priors: Mapping[str, Prior],
-    regimes: Sequence[Regime],
-) -> tuple[Calibration, ...]:
-    """One calibration a regime, the most probable first.
-
-    Raises:
-        ConfigError: there are no cells, or one belongs to no group.
-    """
-    require(len(cells) > 0, "cells", "must hold at least one measured time", 0)
-    by_name = {group.name: group for group in groups}
-    for cell in cells:
-        require(cell.group in by_name, f"cell {cell.label}.group", "must be a known group", cell.group)
-    fitted = [_fit(setting, tuple(cells), by_name, priors, regime) for regime in regimes]
-    # Variants that the data cannot tell apart stay in the order of `regimes`, whatever the rounding of numpy.
-    return tuple(sorted(fitted, key=lambda calibration: -round(calibration.log_evidence, 6)))
-
-
-def _fit(
-    setting: Setting, cells: tuple[Cell, ...], groups: Mapping[str, Group], priors: Mapping[str, Prior], regime: Regime
-) -> Calibration:
+def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], regime: Regime) -> Calibration:
+    """The most probable parameters of one structural variant, and what is left open."""
     costs = names_of(regime, ngram=any(cell.drafting is Drafting.NGRAM for cell in cells))
-    used = {cell.group for cell in cells}
-    lengths = [group for group in groups.values() if group.mean_log_sd > 0 and group.name in used]
+    lengths = [group for group in dict.fromkeys(cell.group for cell in cells) if group.mean_log_sd > 0]
     free = (*costs, *(group.name for group in lengths))
     prior = np.log([priors[name].median for name in costs] + [group.mean_tokens for group in lengths])
     prior_sd = np.array([priors[name].log_sd for name in costs] + [group.mean_log_sd for group in lengths])
-    variant = Variant(regime=regime, setting=setting, groups=groups, priors=priors, free=free)
+    variant = Variant(regime=regime, setting=setting, believed=believed(regime, priors), free=free)
     measured = np.log([cell.generation_s for cell in cells])
     noise = np.array([cell.log_sd for cell in cells])
-
     labels = [cell.label for cell in cells]
-    on_clock = np.array([cell.clock in labels for cell in cells])
-    clocks = np.array([labels.index(cell.clock) if cell.clock in labels else 0 for cell in cells])
+    clocks = np.array([labels.index(cell.clock) if cell.clock in labels else -1 for cell in cells])
 
     def residuals(log_values: Array) -> Array:
         errors = np.log(variant.predict_s(cells, log_values)) - measured
-        return (errors - np.where(on_clock, errors[clocks], 0.0)) / noise
+        return (errors - np.where(clocks < 0, 0.0, errors[clocks])) / noise
 
+    ks = [cell.k for cell in cells if cell.k > 0] or [0]
+    max_batch = float(max(cell.group.shape.per_engine for cell in cells))
     problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
     found = minimise(problem)
     return Calibration(
         variant=variant,
         log_values=found.solution,
-        samples=sample_posterior(problem, found, count=_NUM_SAMPLES),
+        samples=sample_posterior(problem, found),
         effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
         log_evidence=found.log_evidence,
-        cells=cells,
+        cells=tuple(cells),
         fitted_s=variant.predict_s(cells, found.solution),
-        validity=_validity(cells, groups),
-    )
-
-
-def _validity(cells: Sequence[Cell], groups: Mapping[str, Group]) -> Validity:
-    ks = [cell.k for cell in cells if cell.k > 0] or [0]
-    return Validity(
-        min_k=min(ks), max_k=max(ks), max_batch=float(max(groups[cell.group].shape.per_engine for cell in cells))
+        validity=Validity(min_k=min(ks), max_k=max(ks), max_batch=max_batch),
     )

@@ -10,20 +10,14 @@ from statistics import fmean, median, pstdev
 from slipstream.config import require
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, StepRecord
-from slipstream.simulator.cost.acceptance import AcceptanceProfile
 from slipstream.simulator.cost.lengths import log_sd_of_longest, log_sd_of_truncation
-from slipstream.simulator.cost.parameters import Regime, load_priors
 from slipstream.simulator.cost.settings import Setting
 from slipstream.simulator.cost.step import stagewise
-from slipstream.simulator.fit.calibration import calibrate
-from slipstream.simulator.fit.cells import Cell, Group
-from slipstream.simulator.fit.ensemble import Ensemble
-from slipstream.simulator.fit.profile import fit_profile
+from slipstream.simulator.fit.acceptance import AcceptanceProfile, fit_profile
+from slipstream.simulator.fit.calibration import Cell, Group
+from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes
 
-_ARM_GROUP = "grpo"
-# The CPU engine captures no graphs, so nothing can leave the captured sizes.
-_REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 _LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
 _CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
 _P10_TO_P90 = 2.563  # standard deviations of a normal distribution
@@ -55,12 +49,11 @@ class RunCalibration:
     check: CheckRecord | None  # None: there is no speculative arm with k > 0
 
 
-def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, *, target: str) -> RunCalibration:
+def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting) -> RunCalibration:
     """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
         setting: layout of the run; rollouts a step, mean and spread of the responses are counted in the arm instead.
-        target: whose priors to start from, `cpu` or `gpu`.
     Raises:
         ConfigError: there is no autoregressive arm, or no sweep.
     """
@@ -76,9 +69,10 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Sett
         num_rollouts=round(median(step.num_rollouts for step in steps)),
         length_log_sd=_length_log_sd(setting, steps, mean),
     )
-    groups = _groups(counted, mean, tuning.points)
-    cells = (_arm_cell("autoregressive arm", 0, 1.0, steps), *_sweep_cells(tuning.points))
-    ensemble = Ensemble(members=calibrate(counted, cells, groups, load_priors(target), _REGIMES[target]))
+    spread = counted.length_log_sd
+    group = Group(name="grpo", shape=counted.shape(), mean_tokens=mean, mean_log_sd=0.0, length_log_sd=spread)
+    cells = (_arm_cell("autoregressive arm", group, 0, 1.0, steps), *_sweep_cells(counted, mean, tuning.points))
+    ensemble = calibrate(counted, cells)
     largest = max(point.batch for point in tuning.points)
     lengths = {p.k: p.mean_acceptance_length for p in tuning.points if p.k > 0 and p.batch == largest}
     require(bool(lengths), "run.tuning.points", "must hold a draft length k >= 1", sorted(lengths))
@@ -88,7 +82,7 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Sett
         ensemble=ensemble,
         profile=fit_profile(lengths),
         step=stagewise(median, [step.times for step in steps]),
-        check=_check(arms, tuning, counted, ensemble),
+        check=_check(arms, tuning, group, ensemble),
     )
 
 
@@ -100,22 +94,21 @@ def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -
     rollouts = sum(step.num_rollouts for step in steps)
     truncated = sum(step.num_truncated for step in steps) / rollouts
     if not 0 < truncated < 0.5:
-        longest = [step.longest_response_tokens for step in steps]
-        return _spread_of(setting, mean, fmean(longest) if all(longest) else 0.0, rollouts // len(steps))
+        return _spread_of(setting, mean, [step.longest_response_tokens for step in steps], rollouts // len(steps))
     pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
     between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
     return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
 
 
-def _spread_of(setting: Setting, mean: float, longest: float, count: int) -> float:
-    """From the longest of `count` responses; the setting's own where it was not recorded (0)."""
-    if not longest:
+def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: int) -> float:
+    """From the longest of `count` responses, met several times; the setting's own where one was not recorded (0)."""
+    if not all(longest):
         return setting.length_log_sd
     limit = float(setting.max_response_tokens)
-    return max(_LEAST_LOG_SD, log_sd_of_longest(mean=mean, max_tokens=limit, longest=longest, count=count))
+    return max(_LEAST_LOG_SD, log_sd_of_longest(mean=mean, max_tokens=limit, longest=fmean(longest), count=count))
 
 
-def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, ensemble: Ensemble) -> CheckRecord | None:
+def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, group: Group, ensemble: Ensemble) -> CheckRecord | None:
     arm = _arm(arms, Arm.SPECULATIVE)
     if arm is None or arm.num_speculative_tokens == 0:
         return None
@@ -124,8 +117,8 @@ def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting, en
     k = arm.num_speculative_tokens
     at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
-    nearest = min(at_k, key=lambda point: abs(point.batch - setting.num_rollouts))
-    cell = _arm_cell("speculative arm", k, nearest.mean_acceptance_length, arm.timed_steps)
+    nearest = min(at_k, key=lambda point: abs(point.batch - group.shape.num_rollouts))
+    cell = _arm_cell("speculative arm", group, k, nearest.mean_acceptance_length, arm.timed_steps)
     band = ensemble.bands_s([cell])[0]
     return CheckRecord(
         k=k,
@@ -141,10 +134,10 @@ def _arm(arms: Sequence[ArmRecord], wanted: Arm) -> ArmRecord | None:
     return next((arm for arm in arms if arm.arm is wanted and arm.steps), None)
 
 
-def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) -> Cell:
+def _arm_cell(label: str, group: Group, k: int, length: float, steps: Sequence[StepRecord]) -> Cell:
     return Cell(
         label=label,
-        group=_ARM_GROUP,
+        group=group,
         k=k,
         acceptance_length=length,
         generation_s=fmean(step.times.generation_s for step in steps),
@@ -152,23 +145,25 @@ def _arm_cell(label: str, k: int, length: float, steps: Sequence[StepRecord]) ->
     )
 
 
-def _sweep_cells(points: Sequence[SweepPoint]) -> list[Cell]:
+def _sweep_cells(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Cell]:
     """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
 
     A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
     """
+    by_batch = {batch: [point for point in points if point.batch == batch] for batch in {p.batch for p in points}}
+    groups = {batch: _sweep_group(setting, mean, batch, of_batch) for batch, of_batch in by_batch.items()}
     cells = []
     for point in points:
-        baseline_s = median(other.autoregressive_s for other in points if other.batch == point.batch)
+        group, baseline_s = groups[point.batch], median(other.autoregressive_s for other in by_batch[point.batch])
         cells.append(
             Cell(
-                label=_sweep_label(point.batch, point.k),
-                group=_sweep_group(point.batch),
+                label=f"{group.name}, k = {point.k}",
+                group=group,
                 k=point.k,
                 acceptance_length=point.mean_acceptance_length,
                 generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
                 log_sd=_CELL_LOG_SD if point.k else _baseline_log_sd(point),
-                clock=_sweep_label(point.batch, 0) if point.k else "",
+                clock=f"{group.name}, k = 0" if point.k else "",
             )
         )
     return cells
@@ -180,26 +175,18 @@ def _baseline_log_sd(point: SweepPoint) -> float:
     return max(_CELL_LOG_SD, _MEDIAN_OVER_MEAN * spread / sqrt(point.num_repeats))
 
 
-def _groups(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Group]:
-    spread = setting.length_log_sd
-    groups = [
-        Group(name=_ARM_GROUP, shape=setting.shape(), mean_tokens=mean, mean_log_sd=0.0, length_log_sd=spread),
-    ]
-    for batch in sorted({point.batch for point in points}):
-        of_batch = [point for point in points if point.batch == batch]
-        tokens = [point.autoregressive_response_tokens for point in of_batch]
-        longest = [point.autoregressive_longest_tokens for point in of_batch]
-        own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
-        groups.append(
-            Group(
-                name=_sweep_group(batch),
-                shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # tuning runs one engine
-                mean_tokens=own_mean,
-                mean_log_sd=log_sd,
-                length_log_sd=_spread_of(setting, own_mean, fmean(longest) if all(longest) else 0.0, batch),
-            )
-        )
-    return groups
+def _sweep_group(setting: Setting, mean: float, batch: int, points: Sequence[SweepPoint]) -> Group:
+    """The responses of all `points` of one batch; `mean` of the arm's where theirs were not counted."""
+    tokens = [point.autoregressive_response_tokens for point in points]
+    longest = [point.autoregressive_longest_tokens for point in points]
+    own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
+    return Group(
+        name=f"sweep, batch {batch}",
+        shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # tuning runs one engine
+        mean_tokens=own_mean,
+        mean_log_sd=log_sd,
+        length_log_sd=_spread_of(setting, own_mean, longest, batch),
+    )
 
 
 def _speedup(point: SweepPoint) -> float:
@@ -213,11 +200,3 @@ def _speedup(point: SweepPoint) -> float:
     )
     own, baseline = next((pair for pair in counted if all(pair)), (1.0, 1.0))
     return point.speedup * own / baseline
-
-
-def _sweep_label(batch: int, k: int) -> str:
-    return f"{_sweep_group(batch)}, k = {k}"
-
-
-def _sweep_group(batch: int) -> str:
-    return f"sweep, batch {batch}"

@@ -12,12 +12,10 @@ import yaml
 from slipstream.config import from_mapping
 from slipstream.simulator.cost.data_files import CONFIGS
 from slipstream.simulator.cost.iteration import Drafting
-from slipstream.simulator.cost.parameters import Regime, load_priors
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import LearnerEfficiency, learner_efficiency, stagewise
-from slipstream.simulator.fit.calibration import calibrate
-from slipstream.simulator.fit.cells import Cell, Group
-from slipstream.simulator.fit.ensemble import Ensemble
+from slipstream.simulator.cost.step import Learner, stagewise
+from slipstream.simulator.fit.calibration import Cell, Group
+from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes
 
 PAPER_SETTING = "paper-8b"
@@ -61,23 +59,13 @@ def paper_cells() -> tuple[Cell, ...]:
     AR, k = 3 and n-gram were published in seconds; the others are the AR seconds over the published speedup.
     """
     workloads, ngram_s = _workloads(), read_simulator_reference().ngram_generation_s
-    return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
+    return tuple(cell for name in WORKLOADS for cell in _of_workload(_group(name), workloads[name], ngram_s[name]))
 
 
 def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
     """The four measured steps."""
     workloads = _workloads()
     return {(name, arm): StageTimes(**workloads[name][arm.value]) for name in WORKLOADS for arm in Arm}
-
-
-def paper_groups() -> tuple[Group, ...]:
-    """The two workloads, with unknown mean response lengths."""
-    setting = load_setting(PAPER_SETTING)
-    means, shape, spread = setting.mean_response_tokens, setting.shape(), setting.length_log_sd
-    return tuple(
-        Group(name=name, shape=shape, mean_tokens=means[name], mean_log_sd=_MEAN_LOG_SD, length_log_sd=spread)
-        for name in WORKLOADS
-    )
 
 
 @cache
@@ -88,8 +76,7 @@ def calibrate_paper() -> Ensemble:
 
 def calibrate_cells(cells: Sequence[Cell]) -> Ensemble:
     """Fit to some of the paper's cells, one calibration a structural variant, the most probable first."""
-    members = calibrate(load_setting(PAPER_SETTING), cells, paper_groups(), load_priors("gpu"), tuple(Regime))
-    return Ensemble(members=members)
+    return calibrate(load_setting(PAPER_SETTING), cells)
 
 
 def mean_paper_step() -> StageTimes:
@@ -97,10 +84,11 @@ def mean_paper_step() -> StageTimes:
     return stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
 
 
-def paper_learner() -> LearnerEfficiency:
-    """How efficiently the paper's learner ran."""
+def paper_learner() -> Learner:
+    """The paper's learner."""
     setting = load_setting(PAPER_SETTING)
-    return learner_efficiency(mean_paper_step(), setting, mean_tokens=max(setting.mean_response_tokens.values()))
+    mean = max(setting.mean_response_tokens.values())
+    return Learner(measured=mean_paper_step(), setting=setting, mean_tokens=mean)
 
 
 @cache
@@ -108,13 +96,20 @@ def _workloads() -> dict[str, Any]:
     return yaml.safe_load(_REFERENCE.read_text())["workloads"]
 
 
-def _of_workload(name: str, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
+def _group(workload: str) -> Group:
+    """A workload, with an unknown mean response length."""
+    setting = load_setting(PAPER_SETTING)
+    mean, spread = setting.mean_response_tokens[workload], setting.length_log_sd
+    return Group(name=workload, shape=setting.shape(), mean_tokens=mean, mean_log_sd=_MEAN_LOG_SD, length_log_sd=spread)
+
+
+def _of_workload(group: Group, values: Mapping[str, Any], ngram_s: float) -> Iterator[Cell]:
     base_s = values["autoregressive"]["generation_s"]
 
     def cell(label: str, k: int, length: float, seconds: float, drafting: Drafting = Drafting.EAGLE3) -> Cell:
         return Cell(
-            label=f"{name}, {label}",
-            group=name,
+            label=f"{group.name}, {label}",
+            group=group,
             k=k,
             drafting=drafting,
             acceptance_length=length,

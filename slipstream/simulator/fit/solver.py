@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 
 _DIFFERENCE = 1e-5
 _MAX_STEP = 1.0  # of a parameter on its own scale: logarithms mostly, so e-fold
 _MAX_ITERATIONS = 100
 _MAX_REFUSALS = 12
 _PROPOSALS = 256
+_DRAWS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,22 +74,22 @@ def minimise(problem: Problem) -> Solution:
     return Solution(solution=x, covariance=covariance, log_evidence=float(log_evidence))
 
 
-def sample_posterior(problem: Problem, found: Solution, *, count: int, seed: int = 0) -> Array:
-    """Draws [count, P] of the parameters: the Gaussian's, resampled by how probable they really are.
+def sample_posterior(problem: Problem, found: Solution) -> Array:
+    """Draws [200, P] of the parameters: the Gaussian's, resampled by how probable they really are.
 
     Where a roofline bends, the Gaussian puts half its draws where the data would not have them. Weights are truncated
     at sqrt(number of draws) times their mean, so that no draw stands for all.
 
     Source: Rubin, Bayesian Statistics 3 (1988) 395; Ionides, J. Comput. Graph. Stat. 17 (2008) 295.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     standard = random.standard_normal((_PROPOSALS, len(found.solution)))
     proposed = found.solution + standard @ np.linalg.cholesky(found.covariance).T
     costs = np.array([np.sum(_stacked(problem, x) ** 2) for x in proposed])
     log_weights = 0.5 * (np.sum(standard**2, axis=1) - costs)
     weights = np.exp(log_weights - log_weights.max())
     weights = np.minimum(weights, weights.mean() * np.sqrt(_PROPOSALS))
-    return proposed[random.choice(_PROPOSALS, size=count, p=weights / weights.sum())]
+    return proposed[random.choice(_PROPOSALS, size=_DRAWS, p=weights / weights.sum())]
 
 
 def _stacked(problem: Problem, x: Array) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.simulator.cost.parameters import Prior, load_belief
 from slipstream.types import Arm, LoopMode
@@ -98,27 +98,21 @@ def predict_asynchronous(
     """
     require(mode is not LoopMode.SYNCHRONOUS, "mode", "must be asynchronous", mode.value)
     require(lag >= 1, "lag", "must be >= 1", lag)
-    found, sources = [], {}
-    for arm in sync_arms:
-        factors = (slowdowns or {}).get(arm.arm) or believed_slowdowns()
-        sources[arm.arm.value] = f"engine: {factors.engine.source}; learner: {factors.learner.source}"
-        found.append(
-            _predict(arm, factors, lag=lag, mode=mode, has_logprob_pass=has_logprob_pass, helps=idle_core_helps)
-        )
+    factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed_slowdowns() for arm in sync_arms}
+    sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
+    arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass, idle_core_helps) for arm in sync_arms]
     return AsynchronousPrediction(
-        mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(found), sources=sources
+        mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(arms), sources=sources
     )
 
 
 def _predict(
-    arm: ArmRecord, factors: CoreSlowdowns, *, lag: int, mode: LoopMode, has_logprob_pass: bool, helps: bool
+    arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, has_logprob_pass: bool, helps: bool
 ) -> PredictedArm:
     times = [step.times for step in arm.timed_steps]
     random = np.random.default_rng(0)
-    engine, learner, fixed_share = (
-        _drawn(belief, random)
-        for belief in (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
-    )
+    beliefs = (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
+    engine, learner, fixed_share = (_drawn(belief, random) for belief in beliefs)
     # Batch t + 1 is generated while step t trains; the last step has none that follows.
     generated_s = engine * np.array([each.generation_s for each in (*times[1:], times[0])])
     trained_s = learner * np.array([each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times])

@@ -7,20 +7,22 @@ steps are measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from slipstream.config import require
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
+from slipstream.simulator.cost.hardware import target_of
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
-from slipstream.simulator.cost.step import learner_efficiency, learner_stages, stagewise
+from slipstream.simulator.cost.step import Learner, stagewise
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
-from slipstream.simulator.project.asynchronous import CoreSlowdowns, measured_slowdowns, predict_asynchronous
-from slipstream.simulator.project.runs import known_layout, run_setting, target_of
+from slipstream.simulator.project.asynchronous import measured_slowdowns, predict_asynchronous
+from slipstream.simulator.project.runs import known_layout, run_setting
 from slipstream.types import Arm, LoopMode
 
 
@@ -81,82 +83,56 @@ def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
     return {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
 
 
-def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> list[BalanceRow]:
+def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
     """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
-    slowdowns = _slowdowns(run)
-    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
-    return [
-        BalanceRow(
-            arm=arm.arm, generation=1, training=1, step_s=arm.step_s, exposed_s=arm.exposed_s, bound=arm.bound.value
-        )
-        for arm in predicted.arms
-    ]
-
-
-def _slowdowns(run: RunRecord) -> dict[Arm, CoreSlowdowns]:
     beside = {arm.arm: arm for arm in run.asynchronous}
     pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
-    return {arm: factors for arm, factors in pairs if factors is not None}
+    slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
+    for each in predicted.arms:
+        step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound.value
+        yield BalanceRow(arm=each.arm, generation=1, training=1, step_s=step_s, exposed_s=exposed_s, bound=bound)
 
 
-def _of_gpus(run: RunRecord, layout: LayoutRecord, lag: int, mode: LoopMode, gpus_per_node: int) -> list[BalanceRow]:
+def _of_gpus(
+    run: RunRecord, layout: LayoutRecord, lag: int, mode: LoopMode, gpus_per_node: int
+) -> Iterator[BalanceRow]:
     require(gpus_per_node >= 1, "--gpus-per-node", "must be >= 1", gpus_per_node)
-    all_gpus = run_setting(layout)
-    generating = layout.generation_gpus or layout.num_gpus
-    training = layout.num_gpus - layout.generation_gpus
+    engine, total = layout.gpus_per_engine, layout.num_gpus
     # Measured on the GPUs that each stage had.
-    found = calibrate_run(
-        run.arms, run.tuning, replace(all_gpus, num_gpus=generating), target=target_of(layout.hardware)
-    )
-    splits = [
-        gpus
-        for gpus in range(all_gpus.gpus_per_engine, layout.num_gpus, all_gpus.gpus_per_engine)
-        if gpus % gpus_per_node == 0 and (layout.num_gpus - gpus) % gpus_per_node == 0
-    ]
-    rule = f"must leave a GPU for training beside an engine of {all_gpus.gpus_per_engine}, in nodes of {gpus_per_node}"
-    require(bool(splits), "--run", rule, layout.num_gpus)
-    return [row for arm in run.arms for row in _of_arm(arm, found, splits, layout.num_gpus, training, lag, mode)]
-
-
-def _of_arm(  # an arm, a machine, a loop
-    arm: ArmRecord,
-    found: RunCalibration,
-    splits: Sequence[int],
-    num_gpus: int,
-    measured_training: int,
-    lag: int,
-    mode: LoopMode,
-) -> list[BalanceRow]:
-    setting, lengths = found.setting, found.setting.lengths(found.mean_tokens)
-    k = arm.num_speculative_tokens
-    accepted = found.profile.length(k) if k else 1.0
-    model = found.ensemble.best.model(setting)
-
-    def fitted_s(trace: Trace) -> Array:
-        return model.span_s(trace, k=k, tokens_per_iteration=accepted)
-
-    generation_s = fmean(step.times.generation_s for step in arm.timed_steps)
-    factor = generation_s / float(fitted_s(slowest_engine(lengths, setting.shape())).sum())
-    stages = stagewise(fmean, [step.times for step in arm.timed_steps])
-    learner = learner_efficiency(stages, replace(setting, num_gpus=measured_training), mean_tokens=found.mean_tokens)
-    rows = []
-    for gpus in splits:
-        joined = overlap(
-            learner_stages(learner, setting, num_gpus=num_gpus - gpus, mean_tokens=found.mean_tokens),
-            lengths=lengths,
-            shape=setting.shape(gpus),
-            lag=lag,
-            seconds=lambda trace: factor * fitted_s(trace),
-            mode=mode,
-        )
-        rows.append(
-            BalanceRow(
+    generating = replace(run_setting(layout), num_gpus=layout.generation_gpus or total)
+    found = calibrate_run(run.arms, run.tuning, generating)
+    training = replace(found.setting, num_gpus=total - layout.generation_gpus)
+    splits = [gpus for gpus in range(engine, total, engine) if gpus % gpus_per_node == total % gpus_per_node == 0]
+    rule = f"must leave a GPU for training beside an engine of {engine}, in nodes of {gpus_per_node}"
+    require(bool(splits), "--run", rule, total)
+    for arm in run.arms:
+        measured = stagewise(fmean, [step.times for step in arm.timed_steps])
+        learner = Learner(measured=measured, setting=training, mean_tokens=found.mean_tokens)
+        seconds = _measured_cost(found, arm.num_speculative_tokens, measured.generation_s)
+        for gpus in splits:
+            joined = overlap(
+                learner.stages(found.setting, num_gpus=total - gpus, mean_tokens=found.mean_tokens),
+                lengths=found.setting.lengths(found.mean_tokens),
+                shape=found.setting.shape(gpus),
+                lag=lag,
+                seconds=seconds,
+                mode=mode,
+            )
+            yield BalanceRow(
                 arm=arm.arm,
                 generation=gpus,
-                training=num_gpus - gpus,
+                training=total - gpus,
                 step_s=joined.step.step_s,
                 exposed_s=joined.step.generation_s,
                 bound=joined.bound.value,
             )
-        )
-    return rows
+
+
+def _measured_cost(found: RunCalibration, k: int, generation_s: float) -> Callable[[Trace], Array]:
+    """The fitted cost of an engine's spans with `k` draft tokens, brought to a measured generation time by a factor."""
+    model, accepted = found.ensemble.best.model(found.setting), found.profile.length(k)
+    fitted_s = partial(model.span_s, k=k, tokens_per_iteration=accepted)
+    slowest = slowest_engine(found.setting.lengths(found.mean_tokens), found.setting.shape())
+    factor = generation_s / float(fitted_s(slowest).sum())
+    return lambda trace: factor * fitted_s(trace)

@@ -7,17 +7,18 @@ measured ranges that error grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import Overlap, overlap
 from slipstream.simulator.cost.iteration import CostModel, network_collective
-from slipstream.simulator.cost.parameters import IDEAL, Regime
+from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
-from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
+from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.calibration import Calibration
 from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.project.scenarios import Scenario
@@ -57,7 +58,7 @@ class Projection:
 def project(
     scenario: Scenario,
     ensemble: Ensemble,
-    learner: LearnerEfficiency,
+    learner: Learner,
     *,
     layouts: Sequence[Scenario] = (),
     num_draws: int = _NUM_DRAWS,
@@ -71,21 +72,18 @@ def project(
     scenarios = (scenario, *layouts)
     batch = max(float(each.shape.per_engine) for each in scenarios)
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
-    arms_of = [_arms_of(each, learner) for each in scenarios]
     latency = network_collective()
     around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the calibration's draws
     collectives_s = latency.median * np.exp(latency.log_sd * around[:, 1])
-    arms = [
-        arms_of[index % len(arms_of)](*drawn)
-        for index, drawn in enumerate(zip(sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=True))
-    ]
+    drawn = zip(cycle(scenarios), sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=False)
+    arms = [_arms(each, learner, draw, deviation, latency_s) for each, draw, deviation, latency_s in drawn]
     return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
 
 
-def project_ideal(scenario: Scenario, learner: LearnerEfficiency, *, layouts: Sequence[Scenario] = ()) -> Projection:
+def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> Projection:
     """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
-    draw = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
-    arms = [_arms_of(each, learner)(draw, 0.0, 0.0) for each in (scenario, *layouts)]
+    draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
+    arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
     return _summary(scenario, arms, (_IDEAL_STACK,))
 
 
@@ -105,49 +103,36 @@ def speedup_map(
     return np.stack(rows)
 
 
-def best_of_map(scenario: Scenario, calibration: Calibration, *, max_k: int = 7) -> Scenario:
-    """The point of the k x acceptance map, k = 1 to `max_k`, where the rollout is fastest."""
-    ks, lengths = tuple(range(1, max_k + 1)), tuple(float(length) for length in range(1, max_k + 2))
+def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
+    """The point of the k x acceptance map, k = 1 to 7, where the rollout is fastest."""
+    ks, lengths = range(1, 8), [float(length) for length in range(1, 9)]
     found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
     row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
     return replace(scenario, k=ks[row], acceptance_length=lengths[column])
 
 
-def _arms_of(scenario: Scenario, learner: LearnerEfficiency) -> Callable[[Draw, float, float], tuple[Overlap, Overlap]]:
-    """The autoregressive and the speculative arm of a draw; what no draw changes is worked out once.
+def _arms(
+    scenario: Scenario, learner: Learner, draw: Draw, deviation: float, network_collective_s: float
+) -> tuple[Overlap, Overlap]:
+    """The autoregressive and the speculative arm of a draw.
 
-    A draw comes with the learner's deviation, see `learner_stages`, and the latency of a collective between domains.
+    Args:
+        deviation: the learner's, see `Learner.stages`.
+        network_collective_s: latency of a collective between domains.
     """
-    setting, shape = scenario.setting, scenario.shape
-    lengths = setting.lengths(scenario.mean_tokens)
+    setting, mean = scenario.setting, scenario.mean_tokens
+    model = CostModel(setting=setting, parameters=draw.parameters, network_collective_s=network_collective_s)
+    trainer = learner.stages(setting, num_gpus=scenario.training_gpus, mean_tokens=mean, deviation=deviation)
 
-    def arms(draw: Draw, deviation: float, network_collective_s: float) -> tuple[Overlap, Overlap]:
-        model = CostModel(
-            setting=setting,
-            parameters=draw.parameters,
-            regime=draw.regime,
-            network_collective_s=network_collective_s,
-        )
-        trainer = learner_stages(
-            learner,
-            setting,
-            num_gpus=scenario.training_gpus,
-            mean_tokens=scenario.mean_tokens,
-            deviation=deviation,
-        )
+    def arm(k: int, length: float, error: float) -> Overlap:
+        def seconds(trace: Trace) -> Array:
+            return error * model.span_s(trace, k=k, tokens_per_iteration=length)
 
-        def arm(k: int, length: float, error: float) -> Overlap:
-            def seconds(trace: Trace) -> Array:
-                return error * model.span_s(trace, k=k, tokens_per_iteration=length)
+        lengths = setting.lengths(mean)
+        return overlap(trainer, lengths=lengths, shape=scenario.shape, lag=scenario.lag, seconds=seconds)
 
-            return overlap(trainer, lengths=lengths, shape=shape, lag=scenario.lag, seconds=seconds)
-
-        return (
-            arm(0, 1.0, draw.autoregressive_error),
-            arm(scenario.k, scenario.acceptance_length, draw.speculative_error),
-        )
-
-    return arms
+    speculative = arm(scenario.k, scenario.acceptance_length, draw.speculative_error)
+    return arm(0, 1.0, draw.autoregressive_error), speculative
 
 
 def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:

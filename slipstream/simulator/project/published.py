@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.records.files import write_record
-from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner, read_simulator_reference
 from slipstream.simulator.project.projection import ProjectedPoint, best_of_map, project, project_ideal
-from slipstream.simulator.project.records import PublishedPoint, RequestedProjection
-from slipstream.simulator.project.scenarios import ProjectionRequest, Scenario, assumed_layouts, published_scenario
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest, Scenario, assumed_layouts
 
 
-def project_published(ensemble: Ensemble) -> list[PublishedPoint]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPoint:
+    """The paper's own projection, and ours beside it: on an ideal stack, and as calibrated on its measurements."""
+
+    published_rollout_speedup: float
+    published_step_speedup: float
+    ideal: ProjectedPoint
+    calibrated: ProjectedPoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedProjection:
+    """What a request gives, and what of its layout is assumed."""
+
+    ideal: ProjectedPoint
+    calibrated: ProjectedPoint
+    assumptions: tuple[str, ...]
+
+
+def project_published() -> list[PublishedPoint]:
     """The points that the paper's closed simulator projects, from a calibration on the paper's measurements."""
     points = []
     for reference in read_simulator_reference().projected:
-        scenario = published_scenario(
+        scenario = ProjectionRequest(
+            model=PUBLISHED_MODEL,
+            num_gpus=reference.num_gpus,
             k=reference.k or 0,
             acceptance_length=reference.acceptance_length or 1.0,
-            num_gpus=reference.num_gpus,
             lag=reference.lag,
-        )
+        ).scenario()
         if reference.k is None:
-            scenario = best_of_map(scenario, ensemble.best)
+            scenario = best_of_map(scenario, calibrate_paper().best)
         points.append(
             PublishedPoint(
                 published_rollout_speedup=reference.rollout_speedup,
                 published_step_speedup=reference.step_speedup,
-                ideal=_ideal(scenario),
-                calibrated=_calibrated(scenario, ensemble),
+                **_projected(scenario),
             )
         )
     return points
@@ -42,13 +60,9 @@ def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedPr
         seed: of the draws behind the bands.
     """
     scenario = request.scenario()
-    return RequestedProjection(
-        ideal=_ideal(scenario),
-        calibrated=_calibrated(scenario, calibrate_paper(), seed=seed),
-        assumptions=tuple(
-            f"{name}: {source}" for name, source in scenario.setting.sources.items() if source.startswith("assumed")
-        ),
-    )
+    sources = scenario.setting.sources.items()
+    assumptions = tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed"))
+    return RequestedProjection(assumptions=assumptions, **_projected(scenario, seed))
 
 
 def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
@@ -56,9 +70,7 @@ def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0)
     return write_record(project_request(request, seed=seed), directory / "projection.json")
 
 
-def _ideal(scenario: Scenario) -> ProjectedPoint:
-    return project_ideal(scenario, paper_learner(), layouts=assumed_layouts(scenario)).point
-
-
-def _calibrated(scenario: Scenario, ensemble: Ensemble, *, seed: int = 0) -> ProjectedPoint:
-    return project(scenario, ensemble, paper_learner(), layouts=assumed_layouts(scenario), seed=seed).point
+def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
+    learner, layouts = paper_learner(), assumed_layouts(scenario)
+    calibrated = project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed)
+    return {"ideal": project_ideal(scenario, learner, layouts=layouts).point, "calibrated": calibrated.point}

@@ -6,27 +6,38 @@ The run's calibration gives other draft lengths on its own machine, the paper's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slipstream.config import require
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.cost.hardware import Precision
+from slipstream.simulator.cost.hardware import Precision, target_of
 from slipstream.simulator.cost.rollout import Slots
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.cost.step import learner_efficiency
-from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
-from slipstream.simulator.fit.paper import PAPER_SETTING, calibrate_paper, paper_learner
-from slipstream.simulator.project.figures import RunningBatch, projected_figures, running_batches
+from slipstream.simulator.cost.step import Learner
+from slipstream.simulator.fit.ensemble import CalibrationRecord
+from slipstream.simulator.fit.observed import CheckRecord, RunCalibration, calibrate_run
+from slipstream.simulator.fit.paper import PAPER_SETTING, calibrate_paper
+from slipstream.simulator.project.figures import ProjectedFigures, projected_figures, running_batches
 from slipstream.simulator.project.projection import ProjectedPoint, project
-from slipstream.simulator.project.published import project_published
-from slipstream.simulator.project.records import CalibrationRecord, ProjectionRecord
-from slipstream.simulator.project.scenarios import Scenario, published_scenario
+from slipstream.simulator.project.published import PublishedPoint, project_published
+from slipstream.simulator.project.scenarios import Scenario
 
 PAPER_SOURCE = "arXiv 2604.26779, measured"
 _CPU_SETTING = "cpu-2core"
-_DRAWN_K, _DRAWN_LENGTH = 3, 3.0  # of the figures: the first point that the paper projects
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionRecord:
+    """What `project_speedup` hands to the report. All is projected but for fields whose names say measured."""
+
+    run_calibration: CalibrationRecord | None  # None: the recipe does not say on what it ran
+    run_check: CheckRecord | None  # None: no speculative arm with k > 0, or no calibration
+    from_run: tuple[ProjectedPoint, ...]  # the run's machine, every k of its sweep
+    paper_calibration: CalibrationRecord
+    from_paper: tuple[PublishedPoint, ...]
+    figures: ProjectedFigures
 
 
 def project_speedup(
@@ -39,17 +50,14 @@ def project_speedup(
     Raises:
         ConfigError: the run has no autoregressive arm or no sweep.
     """
-    from_paper, run = calibrate_paper(), None
-    if layout is not None:
-        run = calibrate_run(arms, tuning, run_setting(layout), target=target_of(layout.hardware))
-    drawn = published_scenario(k=_DRAWN_K, acceptance_length=_DRAWN_LENGTH)
+    run = None if layout is None else calibrate_run(arms, tuning, run_setting(layout))
     return ProjectionRecord(
-        run_calibration=CalibrationRecord.of(execution, run.ensemble) if run else None,
+        run_calibration=run.ensemble.record(execution) if run else None,
         run_check=run.check if run else None,
         from_run=tuple(project_run(run, swept_ks(tuning))) if run else (),
-        paper_calibration=CalibrationRecord.of(PAPER_SOURCE, from_paper),
-        from_paper=tuple(project_published(from_paper)),
-        figures=projected_figures(drawn, from_paper, paper_learner(), running=_running(run) if run else ()),
+        paper_calibration=calibrate_paper().record(PAPER_SOURCE),
+        from_paper=tuple(project_published()),
+        figures=projected_figures(running=running_batches(run) if run else ()),
     )
 
 
@@ -60,7 +68,7 @@ def swept_ks(tuning: TuningRecord) -> list[int]:
 
 def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
     """Every k of `ks` on the run's own machine, at the acceptance lengths of its sweep's profile."""
-    learner = learner_efficiency(run.step, run.setting, mean_tokens=run.mean_tokens)
+    learner = Learner(measured=run.step, setting=run.setting, mean_tokens=run.mean_tokens)
     scenarios = [
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
         for k in ks
@@ -90,13 +98,3 @@ def run_setting(layout: LayoutRecord) -> Setting:
         max_response_tokens=layout.max_response_tokens,
         slots=Slots.RESPONSE,  # of the loops here; the published runs' make room by the group
     )
-
-
-def target_of(hardware: str) -> str:
-    """Whose priors a calibration starts from."""
-    return "cpu" if hardware.startswith("cpu") else "gpu"
-
-
-def _running(run: RunCalibration) -> tuple[RunningBatch, ...]:
-    drafted = {} if run.check is None else {run.check.k: run.check.acceptance_length}
-    return running_batches(run.setting, run.ensemble, mean_tokens=run.mean_tokens, acceptance_lengths=drafted)

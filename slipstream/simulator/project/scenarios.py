@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from slipstream.config import require
-from slipstream.simulator.cost.acceptance import check_length
 from slipstream.simulator.cost.hardware import BYTES, Precision, load_hardware
 from slipstream.simulator.cost.models import load_model
 from slipstream.simulator.cost.rollout import RolloutShape
 from slipstream.simulator.cost.settings import Setting, load_setting
+from slipstream.simulator.fit.acceptance import check_length
 from slipstream.simulator.fit.paper import PAPER_SETTING
 
+PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200
 _LARGE_SETTING = "paper-235b"
 _GENERATION_FRACTION = 0.75  # arXiv 2604.26779 has 12 of 16 nodes
 _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
@@ -107,18 +108,6 @@ class ProjectionRequest:
             self.generation_fraction,
         )
         return scenario
-
-
-def published_scenario(*, k: int, acceptance_length: float, num_gpus: int = 0, lag: int = 0) -> Scenario:
-    """The 235B model as the paper's own simulator lays it out; `num_gpus` 0 takes the layout's own number."""
-    setting = load_setting(_LARGE_SETTING)
-    return Scenario(
-        setting=replace(setting, num_gpus=num_gpus or setting.num_gpus),
-        mean_tokens=max(setting.mean_response_tokens.values()),
-        k=k,
-        acceptance_length=acceptance_length,
-        lag=lag,
-    )
 
 
 def assumed_layouts(scenario: Scenario) -> tuple[Scenario, ...]:

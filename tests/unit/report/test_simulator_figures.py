@@ -9,11 +9,10 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_figures as figures
 from slipstream.report.projection_tables import check_table, own_table, published_table
-from slipstream.simulator.cost.settings import load_setting
+from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper
 from slipstream.simulator.project.figures import LagLine, SpeedupMap, running_batches
-from slipstream.simulator.project.records import CalibrationRecord
-from slipstream.simulator.project.runs import project_speedup
+from slipstream.simulator.project.runs import project_speedup, run_setting
 from slipstream.stages.support import recipe_layout
 from slipstream.types import StageTimes
 
@@ -22,9 +21,11 @@ DEMO_LAYOUT = recipe_layout(
 )
 
 
-def test_every_figure_is_an_svg_that_says_what_is_projected() -> None:
-    ensemble = calibrate_paper()
-    running = running_batches(load_setting("paper-8b"), ensemble, mean_tokens=5000.0, acceptance_lengths={3: 2.77})
+def test_every_figure_is_an_svg_that_says_what_is_projected(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    assert DEMO_LAYOUT is not None
+    running = running_batches(calibrate_run(demo_arms(1.0), demo_tuning, run_setting(DEMO_LAYOUT)))
     assert sum(running[1].span_s) < sum(running[0].span_s)
     base = StageTimes.in_sequence(data_s=0.2, prepare_s=2.0, generation_s=100.0, logprob_s=18.0, train_s=31.0)
     surface = SpeedupMap(ks=(1, 3), acceptance_lengths=(1.0, 3.0), rollout_speedups=((0.9, None), (0.8, 1.6)))
@@ -36,7 +37,7 @@ def test_every_figure_is_an_svg_that_says_what_is_projected() -> None:
         "Projected rollout speedup": figures.speedup_map(surface),
         "Projected step speedup": figures.speedup_over_gpus(lines),
         "Projected step, seconds": figures.stage_waterfall(base, base.with_generation(56.0)),
-        "measured, s": figures.measured_against_simulated([CalibrationRecord.of("paper", ensemble)]),
+        "measured, s": figures.measured_against_simulated([calibrate_paper().record("paper")]),
         "projected seconds": figures.running_batch(running),
     }
     for text, svg in drawn.items():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.config import require
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.rollout import Slots, Trace
 
 _ALMOST_0_TOKENS = 1e-6

@@ -53,15 +53,21 @@ def setting(name: str) -> Setting:
     return replace(DENSE, model=name, gpus_per_engine=8, precision=Precision.FLOAT8)
 
 
+def only(parameters: CostParameters, regime: Regime) -> CostParameters:
+    """Without what the other structures add."""
+    others = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
+    return replace(parameters, **{field: 0.0 for field, of in others.items() if of is not regime})
+
+
 def cost(
     name: str, parameters: CostParameters, batch: float, context: float, k: int, regime: Regime = Regime.SMOOTH
 ) -> IterationCost:
-    model = CostModel(setting=setting(name), parameters=parameters, regime=regime)
+    model = CostModel(setting=setting(name), parameters=only(parameters, regime))
     return model.iteration(batch_S=np.array([batch]), context_S=np.array([batch * context]), k=k)
 
 
 def ideal(batch: float, context: float) -> IterationCost:
-    model = CostModel(setting=DENSE, parameters=IDEAL, regime=Regime.SMOOTH)
+    model = CostModel(setting=DENSE, parameters=IDEAL)
     return model.iteration(batch_S=np.array([batch]), context_S=np.array([context]), k=0)
 
 
@@ -91,7 +97,7 @@ def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
     name: str, parameters: CostParameters, lengths: list[int], k: int, regime: Regime
 ) -> None:
     trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=10)
-    model = CostModel(setting=setting(name), parameters=parameters, regime=regime)
+    model = CostModel(setting=setting(name), parameters=only(parameters, regime))
 
     def seconds(drafts: int, drafting: Drafting) -> float:
         return float(model.span_s(trace, k=drafts, tokens_per_iteration=1.0, drafting=drafting).sum())
@@ -105,7 +111,7 @@ def test_more_acceptance_is_never_slower(
     parameters: CostParameters, length: float, more: float, regime: Regime
 ) -> None:
     trace = batch_continuously(np.array([50.0, 100.0, 400.0]), prompt_tokens=10)
-    model = CostModel(setting=setting("qwen3-8b"), parameters=parameters, regime=regime)
+    model = CostModel(setting=setting("qwen3-8b"), parameters=only(parameters, regime))
     times = [model.span_s(trace, k=7, tokens_per_iteration=each).sum() for each in (length, length + more)]
     assert times[1] <= times[0]
 
@@ -126,7 +132,7 @@ def test_attention_reads_keys_and_values_of_the_whole_context() -> None:
 
 
 def test_a_draft_of_eagle_makes_k_passes_and_an_ngram_scans_the_context() -> None:
-    model = CostModel(setting=setting("qwen3-8b"), parameters=PARAMETERS, regime=Regime.SMOOTH)
+    model = CostModel(setting=setting("qwen3-8b"), parameters=PARAMETERS)
 
     def drafted(k: int, drafting: Drafting) -> float:
         batch, context = np.array([4.0]), np.array([4000.0])
@@ -156,7 +162,7 @@ def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: float) -> None:
 
 def test_an_engine_across_domains_reduces_over_the_network_too() -> None:
     # 16 H100 in two domains of 8: two all-reduces in each of 36 layers, over NVLink and then over the network.
-    ideal = {"parameters": IDEAL, "regime": Regime.SMOOTH, "network_collective_s": 3e-5}
+    ideal = {"parameters": IDEAL, "network_collective_s": 3e-5}
     inside, across = (replace(DENSE, hardware="h100", gpus_per_engine=gpus, num_gpus=64) for gpus in (8, 16))
     batch = {"batch_S": np.array([10.0]), "context_S": np.array([0.0]), "k": 0}
     nvlink_s = 10e-6 + 2 * 7 / 8 * 10 * 4096 * 2 / 0.45e12
@@ -168,5 +174,5 @@ def test_an_engine_across_domains_reduces_over_the_network_too() -> None:
 
 def test_the_latency_between_domains_is_a_belief_with_a_source() -> None:
     assert (network_collective().median, network_collective().log_sd) == (3e-5, 0.5)
-    model = CostModel(setting=DENSE, parameters=IDEAL, regime=Regime.SMOOTH)
+    model = CostModel(setting=DENSE, parameters=IDEAL)
     assert model.network_collective_s == network_collective().median

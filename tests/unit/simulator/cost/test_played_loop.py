@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import Bound, overlap
 from slipstream.simulator.cost.lengths import Lengths, stratified
 from slipstream.simulator.cost.rollout import RolloutShape, Slots, Trace

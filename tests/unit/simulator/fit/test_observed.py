@@ -27,7 +27,7 @@ SETTING = run_setting(LAYOUT)
 @pytest.fixture(scope="module")
 def recorded(demo_arms: DemoArms, demo_tuning: TuningRecord) -> RunCalibration:
     """Fitted to the recorded demo as it is."""
-    return calibrate_run(demo_arms(1.0), demo_tuning, SETTING, target="cpu")
+    return calibrate_run(demo_arms(1.0), demo_tuning, SETTING)
 
 
 def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(recorded: RunCalibration) -> None:
@@ -41,7 +41,7 @@ def test_the_speculative_arm_is_predicted_from_the_baseline_and_the_sweep(record
 def test_the_prediction_does_not_see_the_arm_that_it_predicts(
     recorded: RunCalibration, demo_arms: DemoArms, demo_tuning: TuningRecord
 ) -> None:
-    one, other = recorded.check, calibrate_run(demo_arms(3.0), demo_tuning, SETTING, target="cpu").check
+    one, other = recorded.check, calibrate_run(demo_arms(3.0), demo_tuning, SETTING).check
     assert one is not None and other is not None
     assert one.predicted_s == other.predicted_s
     assert other.measured_s == pytest.approx(3.0 * one.measured_s)
@@ -60,7 +60,7 @@ def test_the_longest_response_says_how_widely_they_are_spread(demo_arms: DemoArm
     def spread(longest: int) -> float:
         arm = demo_arms(1.0)[0]
         steps = tuple(replace(step, num_truncated=0, longest_response_tokens=longest) for step in arm.steps)
-        return calibrate_run([replace(arm, steps=steps)], demo_tuning, SETTING, target="cpu").setting.length_log_sd
+        return calibrate_run([replace(arm, steps=steps)], demo_tuning, SETTING).setting.length_log_sd
 
     assert spread(0) == SETTING.length_log_sd  # not recorded
     assert 0.05 <= spread(90) < spread(120) < spread(150)
@@ -83,7 +83,7 @@ def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(
             ),
         ),
     )
-    arm, baseline, cell = calibrate_run(demo_arms(1.0)[:1], tuning, SETTING, target="cpu").ensemble.best.cells
+    arm, baseline, cell = calibrate_run(demo_arms(1.0)[:1], tuning, SETTING).ensemble.best.cells
     assert (baseline.generation_s, cell.generation_s) == (1.0, pytest.approx(1.0 / (2.0 * 60.0 / 80.0)))
     assert (arm.clock, baseline.clock, cell.clock) == ("", "", baseline.label)
 
@@ -94,7 +94,7 @@ def test_a_baseline_whose_rounds_differ_counts_for_less(demo_arms: DemoArms, dem
         replace(point, generation_p10_s=1.0, generation_p90_s=2.0 if point.k == 0 else 4.0)
         for point in demo_tuning.points
     )
-    found = calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING, target="cpu")
+    found = calibrate_run(demo_arms(1.0)[:1], replace(demo_tuning, points=points), SETTING)
     noise = {cell.label: cell.log_sd for cell in found.ensemble.best.cells}
     assert noise["sweep, batch 64, k = 0"] == pytest.approx(0.1957, abs=1e-4)
     assert noise["sweep, batch 64, k = 5"] == noise["autoregressive arm"] == 0.05
@@ -112,7 +112,7 @@ def test_a_slow_hour_of_the_sweep_moves_a_prediction_by_less_the_noisier_its_bas
             )
             for point in demo_tuning.points
         )
-        check = calibrate_run(demo_arms(1.0), replace(demo_tuning, points=points), SETTING, target="cpu").check
+        check = calibrate_run(demo_arms(1.0), replace(demo_tuning, points=points), SETTING).check
         assert check is not None
         return check.predicted_s
 
@@ -130,8 +130,8 @@ def test_every_k_of_the_sweep_is_projected_on_the_same_machine(recorded: RunCali
 
 def test_a_run_without_a_baseline_is_refused(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
     with pytest.raises(ConfigError, match=r"run.arms must hold the autoregressive arm, got \['speculative'\]"):
-        calibrate_run(demo_arms(1.0)[1:], demo_tuning, SETTING, target="cpu")
+        calibrate_run(demo_arms(1.0)[1:], demo_tuning, SETTING)
 
 
 def test_a_run_without_speculation_has_nothing_to_check(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
-    assert calibrate_run(demo_arms(1.0)[:1], demo_tuning, SETTING, target="cpu").check is None
+    assert calibrate_run(demo_arms(1.0)[:1], demo_tuning, SETTING).check is None

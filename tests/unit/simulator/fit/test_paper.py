@@ -13,15 +13,14 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from slipstream.simulator.cost.arrays import Array
+from slipstream.simulator.cost import Array
 from slipstream.simulator.cost.asynchronous import overlap
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.lengths import Lengths
 from slipstream.simulator.cost.parameters import Regime
 from slipstream.simulator.cost.rollout import Slots, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.cost.step import learner_stages
-from slipstream.simulator.fit.cells import Cell
+from slipstream.simulator.fit.calibration import Cell
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.paper import (
     WORKLOADS,
@@ -48,7 +47,9 @@ SEVEN = "k = 7"
 def without(held_out: str) -> tuple[Ensemble, list[Cell]]:
     """A fit without the speculative cells of a workload, or without those of k = 7; and the cells left out."""
     cells = paper_cells()
-    left_out = [cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group == held_out and cell.k > 0)]
+    left_out = [
+        cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group.name == held_out and cell.k > 0)
+    ]
     return calibrate_cells([cell for cell in cells if cell not in left_out]), left_out
 
 
@@ -59,7 +60,7 @@ def errors(cells: Sequence[Cell], predicted_s: np.ndarray) -> np.ndarray:
 def test_the_cells_are_the_papers() -> None:
     cells = paper_cells()
     assert len(cells) == 16
-    assert {cell.group for cell in cells} == set(WORKLOADS)
+    assert {cell.group.name for cell in cells} == set(WORKLOADS)
     seconds = {cell.label: cell.generation_s for cell in cells}
     assert seconds["rl_zero, autoregressive"] == 100.0
     assert seconds["rl_think, k = 3"] == 87.0  # published in seconds
@@ -189,7 +190,7 @@ def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> 
 def test_half_the_gpus_train_the_synchronous_batch_in_twice_the_time_and_the_paper_did_not() -> None:
     """A learner of 16 GPUs would need 100 s for the batch of the synchronous step; its busy time was 65 % of that."""
     setting, learner = SETTING, paper_learner()
-    scaled = learner_stages(learner, setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
+    scaled = learner.stages(setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
     assert scaled.other_s == pytest.approx(99.9, abs=0.5)
     assert TRAINER_S[Arm.AUTOREGRESSIVE] / scaled.other_s == pytest.approx(WORK, abs=0.01)
 
@@ -228,7 +229,7 @@ def test_with_the_work_that_the_trainer_had_the_measured_steps_lie_between_fewer
 
 
 def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> None:
-    points = project_published(fitted())
+    points = project_published()
     published = [(point.published_rollout_speedup, point.published_step_speedup) for point in points]
     assert published == [(2.72, 1.70), (6.49, 2.22), (3.5, 2.5)]
     for point in points:
@@ -243,4 +244,4 @@ def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> Non
         assert point.calibrated.step_speedup.p10 < point.published_step_speedup < point.calibrated.step_speedup.p90
     assert points[0].calibrated.step_speedup.median == pytest.approx(points[0].published_step_speedup, rel=0.05)
     assert points[2].calibrated.step_speedup.p90 == pytest.approx(points[2].published_step_speedup, rel=0.05)
-    assert {cell.group for cell in fitted().best.cells} == set(WORKLOADS)  # of the 8B: none is a projected point
+    assert {cell.group.name for cell in fitted().best.cells} == set(WORKLOADS)  # of the 8B: none is a projected point

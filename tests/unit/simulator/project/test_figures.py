@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 
 from slipstream.simulator.cost.rollout import slowest_engine
+from slipstream.simulator.fit.acceptance import AcceptanceProfile
 from slipstream.simulator.fit.ensemble import Ensemble
+from slipstream.simulator.fit.observed import CheckRecord, RunCalibration
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.figures import projected_figures, running_batches
 from slipstream.simulator.project.projection import project, speedup_map
-from slipstream.simulator.project.scenarios import published_scenario
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
+from slipstream.types import StageTimes
 
-SCENARIO = published_scenario(k=3, acceptance_length=3.0)
+SCENARIO = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0).scenario()
 
 
 @pytest.fixture
@@ -21,10 +24,22 @@ def ensemble() -> Ensemble:
     return calibrate_paper()
 
 
+def run(ensemble: Ensemble) -> RunCalibration:
+    """On the layout of the scenario, with a speculative arm of k = 3."""
+    times = StageTimes.in_sequence(data_s=0.0, prepare_s=0.0, generation_s=1.0, logprob_s=0.0, train_s=1.0)
+    check = CheckRecord(
+        k=3, acceptance_length=2.5, measured_s=1.0, predicted_s=1.0, predicted_p10_s=1.0, predicted_p90_s=1.0
+    )
+    profile = AcceptanceProfile(level=0.0, fall=0.0)
+    return RunCalibration(
+        setting=SCENARIO.setting, mean_tokens=6000.0, ensemble=ensemble, profile=profile, step=times, check=check
+    )
+
+
 def test_figures_draw_the_scenario_that_they_name(ensemble: Ensemble) -> None:
     learner = paper_learner()
-    running = running_batches(SCENARIO.setting, ensemble, mean_tokens=8000.0, acceptance_lengths={3: 2.5})
-    drawn = projected_figures(SCENARIO, ensemble, learner, running=running)
+    running = running_batches(run(ensemble))
+    drawn = projected_figures(running=running)
     assert (drawn.setting, drawn.k, drawn.acceptance_length) == ("Qwen3-235B-A22B, 512 GB200", 3, 3.0)
     middle = project(SCENARIO, ensemble, learner)
     assert (drawn.autoregressive, drawn.speculative) == (middle.autoregressive, middle.speculative)
@@ -41,7 +56,8 @@ def test_figures_draw_the_scenario_that_they_name(ensemble: Ensemble) -> None:
 
 def test_the_running_batch_is_the_slowest_engines(ensemble: Ensemble) -> None:
     setting = SCENARIO.setting
-    base, drafted = running_batches(setting, ensemble, mean_tokens=6000.0, acceptance_lengths={3: 2.5})
+    base, drafted = running_batches(run(ensemble))
+    assert running_batches(replace(run(ensemble), check=None)) == (base,)
     trace = slowest_engine(setting.lengths(6000.0), setting.shape())
     assert (base.label, drafted.label) == ("autoregressive", "k = 3, acceptance length 2.50")
     assert base.batch == drafted.batch == tuple(trace.batch_S.tolist())

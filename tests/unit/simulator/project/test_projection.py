@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 from slipstream.simulator.cost.iteration import CostModel
-from slipstream.simulator.cost.parameters import IDEAL, Regime
+from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import slowest_engine
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import LearnerEfficiency, learner_stages
+from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.projection import best_of_map, project, project_ideal, speedup_map
 from slipstream.simulator.project.scenarios import Scenario
+from slipstream.types import StageTimes
 
 SCENARIO = Scenario(setting=load_setting("paper-8b"), mean_tokens=5000, k=3, acceptance_length=3.0)
-LEARNER = LearnerEfficiency(data_s=1.0, prepare_s=2.0, logprob=0.5, train=0.25)
-DRAW = Draw(parameters=IDEAL, regime=Regime.SMOOTH, autoregressive_error=1.0, speculative_error=1.0)
+STEP = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=0.0, logprob_s=18.0, train_s=108.0)
+LEARNER = Learner(measured=STEP, setting=SCENARIO.setting, mean_tokens=5000.0)
+DRAW = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ class NotingEnsemble(Ensemble):
 def seconds(scenario: Scenario, draw: Draw, k: int, length: float) -> float:
     """Generation of the slowest engine, put together from the costs."""
     trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
-    model = CostModel(setting=scenario.setting, parameters=draw.parameters, regime=draw.regime)
+    model = CostModel(setting=scenario.setting, parameters=draw.parameters)
     return float(model.span_s(trace, k=k, tokens_per_iteration=length).sum())
 
 
@@ -56,10 +58,10 @@ def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensem
 
 def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ensemble) -> None:
     parameters = replace(IDEAL, host_s=1e-3, tile_factor=2.0)
-    draw = Draw(parameters=parameters, regime=Regime.TILE, autoregressive_error=2.0, speculative_error=0.5)
+    draw = Draw(parameters=parameters, autoregressive_error=2.0, speculative_error=0.5)
     scenario = replace(SCENARIO, k=7)
     found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
-    trainer = learner_stages(LEARNER, scenario.setting, num_gpus=32, mean_tokens=5000.0)
+    trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
     base_s, spec_s = 2.0 * seconds(scenario, draw, 0, 1.0), 0.5 * seconds(scenario, draw, 7, 3.0)
     assert found.autoregressive == trainer.with_generation(base_s)
     assert found.speculative == trainer.with_generation(spec_s)
@@ -72,7 +74,7 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ense
 def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
     split = replace(SCENARIO, lag=1, generation_fraction=0.5)
     found = project_ideal(split, LEARNER)
-    trainer = learner_stages(LEARNER, split.setting, num_gpus=16, mean_tokens=5000.0)
+    trainer = LEARNER.stages(split.setting, num_gpus=16, mean_tokens=5000.0)
     assert found.autoregressive.train_s == trainer.train_s
     assert found.autoregressive.step_s >= trainer.other_s
     # A longer lag lets the engines sustain more; it changes nothing of the trainer.
@@ -105,15 +107,15 @@ def test_a_point_says_what_was_asked(ensemble: Ensemble) -> None:
 
 def test_the_map_is_of_the_scenarios_own_layout(ensemble: Ensemble) -> None:
     model = ensemble.best.model(SCENARIO.setting)
-    draw = replace(DRAW, parameters=model.parameters, regime=model.regime)
+    draw = replace(DRAW, parameters=model.parameters)
     for scenario in (SCENARIO, replace(SCENARIO, lag=1, generation_fraction=0.25, mean_tokens=2000)):
         found = speedup_map(scenario, ensemble.best, ks=(3,), acceptance_lengths=(2.5,))
         assert found[0, 0] == pytest.approx(seconds(scenario, draw, 0, 1.0) / seconds(scenario, draw, 3, 2.5))
 
 
 def test_the_best_of_the_map_is_the_largest_entry(ensemble: Ensemble) -> None:
-    best = best_of_map(SCENARIO, ensemble.best, max_k=3)
-    found = speedup_map(SCENARIO, ensemble.best, ks=(1, 2, 3), acceptance_lengths=(1.0, 2.0, 3.0, 4.0))
+    best = best_of_map(SCENARIO, ensemble.best)
+    found = speedup_map(SCENARIO, ensemble.best, ks=range(1, 8), acceptance_lengths=range(1, 9))
     assert found[best.k - 1, int(best.acceptance_length) - 1] == np.nanmax(found)
 
 

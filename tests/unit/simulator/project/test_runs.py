@@ -19,8 +19,7 @@ from slipstream.simulator.cost.hardware import Precision
 from slipstream.simulator.cost.settings import load_setting
 from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.project.published import project_request
-from slipstream.simulator.project.records import ProjectionRecord
-from slipstream.simulator.project.runs import project_run, project_speedup, run_setting
+from slipstream.simulator.project.runs import ProjectionRecord, project_run, project_speedup, run_setting
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.stages.context import RunContext
 from slipstream.stages.project_speedup import project_speedup as project_stage
@@ -121,7 +120,7 @@ def test_each_k_of_a_run_is_projected_at_its_profiles_length(
     demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
 ) -> None:
     assert DEMO_LAYOUT is not None
-    run = calibrate_run(demo_arms(1.0), demo_tuning, run_setting(DEMO_LAYOUT), target="cpu")
+    run = calibrate_run(demo_arms(1.0), demo_tuning, run_setting(DEMO_LAYOUT))
     points = project_run(run, [2, 7])
     assert [(point.k, point.acceptance_length) for point in points] == [(k, run.profile.length(k)) for k in (2, 7)]
     assert all((point.num_gpus, point.lag, point.hardware) == (1, 0, "two x86-64 cores") for point in points)

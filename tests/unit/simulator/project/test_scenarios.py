@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.simulator.project.scenarios import ProjectionRequest, assumed_layouts, published_scenario
+from slipstream.simulator.cost.settings import load_setting
+from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest, assumed_layouts
 
 
 def asked(model: str, hardware: str) -> ProjectionRequest:
@@ -91,14 +92,15 @@ def test_a_request_that_makes_no_sense_is_refused(field: str, value: float, rule
 
 
 def test_the_papers_own_layout_takes_gpus_and_lag() -> None:
-    found = published_scenario(k=5, acceptance_length=4.0, num_gpus=2048, lag=2)
+    request = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=2048, k=5, acceptance_length=4.0, lag=2)
+    found = request.scenario()
+    assert found.setting == replace(load_setting("paper-235b"), num_gpus=2048)
     assert (found.setting.model, found.setting.num_gpus, found.lag) == ("qwen3-235b-a22b", 2048, 2)
     assert (found.k, found.acceptance_length, found.mean_tokens) == (5, 4.0, 8000)
-    assert published_scenario(k=3, acceptance_length=3.0).setting.num_gpus == 512
 
 
 def test_gpus_an_engine_and_the_mean_length_are_varied_up_and_down() -> None:
-    scenario = published_scenario(k=3, acceptance_length=3.0)
+    scenario = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0).scenario()
     layouts = assumed_layouts(scenario)
     found = {(each.setting.gpus_per_engine, round(each.mean_tokens)) for each in layouts}
     assert found == {(g, m) for g in (4, 8, 16) for m in (5333, 8000, 12000)} - {(8, 8000)}

@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from slipstream.config import ConfigError
-from slipstream.simulator.cost.acceptance import AcceptanceProfile, acceptance_length
 from slipstream.simulator.cost.data_files import CONFIGS
+from slipstream.simulator.fit.acceptance import AcceptanceProfile, acceptance_length, fit_profile
 from slipstream.simulator.fit.paper import WORKLOADS
-from slipstream.simulator.fit.profile import fit_profile
 
 
 def paper_workloads() -> dict[str, Any]:
