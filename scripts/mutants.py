@@ -1,6 +1,7 @@
 """What `make mutants` found: writes docs/mutants.md from mutmut's working directory.
 
 Every mutant that survived needs an entry in scripts/mutants_accepted.yaml that says why; so does the total need 92 %.
+Of modules that the working directory has not tried the report keeps what it said before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _REPORT = Path("docs/mutants.md")
 _TRIED = _WORK / "tried.json"
 _LEAST_SHARE = 0.92
 _FOUND = ("killed", "timeout")
+_COLUMNS = ("not checked", "killed", "survived", "no tests", "timeout")
+_ITEM = re.compile(r"- `(.+):(\d+)` `` (.*) `` becomes `` (.*) ``")
 _HEAD = """# Mutants
 
 `make mutants` changes the code in small ways (an operator, a number, a string, an argument), one change at a time, and
@@ -37,8 +40,9 @@ below are written by the command itself. What is mutated, and by which tests it 
 in `pyproject.toml`; functions with a decorator and the defaults of config fields are not mutated (mutmut cannot).
 
 A killed mutant stays so while its function is unchanged, so a run tries what is new, and what survived; a run may also
-be of some modules alone. `tried at` is the commit at which a module's results last changed; mutants of functions that
-changed since then count as not tried.
+be of some modules alone, judged by the tests that mirror them: those of the others are then kept as they were. `tried
+at` is the commit at which a module's results last changed. A run counts mutants of functions that changed since then as
+not tried, but only of the modules that it is of.
 
 """
 
@@ -51,12 +55,20 @@ class Survivor:
     line: int
     old: str
     new: str
-    status: str
 
     @property
     def change(self) -> str:
         """What the entries of the accepted list are matched with."""
         return f"{self.old} -> {self.new}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the report said of a module before."""
+
+    commit: str
+    counts: Counter[str]
+    survivors: list[tuple[str, Survivor]]  # each with its reason
 
 
 def results() -> Iterator[tuple[Path, dict[str, str]]]:
@@ -67,7 +79,7 @@ def results() -> Iterator[tuple[Path, dict[str, str]]]:
             yield meta.relative_to(_WORK).with_suffix(""), {key: status_by_exit_code[c] for key, c in codes.items()}
 
 
-def survivor(path: Path, key: str, status: str) -> Survivor:
+def survivor(path: Path, key: str) -> Survivor:
     """Where the mutant `key` of `path` differs from the source."""
     lines = get_diff_for_mutant(key, path=path).splitlines()[2:]
     old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
@@ -75,7 +87,7 @@ def survivor(path: Path, key: str, status: str) -> Survivor:
     hunk = re.match(r"@@ -(\d+)", lines[0])
     offset = next(i for i, line in enumerate(lines[1:]) if line[:1] in "+-")
     start = int(hunk[1]) if hunk else 1
-    return Survivor(path=path, line=_first_line(path, key) + start + offset - 1, old=old, new=new, status=status)
+    return Survivor(path=path, line=_first_line(path, key) + start + offset - 1, old=old, new=new)
 
 
 def _first_line(path: Path, key: str) -> int:
@@ -105,50 +117,86 @@ def forget_survivors() -> None:
         meta.write_text(json.dumps(data))
 
 
+def kept(text: str) -> dict[Path, Kept]:
+    """By source file what a report says of it; of files that are still there."""
+    found = {}
+    for path, commit, numbers in re.findall(r"^\| `(\S+)` \| (\S+) \| ([\d |]+) \|", text, re.MULTILINE):
+        num, *counts = map(int, numbers.split(" | "))
+        by_status = Counter(dict(zip(_COLUMNS, counts, strict=True)))
+        assert by_status.total() == num, f"the row of {path} must add up to {num}, got {by_status.total()}"
+        if Path(path).exists():
+            found[Path(path)] = Kept(commit=commit, counts=by_status, survivors=[])
+    reason = ""
+    for line in text.partition("## Survivors")[2].splitlines():
+        if match := _ITEM.fullmatch(line):
+            path, number, old, new = match.groups()
+            each = Survivor(path=Path(path), line=int(number), old=old, new="" if new == "(nothing)" else new)
+            if each.path in found:
+                found[each.path].survivors.append((reason, each))
+        elif line:
+            reason = line.removesuffix(":")
+    return found
+
+
+def known() -> dict[str, dict[str, str]]:
+    """By source file when this working directory last found something new of it."""
+    return json.loads(_TRIED.read_text()) if _TRIED.exists() else {}
+
+
 def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
     """By source file the commit at which its results last changed; remembered beside the results."""
-    known = json.loads(_TRIED.read_text()) if _TRIED.exists() else {}
+    noted = known()
     for path, statuses in found.items():
-        tried = {key: status for key, status in statuses.items() if status != "not checked"}
-        digest = hashlib.sha256(json.dumps(tried, sort_keys=True).encode()).hexdigest()
-        if digest != known.get(str(path), {}).get("digest"):
-            known[str(path)] = {"digest": digest, "commit": commit}
-    _TRIED.write_text(json.dumps(known, indent=1))
-    return {path: each["commit"] for path, each in known.items()}
+        decided = {key: status for key, status in statuses.items() if status != "not checked"}
+        digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+        if digest != noted.get(str(path), {}).get("digest"):
+            noted[str(path)] = {"digest": digest, "commit": commit}
+    _TRIED.write_text(json.dumps(noted, indent=1))
+    return {path: each["commit"] for path, each in noted.items()}
+
+
+def tried() -> tuple[dict[Path, Kept], list[str]]:
+    """What the working directory found of each module that it tried, and the survivors without a reason."""
+    accepted = yaml.safe_load(_ACCEPTED.read_text())
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    before = known()
+    found = {path: each for path, each in results() if str(path) in before or set(each.values()) != {"not checked"}}
+    commits = tried_at(found, described.stdout.strip())
+    modules, problems = {}, []
+    for path, statuses in found.items():
+        survivors = []
+        for key, status in statuses.items():
+            if status in _FOUND or status == "not checked":
+                continue
+            survived = survivor(path, key)
+            reason = reason_of(survived, accepted)
+            if reason is None:
+                problems.append(f"{survived.path}:{survived.line} {survived.change}")
+            survivors.append((reason or "No reason yet", survived))
+        counts = Counter(status if status in _COLUMNS else "survived" for status in statuses.values())
+        modules[path] = Kept(commit=commits[str(path)], counts=counts, survivors=survivors)
+    return modules, problems
 
 
 def report() -> list[str]:
     """Write the report; returns what is wrong with the result."""
-    accepted = yaml.safe_load(_ACCEPTED.read_text())
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    commit = described.stdout.strip()
-    found = dict(results())
-    commits = tried_at(found, commit)
-    rows, listed, problems, total = [], [], [], Counter[str]()
-    for path, statuses in found.items():
-        counts = Counter(statuses.values())
-        total += counts
-        rows.append(_row(f"`{path}`", commits[str(path)], counts))
-        for key, status in statuses.items():
-            if status in _FOUND or status == "not checked":
-                continue
-            survived = survivor(path, key, status)
-            reason = reason_of(survived, accepted)
-            if reason is None:
-                problems.append(f"{survived.path}:{survived.line} {survived.change}")
-            listed.append((reason or "No reason yet", survived))
+    news, problems = tried()
+    untried = {path: Kept(commit="-", counts=Counter(statuses.values()), survivors=[]) for path, statuses in results()}
+    modules = dict(sorted((untried | kept(_REPORT.read_text()) | news).items()))
+    total = sum((module.counts for module in modules.values()), Counter[str]())
     share = sum(total[status] for status in _FOUND) / (total.total() - total["not checked"])
     if share < _LEAST_SHARE or total["not checked"]:
         problems.append(f"{share:.1%} of the mutants tried are found, {total['not checked']} were not tried")
     table = "\n".join(
         [
-            f"{date.today():%Y-%m-%d}, commit {commit}, `make mutants`, mutmut 3.8.1.\n",
+            f"{date.today():%Y-%m-%d}, `make mutants`, mutmut 3.8.1.\n",
             "| module | tried at | mutants | not tried | killed | survived | no test | time-out | found of tried |",
             "|---|---|---|---|---|---|---|---|---|",
-            *rows,
+            *(_row(f"`{path}`", module.commit, module.counts) for path, module in modules.items()),
             _row("**all**", "", total),
         ]
     )
+    listed = [each for module in modules.values() for each in module.survivors]
     _REPORT.write_text(f"{_HEAD}{table}\n\n## Survivors\n{_list(listed)}")
     return problems
 
@@ -156,9 +204,7 @@ def report() -> list[str]:
 def _row(name: str, commit: str, counts: Counter[str]) -> str:
     tried = counts.total() - counts["not checked"]
     found = f"{sum(counts[status] for status in _FOUND) / tried:.1%}" if tried else "-"
-    survived = counts.total() - sum(counts[each] for each in (*_FOUND, "no tests", "not checked"))
-    untried = counts["not checked"]
-    numbers = (counts.total(), untried, counts["killed"], survived, counts["no tests"], counts["timeout"])
+    numbers = (counts.total(), *(counts[status] for status in _COLUMNS))
     return f"| {name} | {commit} | {' | '.join(map(str, numbers))} | {found} |"
 
 

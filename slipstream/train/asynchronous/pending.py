@@ -79,7 +79,7 @@ class Pending:
                 under_way=tuple(text["under_way"]),
                 published=tuple((policy, draft) for policy, draft in text["published"]),
             )
-        except (ValueError, KeyError, StopIteration, EOFError, OSError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"rollouts that wait for training must be as they were written, got {error!r}"
             ) from error
@@ -153,11 +153,18 @@ def _rollouts(facts: Sequence[Sequence[Any]], tokens_N: list[int], logprobs_N: l
         start = end
 
 
+def _next(rollouts: Iterator[Rollout], num: int) -> tuple[Rollout, ...]:
+    found = tuple(itertools.islice(rollouts, num))
+    if len(found) < num:
+        raise ValueError(f"{len(found)} rollouts of a group of {num}")
+    return found
+
+
 def _scored(text: dict[str, Any], rollouts: Iterator[Rollout]) -> Scored:
     groups = tuple(
         RolloutGroup(
             prompt=Prompt(**{**group["prompt"], "token_ids": tuple(group["prompt"]["token_ids"])}),
-            rollouts=tuple(next(rollouts) for _ in range(group["size"])),
+            rollouts=_next(rollouts, group["size"]),
         )
         for group in text["groups"]
     )

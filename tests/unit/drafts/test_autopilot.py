@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.drafts.autopilot import AutopilotConfig, decide
+from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
 from slipstream.records.steps import AutopilotStep
 
 CONFIG = AutopilotConfig(enabled=True, patience_steps=3, probe_every_steps=4, margin=0.05)
@@ -71,6 +71,41 @@ def test_one_slow_step_turns_nothing() -> None:
 def test_the_first_step_which_pays_for_allocations_counts_for_nothing() -> None:
     steps = flown(lambda i, speculates: 99.0 if i == 0 else 1.0 if speculates else 2.0, 4)
     assert decide(steps, CONFIG).own_ms == 1.0
+
+
+def test_a_decision_shows_the_median_of_the_last_steps_and_the_last_cost_of_the_other_way() -> None:
+    costs = [99.0, 8.0, 1.0, 3.0, 2.0]
+
+    def cost(index: int, speculates: bool) -> float:
+        return costs[index] if speculates else 5.0
+
+    assert decide([], CONFIG) == Decision(speculates=True, is_probe=False, has_switched=False)
+    assert decide(flown(cost, 3), CONFIG) == Decision(speculates=True, is_probe=False, has_switched=False)
+    assert decide(flown(cost, 4), CONFIG) == Decision(
+        speculates=False, is_probe=True, has_switched=False, own_ms=3.0, other_ms=None
+    )
+    costs = [99.0, 8.0, 1.0, 3.0, 0.0, 2.0]
+    assert decide(flown(cost, 6), CONFIG) == Decision(
+        speculates=True, is_probe=False, has_switched=False, own_ms=2.0, other_ms=5.0
+    )
+
+
+def test_a_way_that_costs_more_by_the_margin_and_nothing_else_has_not_lost() -> None:
+    """A quarter is exact in binary."""
+    config = AutopilotConfig(enabled=True, patience_steps=2, probe_every_steps=4, margin=0.25)
+    at, above = (flown(lambda i, speculates, cost=cost: cost if speculates else 4.0, 12, config) for cost in (5.0, 5.1))
+    assert not any(step.has_switched for step in at)
+    assert [index for index, step in enumerate(above) if step.has_switched] == [5]
+
+
+def test_probes_that_are_older_than_the_steps_which_lose_turn_nothing() -> None:
+    """Drafting costs 1, then 3 from step 9 on: beside the probe of step 12 that of step 4 is too old, so 13 is one."""
+    steps = flown(lambda i, speculates: 2.0 if not speculates else 1.0 if i < 9 else 3.0, 16)
+    assert pattern(steps) == "SSSSp" + "SSSSSSS" + "pp" + "ss"
+
+
+def test_the_least_settings_are_taken() -> None:
+    assert AutopilotConfig(patience_steps=2, probe_every_steps=1, margin=0.0).margin == 0.0
 
 
 @given(

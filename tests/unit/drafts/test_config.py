@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.methods import DraftMethod
+from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule, DraftOnline, DraftScratchConfig
+from slipstream.drafts.methods import DraftMethod, Training
+from slipstream.grpo.config import OptimizerMethod
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 
@@ -63,6 +65,47 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
         ({"states_cache_gib": -0.1}, "draft.states_cache_gib must be >= 0, got -0.1"),
         ({"loss_chunk_tokens": 0}, "draft.loss_chunk_tokens must be > 0, got 0"),
         ({"loss": "mse"}, "draft.loss must be one of kl_div, tv, lk, lk_hybrid, got 'mse'"),
+        ({"online_updates": 0}, "draft.online_updates must be > 0, got 0"),
+        ({"online_horizon_steps": 0}, "draft.online_horizon_steps must be > 0, got 0"),
+        ({"online_learning_rate": 0.0}, "draft.online_learning_rate must be > 0, got 0.0"),
+        ({"online_ttt_steps": 0}, "draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps"),
+        (
+            {"online_tokens_per_update": 0},
+            "draft.online_tokens_per_update must be > 0, got 0; null takes draft.tokens_per_step",
+        ),
+        (
+            {"method": DraftMethod.DRAFT_MODEL, "online": DraftOnline.ALWAYS},
+            "draft.online must be off with draft.method draft_model, got 'always'; nothing of it is trained during RL",
+        ),
+        (
+            {
+                "method": DraftMethod.MTP,
+                "online": DraftOnline.WHEN_STALE,
+                "online_optimizer": OptimizerMethod.MUON,
+            },
+            "draft.online_optimizer must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an "
+            "EAGLE-3 draft",
+        ),
+        (
+            {"method": DraftMethod.SUFFIX, "length": DraftLengthRule.BY_BATCH},
+            "draft.length must be fixed with suffix, got 'by_batch'; it drafts as far as its matches reach, and vLLM "
+            "cannot tell it to stop earlier",
+        ),
+        (
+            {"method": DraftMethod.SUFFIX, "autopilot": AutopilotConfig(enabled=True)},
+            "draft.autopilot.enabled must be false with suffix, got True; it drafts as far as its matches reach, and "
+            "vLLM cannot tell it to stop earlier",
+        ),
+        ({"prompt_lookup_min": 0}, "draft.prompt_lookup_min must be >= 1, got 0"),
+        (
+            {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            "draft.prompt_lookup_max must be >= prompt_lookup_min 3, got 2",
+        ),
+        ({"suffix_max_tree_depth": 0}, "draft.suffix_max_tree_depth must be >= 1, got 0"),
+        ({"suffix_max_cached_requests": -1}, "draft.suffix_max_cached_requests must be >= 0, got -1"),
+        ({"suffix_max_spec_factor": 0.0}, "draft.suffix_max_spec_factor must be > 0, got 0.0"),
+        ({"suffix_min_token_prob": -0.1}, "draft.suffix_min_token_prob must lie in [0, 1], got -0.1"),
+        ({"suffix_min_token_prob": 1.1}, "draft.suffix_min_token_prob must lie in [0, 1], got 1.1"),
     ],
 )
 def test_a_draft_outside_its_bounds_is_refused(
@@ -83,5 +126,118 @@ def test_a_draft_on_its_bounds_is_taken(loss: str) -> None:
         states_cache_gib=0.0,
         loss_chunk_tokens=1,
         loss=loss,
+        vocab_size=1,
+        online_updates=1,
+        online_horizon_steps=1,
+        online_learning_rate=1e-9,
+        online_ttt_steps=1,
+        online_tokens_per_update=1,
+        prompt_lookup_min=1,
+        prompt_lookup_max=1,
+        suffix_max_tree_depth=1,
+        suffix_max_cached_requests=0,
+        suffix_max_spec_factor=0.5,
     )
     assert config.loss == loss
+
+
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_a_suffix_may_be_taken_whatever_its_probability_or_only_where_it_is_certain(least: float) -> None:
+    assert Draft(suffix_min_token_prob=least).suffix_min_token_prob == least
+
+
+def test_layers_may_begin_with_the_embeddings_and_only_a_method_that_reads_them_needs_them() -> None:
+    assert DraftConfig(aux_hidden_state_layer_ids=(0, 4, 9)).reads("aux_hidden_state_layer_ids")
+    assert not DraftConfig(method=DraftMethod.MTP).reads("aux_hidden_state_layer_ids")
+
+
+@pytest.mark.parametrize(
+    ("values", "online"),
+    [
+        ({"online_optimizer": OptimizerMethod.MUON}, DraftOnline.ALWAYS),
+        ({"method": DraftMethod.MTP, "online_optimizer": OptimizerMethod.MUON}, DraftOnline.OFF),  # nobody reads it
+        ({"method": DraftMethod.MTP}, DraftOnline.WHEN_STALE),
+    ],
+)
+def test_a_draft_learns_with_an_optimizer_that_is_for_its_layers(values: dict[str, Any], online: DraftOnline) -> None:
+    assert Draft(**values, online=online).online is online
+
+
+@pytest.mark.parametrize("method", [DraftMethod.EAGLE3, DraftMethod.NGRAM])
+def test_the_length_of_other_drafts_may_vary(method: DraftMethod) -> None:
+    config = Draft(method=method, length=DraftLengthRule.BY_BATCH, autopilot=AutopilotConfig(enabled=True))
+    assert config.length is DraftLengthRule.BY_BATCH
+    fixed = Draft(method=DraftMethod.SUFFIX)
+    assert (fixed.length, fixed.autopilot.enabled) == (DraftLengthRule.FIXED, False)
+
+
+def test_a_given_draft_is_taken_as_it_is_or_trained_on() -> None:
+    given = partial(Draft, init=DraftInit.FROM_HUB, model="here")
+    assert (given(num_steps=0).trains, given(num_steps=0).is_given) == (Training.NONE, True)
+    assert given(num_steps=1).trains is Training.HIDDEN_STATES
+    assert not Draft().is_given
+
+
+@pytest.mark.parametrize(
+    ("values", "training"),
+    [
+        ({}, Training.HIDDEN_STATES),
+        ({"method": DraftMethod.DRAFT_MODEL}, Training.RESPONSES),
+        ({"method": DraftMethod.DRAFT_MODEL, "model": "here"}, Training.NONE),
+        ({"method": DraftMethod.NGRAM}, Training.NONE),
+    ],
+)
+def test_a_draft_is_pretrained_from_what_its_method_learns_from(values: dict[str, Any], training: Training) -> None:
+    assert Draft(**values).trains is training
+
+
+def test_training_beside_the_policy_is_as_long_and_as_deep_as_pretraining_unless_it_is_said() -> None:
+    plain, own = (
+        Draft(ttt_steps=3, tokens_per_step=100),
+        Draft(ttt_steps=3, tokens_per_step=100, online_ttt_steps=2, online_tokens_per_update=50),
+    )
+    assert (plain.online_passes, plain.online_tokens) == (3, 100)
+    assert (own.online_passes, own.online_tokens) == (2, 50)
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> None:
+    """Four steps of warmup; of the eight after them half is gone at step 8, where a cosine has 0.1 + 0.9 / 2."""
+    config = Draft(learning_rate=2.0, warmup_steps=4, num_steps=12)
+    assert [config.learning_rate_at(step) for step in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert [config.learning_rate_at(step) for step in (6, 8)] == pytest.approx([0.2 + 0.9 * (1 + 0.5**0.5), 1.1])
+    assert [config.learning_rate_at(step) for step in (12, 99)] == pytest.approx([0.2, 0.2])
+    assert Draft(learning_rate=2.0, warmup_steps=4, num_steps=4).learning_rate_at(5) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_layers", "num_query_groups", "head_dim", "ffn_hidden_size", "init_std"]
+)
+def test_a_draft_from_scratch_has_something_of_everything(refusal: Callable[..., str], name: str) -> None:
+    assert refusal(DraftScratchConfig, **{name: 0}) == f"draft.scratch.{name} must be > 0, got 0"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_attention_heads": 3, "num_query_groups": 2},
+            "draft.scratch.num_attention_heads must be a multiple of num_query_groups 2, got 3",
+        ),
+        (
+            {"num_attention_heads": 0},
+            "draft.scratch.num_attention_heads must be a multiple of num_query_groups 1, got 0",
+        ),
+        ({"head_dim": 33}, "draft.scratch.head_dim must be even, for RoPE, got 33"),
+    ],
+)
+def test_heads_of_a_draft_from_scratch_fit_together(
+    refusal: Callable[..., str], values: dict[str, Any], message: str
+) -> None:
+    assert refusal(DraftScratchConfig, **values) == message
+
+
+def test_the_smallest_draft_from_scratch_is_taken() -> None:
+    small = DraftScratchConfig(
+        hidden_size=1, num_layers=1, num_attention_heads=2, num_query_groups=2, head_dim=2, ffn_hidden_size=1
+    )
+    assert small.num_attention_heads == 2

@@ -393,3 +393,40 @@ def test_a_verdict_says_which_bias_would_have_been_seen() -> None:
         f"a {blind.alternative} policy would go unseen up to a total variation of {bias}, over "
         "losslessness.max_detectable_bias 0.01: raise losslessness.num_tokens",
     )
+
+
+class NotingPolicy(Policy):
+    """Notes the seeds that the random part of its answers is drawn from, and what it is asked once and again."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.prefixes: list[tuple[int, ...]] = []
+
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> NDArray[np.float64]:
+        self.seeds.append(seed)
+        return super().conditionals(sequences, prompt_lengths, sampling, seed=seed)
+
+    def next_token_probabilities(
+        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> NDArray[np.float64]:
+        self.prefixes += [tuple(prefix) for prefix in prefixes]
+        return super().next_token_probabilities(prefixes, sampling)
+
+
+def test_a_certificate_of_the_same_samples_is_the_same_and_the_engines_have_seeds_of_their_own() -> None:
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+    config = replace(SMALL, seed=4)
+    policies = NotingPolicy(), NotingPolicy()
+    first, second = (
+        certify(drawn, baseline, policy, config=config, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
+        for policy in policies
+    )
+
+    assert replace(first, elapsed_s=0.0) == replace(second, elapsed_s=0.0)
+    assert policies[0].seeds == [4, 5]
+    # Prompts are shared by both engines, and asked about once.
+    assert len(policies[0].prefixes) == len(set(policies[0].prefixes))
+    judged(drawn.traces, policies[1], sampling=SAMPLING, config=config)
+    assert policies[1].seeds == [4, 5, 4]

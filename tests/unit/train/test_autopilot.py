@@ -54,9 +54,11 @@ class Switchable:
 
     def replace(self, lost: Sequence[Worker]) -> None:
         self.calls.append("replace")
+        self.replaced = [engine.name for engine in lost]
 
-    def generate(self, prompts: Sequence[Prompt], **_: Any) -> GenerationResult:
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
         self.calls.append("generate")
+        self.asked = (prompts, how)
         if self.calls.count("generate") == self._lost_at:
             raise LostWorkerError("engine died", [ENGINES[0]])
         rollout = Rollout(
@@ -104,6 +106,7 @@ def test_a_step_says_whether_it_drafted_and_what_a_token_took() -> None:
         AutopilotStep(speculates=False, is_probe=True, token_ms=100.0),
     ]
     assert [result.acceptance for result in results] == [ACCEPTANCE] * 3 + [None]
+    assert engines.asked == ([PROMPT], {"sampling": SAMPLING, "group_size": 2, "seed": 3})
 
 
 def test_speculation_that_loses_is_switched_off_and_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +132,9 @@ def test_speculation_that_pays_again_is_switched_on_and_the_log_says_so(caplog: 
 
     assert engines.tables[-1] == TABLE
     assert [result.acceptance is None for result in results] == [table == NO_DRAFTS for table in engines.tables[6:]]
-    assert "speculation is on again: probes of it took 25.000 ms a token" in caplog.text
+    assert caplog.messages[1:] == [
+        "speculation is on again: probes of it took 25.000 ms a token, generation without it 100.000 ms a token"
+    ]
 
 
 def test_a_resumed_run_takes_up_the_thread_of_the_records() -> None:
@@ -150,6 +155,7 @@ def test_an_engine_in_the_place_of_a_lost_one_is_told_how_to_draft_and_the_lost_
     results = [lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=step) for step in range(7)]
 
     assert engines.calls[-5:] == ["draft_by", "generate", "replace", "draft_by", "generate"]
+    assert engines.replaced == ["engine 0"]
     assert engines.tables[-2:] == [NO_DRAFTS, NO_DRAFTS]
     assert [result.num_engine_restarts for result in results] == [0] * 6 + [1]
     assert results[-1].autopilot == AutopilotStep(speculates=False, is_probe=False, token_ms=100.0)

@@ -191,3 +191,39 @@ def test_an_engine_lost_in_a_refit_beside_training_is_refitted_by_the_learner_wh
 
     assert steps(run, is_beside_training=True) == [1]
     assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]
+
+
+class Generated(Run):
+    """Notes all that a generation is asked with."""
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        self._asked((list(prompts), how))
+        return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
+
+
+def test_a_repeated_generation_is_asked_for_the_same_and_its_rollouts_count_as_made_again() -> None:
+    """Of three prompts with two rollouts each, in a second and a third try: 12 rollouts."""
+    run = Generated({1: [ENGINES[0]], 4: [ENGINES[1]]})
+    lasting = LastingEngines(run, run, max_restarts=2)
+
+    result = lasting.generate([PROMPT] * 3, sampling=SAMPLING, group_size=2, seed=70)
+
+    asked = ([PROMPT] * 3, {"sampling": SAMPLING, "group_size": 2, "seed": 70})
+    assert [call for call in run.calls if isinstance(call[0], list)] == [asked] * 3
+    assert (result.num_regenerated, result.num_engine_restarts) == (12, 2)
+    again = lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=71)
+    assert (again.num_regenerated, again.num_engine_restarts) == (0, 0)
+
+
+def test_engines_that_were_never_refitted_hold_the_first_version_and_no_trained_draft() -> None:
+    run = Run({1: [ENGINES[0]]})
+    LastingEngines(run, run, max_restarts=1).generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
+    assert run.calls[-2:] == [("refit", 0, None), ("generate", 70)]
+
+
+def test_the_draft_that_was_delivered_is_brought_to_a_new_engine_too() -> None:
+    run = Run({3: [ENGINES[0]]})
+    lasting = LastingEngines(run, run, max_restarts=1)
+    lasting.deliver(lasting.export(4, draft_version=2))
+    lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
+    assert run.calls[-2:] == [("refit", 4, 2), ("generate", 70)]

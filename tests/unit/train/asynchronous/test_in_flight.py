@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,20 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.grpo.loop import TooOld
-from slipstream.records.steps import StepRecord
+from slipstream.records.steps import AcceptanceStats, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
+from slipstream.rewards.verifier import RewardResult
+from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.engine import Portion
+from slipstream.rollout.requests import GroupRequest, rollout_seed
 from slipstream.train.draft import TrainedDraft
+from slipstream.types import RolloutGroup
 from tests.unit.train.asynchronous.world import (
     GROUP_SIZE,
     NUM_STEPS,
     PROMPTS_PER_STEP,
+    SAMPLING,
     STREAM,
     Delays,
     FlightWorld,
@@ -204,3 +212,85 @@ def test_buffer_scoring_and_handing_over_take_less_than_three_milliseconds_of_a_
     elapsed_s = time.process_time() - start_s
     assert len(records) == NUM_STEPS
     assert elapsed_s / NUM_GROUPS < 0.003
+
+
+@dataclass
+class NotingWorld(FlightWorld):
+    """Its engines draft, one of them was lost before the first call, and each call says how long they worked in it."""
+
+    longest_s: list[float] = field(default_factory=list)
+    samplings: list[SamplingConfig] = field(default_factory=list)
+    seeds: list[tuple[GroupRequest, tuple[int, ...], int]] = field(default_factory=list)
+    num_drafts: int = 4
+    num_lost: int = 3
+    works: bool = True
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        self.samplings.append(sampling)
+        super().submit(requests, sampling=sampling)
+
+    def advance(self, *, max_s: float) -> Portion:
+        self.longest_s.append(max_s)
+        start_s = time.perf_counter()
+        time.sleep(FAST)
+        portion = super().advance(max_s=max_s)
+        ended_s = time.perf_counter() if self.works else start_s
+        num = self.num_drafts
+        accepted = AcceptanceStats(
+            num_drafts=num,
+            num_draft_tokens=num,
+            num_accepted_tokens=num // 2,
+            accepted_by_position=(num // 2,),
+            mean_acceptance_length=1.5 if num else 1.0,
+            acceptance_rate=0.5 if num else 0.0,
+            rate_by_position=(0.5 if num else 0.0,),
+        )
+        acceptance = accepted if len(self.longest_s) % 2 else None
+        return replace(portion, acceptance=acceptance, started_s=start_s, ended_s=ended_s)
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        self.seeds += [
+            (self.flying[index].request, seeds(self.flying[index].request), self.version) for index in indices
+        ]
+        return super().restart(indices, seeds=seeds)
+
+    def take_num_regenerated(self) -> int:
+        num, self.num_lost = self.num_lost, 0
+        return num
+
+    def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
+        return replace(super().score(groups), num_crashes=2)
+
+
+def test_engines_are_asked_as_the_recipe_says_and_what_they_report_is_in_the_records() -> None:
+    flight = NotingWorld(lag=1)
+    records = in_flight(flight, 1)
+
+    assert set(flight.longest_s) == {0.05}
+    assert set(flight.samplings) == {SAMPLING}
+    assert sum(record.overlap.num_regenerated for record in records if record.overlap) == 3
+    accepted = [record.acceptance for record in records if record.acceptance is not None]
+    assert {each.mean_acceptance_length for each in accepted} == {1.5}
+    assert 4 < sum(each.num_drafts for each in accepted) <= 4 * (len(flight.longest_s) + 1) // 2
+    # Three groups a step, each scored on its own: one timeout and two crashes of each.
+    assert {(record.num_reward_timeouts, record.num_reward_crashes) for record in records} == {(3, 6)}
+
+
+def test_engines_that_did_not_draft_have_no_acceptance() -> None:
+    assert {record.acceptance for record in in_flight(NotingWorld(lag=1, num_drafts=0), 1)} == {None}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_engines_did_not_work_of_a_call_counts_as_idle(works: bool) -> None:
+    records = in_flight(NotingWorld(lag=1, works=works), 1)
+    idle = statistics.median(record.overlap.engine_idle_fraction for record in records if record.overlap)
+    assert idle < 0.6 if works else idle > 0.9
+
+
+def test_a_rollout_that_starts_anew_has_a_seed_of_its_own_for_each_version() -> None:
+    flight = NotingWorld(delays=Delays(seed=4, longest_s=FAST), lag=1)
+    in_flight(flight, 1, too_old=TooOld.RESTART)
+
+    assert flight.seeds
+    for request, seeds, version in flight.seeds:
+        assert seeds == tuple(rollout_seed(seed, request.prompt.id, version) for seed in request.seeds)

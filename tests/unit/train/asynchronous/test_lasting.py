@@ -28,6 +28,7 @@ class Run:
         self.engines = (ENGINE,)
         self.under_way: tuple[GroupRequest, ...] = ()
         self.calls: list[Any] = []
+        self.sampled: list[Any] = []
         self._lost, self._keeps_weights = lost, keeps_weights
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
@@ -42,14 +43,15 @@ class Run:
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: Any) -> None:
         self.under_way = (*self.under_way, *requests)
+        self.sampled.append(sampling)
         self._asked(("submit", [request.index for request in requests]))
 
     def advance(self, *, max_s: float) -> Portion:
         self._asked("advance")
-        return Portion(groups=(), acceptance=None, started_s=0.0, ended_s=0.0)
+        return Portion(groups=(), acceptance=None, started_s=0.0, ended_s=max_s)
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
-        self._asked(("restart", list(indices)))
+        self._asked(("restart", list(indices), seeds(REQUESTS[0])))
         return len(indices)
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
@@ -58,7 +60,7 @@ class Run:
         return lost
 
     def replace(self, lost: Sequence[Worker]) -> None:
-        self.calls.append("replace")
+        self.calls.append(("replace", [engine.name for engine in lost]))
 
     def engines_changed(self) -> None:
         self.calls.append("changed")
@@ -81,7 +83,7 @@ def lasting(run: Run, *, max_restarts: int = 3) -> LastingInFlight:
     return LastingInFlight(run, run, sampling=SAMPLING, max_restarts=max_restarts)
 
 
-RECOVERY = [("take", ["engine 0"]), "replace", "changed"]
+RECOVERY = [("take", ["engine 0"]), ("replace", ["engine 0"]), "changed"]
 
 
 def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_and_counted() -> None:
@@ -89,9 +91,10 @@ def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_
     engines = lasting(run)
     engines.deliver(export_of(4))
     engines.submit(REQUESTS, sampling=SAMPLING)
-    engines.advance(max_s=1.0)
+    assert engines.advance(max_s=0.25).ended_s == 0.25
 
     assert run.calls[3:] == [*RECOVERY, ("again", 4), ("submit", [0, 1, 2]), "advance"]
+    assert run.sampled == [SAMPLING, SAMPLING]
     assert (engines.take_num_regenerated(), engines.take_num_regenerated()) == (6, 0)
     assert engines.under_way == REQUESTS
 
@@ -122,7 +125,7 @@ def test_weights_that_nobody_keeps_end_the_attempt_with_the_engine_replaced() ->
     engines.deliver(export_of(4))
     with pytest.raises(WeightsLostError):
         engines.submit(REQUESTS, sampling=SAMPLING)
-    assert "replace" in run.calls
+    assert ("replace", ["engine 0"]) in run.calls
 
 
 @pytest.mark.parametrize(("lost", "max_restarts"), [(RANK, 3), (ENGINE, 0)])
@@ -130,3 +133,29 @@ def test_a_lost_learner_and_one_engine_too_many_end_the_run(lost: Worker, max_re
     engines = lasting(Run({1: lost}), max_restarts=max_restarts)
     with pytest.raises(LostWorkerError):
         engines.deliver(export_of(4))
+
+
+def test_nothing_was_regenerated_before_an_engine_was_lost() -> None:
+    assert lasting(Run({})).take_num_regenerated() == 0
+
+
+def test_what_starts_anew_is_asked_for_with_its_new_seeds() -> None:
+    run = Run({})
+    engines = lasting(run)
+    engines.deliver(export_of(4))
+    engines.submit(REQUESTS, sampling=SAMPLING)
+    assert engines.restart([1, 2], seeds=lambda request: (*request.seeds, 7)) == 2
+    assert run.calls[2:] == [("restart", [1, 2], (1, 2, 7))]
+
+
+def test_each_loss_submits_what_that_engine_had_and_counts_it_once() -> None:
+    """Two losses of three groups with two rollouts each, and weights that were brought once for each."""
+    run = Run({3: ENGINE, 5: ENGINE})
+    engines = lasting(run)
+    engines.deliver(export_of(4))
+    engines.submit(REQUESTS, sampling=SAMPLING)
+    engines.advance(max_s=1.0)
+
+    again = [*RECOVERY, ("again", 4), ("submit", [0, 1, 2])]
+    assert run.calls[3:] == [*again, "advance", *again, "advance"]
+    assert engines.take_num_regenerated() == 12

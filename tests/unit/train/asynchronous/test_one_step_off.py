@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -194,6 +195,22 @@ def test_delivery_that_training_waits_for_counts_as_publication_and_not_as_gener
     assert median(each.step_s for each in times) == pytest.approx(0.3, abs=0.1)
     assert median(each.prepare_s for each in times) == pytest.approx(0.1, abs=0.05)
     assert median(each.generation_s for each in times) == pytest.approx(0.2, abs=0.08)
+
+
+def test_engines_that_rest_within_a_generation_or_make_rollouts_again_say_so_in_the_record() -> None:
+    """Of each generation, which takes 0.05 s, half is rest; training takes nothing, so they generate all the time."""
+    world = World()
+    generate = slowly(world.generate, 0.05)
+
+    def resting(prompts: Sequence[Prompt], **more: Any) -> Any:
+        return replace(generate(prompts, **more), engine_idle_fraction=0.5, generation_s=0.05, num_regenerated=4)
+
+    world.generate = resting
+    records = one_step_off(world, 1)
+
+    assert [regenerated(record) for record in records] == [4] * NUM_STEPS
+    idle = median(record.overlap.engine_idle_fraction for record in records[1:-1] if record.overlap)
+    assert idle == pytest.approx(0.5, abs=0.15)
 
 
 def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

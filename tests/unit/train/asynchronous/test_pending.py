@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.policy.errors import CheckpointError
@@ -64,6 +69,75 @@ def test_everything_comes_back_to_the_last_bit() -> None:
 def test_what_is_cut_short_is_refused(length: int) -> None:
     with pytest.raises(CheckpointError, match="rollouts that wait for training must be as they were written"):
         Pending.from_bytes(pending().to_bytes()[:length])
+
+
+def changed(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
+    """What `pending` is written as, after `change` of its text and its arrays."""
+    with np.load(io.BytesIO(pending().to_bytes())) as archive:
+        arrays: dict[str, Any] = dict(archive)
+    text = json.loads(arrays["text"].tobytes())
+    change(text, arrays)
+    file = io.BytesIO()
+    np.savez(file, **{**arrays, "text": np.frombuffer(json.dumps(text).encode(), dtype=np.uint8)})
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("array", ["tokens_N", "logprobs_N"])
+def test_an_archive_with_a_token_too_few_is_refused(array: str) -> None:
+    whole = sum(len(each.token_ids) for group in pending().scored[0].generated.result.groups for each in group.rollouts)
+
+    def shorten(text: dict[str, Any], arrays: dict[str, Any]) -> None:
+        arrays[array] = arrays[array][:-1]
+
+    left = whole - 1 if array == "tokens_N" else whole
+    with pytest.raises(CheckpointError) as caught:
+        Pending.from_bytes(changed(shorten))
+    assert str(caught.value) == (
+        "rollouts that wait for training must be as they were written, got "
+        f"ValueError('{left} tokens of at least {whole}')"
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "field"), [("acceptance", "num_drafts"), ("autopilot", "is_probe"), ("rewards", "num_crashes")]
+)
+def test_a_field_that_cannot_be_read_is_named(part: str, field: str) -> None:
+    def spoil(text: dict[str, Any], arrays: dict[str, Any]) -> None:
+        text["scored"][0][part][field] = "many"
+
+    with pytest.raises(CheckpointError, match=rf"{part}\.{field} must be of type \w+, got 'many'"):
+        Pending.from_bytes(changed(spoil))
+
+
+def test_a_group_without_its_rollouts_is_refused() -> None:
+    def grow(text: dict[str, Any], arrays: dict[str, Any]) -> None:
+        text["scored"][0]["groups"][1]["size"] += 1
+
+    with pytest.raises(CheckpointError, match="2 rollouts of a group of 3"):
+        Pending.from_bytes(changed(grow))
+
+
+def test_an_archive_holds_no_code_and_none_is_run() -> None:
+    def pickled(text: dict[str, Any], arrays: dict[str, Any]) -> None:
+        arrays["tokens_N"] = np.asarray([object] * len(arrays["tokens_N"]), dtype=object)
+
+    with pytest.raises(CheckpointError, match="allow_pickle"):
+        Pending.from_bytes(changed(pickled))
+
+
+def test_a_time_that_is_no_number_is_refused_when_it_is_written() -> None:
+    (scored,) = pending().scored
+    result = replace(scored.generated.result, generation_s=float("nan"))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Pending(scored=(replace(scored, generated=replace(scored.generated, result=result)),)).to_bytes()
+
+
+def test_a_tally_makes_its_directory_and_leaves_nothing_beside_its_file(tmp_path: Path) -> None:
+    tally = Tally(tmp_path / "run" / "arm" / "submitted")
+    tally.note(6)
+    tally.note(7)
+    assert [path.name for path in (tmp_path / "run" / "arm").iterdir()] == ["submitted"]
+    assert (tmp_path / "run" / "arm" / "submitted").read_text() == "7"
 
 
 def test_a_tally_keeps_the_largest_number_over_attempts(tmp_path: Path) -> None:

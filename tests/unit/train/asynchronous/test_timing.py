@@ -155,3 +155,70 @@ def test_a_step_starts_from_nothing(now: Clock) -> None:
     last = watch.overlap()
     assert (last.publish_s, last.exposed_publish_s, last.score_s, last.exposed_score_s) == (0.0, 0.0, 0.0, 0.0)
     assert (last.engine_idle_fraction, last.learner_idle_fraction) == (1.0, 1.0)
+
+
+def test_what_engines_scorer_and_learner_did_in_a_step_and_what_of_it_at_once(now: Clock) -> None:
+    """Of 10 s: engines 0 to 6, of which they rested 2; the learner 4 to 9; the scorer 6 to 7. In the next 4 s none."""
+    watch = Stopwatch(now_s=now)
+    watch.num_awaited, watch.num_restarted = 5, 6
+    engine, learner, score = (each.busy() for each in (watch.engine, watch.learner, watch.score))
+    for until_s, change in (
+        (0.0, engine.__enter__),
+        (4.0, learner.__enter__),
+        (6.0, lambda: engine.__exit__(None, None, None)),
+        (6.0, score.__enter__),
+        (7.0, lambda: score.__exit__(None, None, None)),
+        (9.0, lambda: learner.__exit__(None, None, None)),
+    ):
+        now.now = until_s
+        change()
+    watch.engine.rested(2.0)
+    now.now = 10.0
+
+    assert watch.generated_s() == 6.0
+    found = watch.overlap()
+    assert (found.generation_s, found.hidden_s, found.score_s) == (6.0, 2.0, 1.0)
+    assert (found.engine_idle_fraction, found.learner_idle_fraction) == (pytest.approx(0.6), pytest.approx(0.5))
+    assert (found.num_awaited, found.num_restarted) == (5, 6)
+    now.now = 14.0
+    found = watch.overlap()
+    assert watch.generated_s() == found.generation_s == found.hidden_s == found.score_s == 0.0
+    assert (found.engine_idle_fraction, found.learner_idle_fraction) == (1.0, 1.0)
+    assert (found.num_awaited, found.num_restarted, found.num_regenerated) == (0, 0, 0)
+
+
+def test_a_step_that_took_no_time_was_idle_and_nothing_is_divided_by_it(now: Clock) -> None:
+    found = Stopwatch(now_s=now).overlap()
+    assert (found.engine_idle_fraction, found.learner_idle_fraction) == (1.0, 1.0)
+
+
+def test_a_wait_for_nothing_is_no_generation(now: Clock) -> None:
+    watch, clock = Stopwatch(now_s=now), StageClock(now)
+
+    def wait() -> Sequence[Scored]:
+        now.now = 2.0
+        return []
+
+    assert watch.waited(clock, wait) == []
+    assert (clock.times().generation_s, clock.times().prepare_s, clock.times().data_s) == (0.0, 0.0, 2.0)
+
+
+def test_an_export_counts_for_the_wait_after_it_alone(now: Clock) -> None:
+    watch = Stopwatch(now_s=now)
+    with watch.exporting():
+        now.now = 2.0
+    watch.waited(StageClock(now), until(now, 2.0, 0.0))
+    clock = StageClock(now)
+    watch.waited(clock, until(now, 5.0, 5.0))
+    assert (clock.times().generation_s, clock.times().prepare_s) == (3.0, 0.0)
+
+
+def test_the_latest_rollouts_of_a_wait_end_its_generation(now: Clock) -> None:
+    watch, clock = Stopwatch(now_s=now), StageClock(now)
+
+    def wait() -> Sequence[Scored]:
+        now.now = 6.0
+        return [batch(1.0), batch(4.0), batch(3.0)]
+
+    watch.waited(clock, wait)
+    assert (clock.times().generation_s, clock.times().data_s) == (4.0, 2.0)
