@@ -100,9 +100,14 @@ class Ensemble:
             k: draft length to be projected; outside what was measured the error grows.
             batch: largest running batch to be projected, likewise.
         """
-        random = np.random.default_rng(seed)
-        chosen = random.choice(len(self.members), size=count, p=self.weights)
-        return tuple(_draw(self.members[index], random, k=k, batch=batch) for index in chosen)
+        random, found = np.random.default_rng(seed), []
+        for index in random.choice(len(self.members), size=count, p=self.weights):
+            member = self.members[index]
+            parameters = member.variant.parameters(member.sample(random))
+            model, extra = member.model_log_sd, member.validity.extra_log_sd(k=k, batch=batch)
+            base, spec = np.exp(np.array([model, np.hypot(model, extra)]) * random.standard_normal(2)).tolist()
+            found.append(Draw(parameters=parameters, autoregressive_error=base, speculative_error=spec))
+        return tuple(found)
 
     def record(self, source: str) -> CalibrationRecord:
         """Variants and cells, as plain figures; `source` says where the cells are from."""
@@ -139,14 +144,3 @@ def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
     fitted = [fit(setting, cells, priors, regime) for regime in regimes]
     # Variants that the data cannot tell apart stay in the order of `regimes`, whatever the rounding of numpy.
     return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.log_evidence, 6))))
-
-
-def _draw(member: Calibration, random: np.random.Generator, *, k: int, batch: float) -> Draw:
-    log_values = member.sample(random)
-    extra = member.validity.extra_log_sd(k=k, batch=batch)
-    first, second = random.standard_normal(2)
-    return Draw(
-        parameters=member.variant.parameters(log_values),
-        autoregressive_error=float(np.exp(member.model_log_sd * first)),
-        speculative_error=float(np.exp(np.hypot(member.model_log_sd, extra) * second)),
-    )

@@ -110,11 +110,9 @@ def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: i
 
 def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, group: Group, ensemble: Ensemble) -> CheckRecord | None:
     arm = _arm(arms, Arm.SPECULATIVE)
-    if arm is None or arm.num_speculative_tokens == 0:
-        return None
-    if len({entry.num_speculative_tokens for entry in arm.schedule}) > 1:  # the simulator knows one k a rollout
-        return None
-    k = arm.num_speculative_tokens
+    k = 0 if arm is None else arm.num_speculative_tokens
+    if arm is None or k == 0 or len({entry.num_speculative_tokens for entry in arm.schedule}) > 1:
+        return None  # the simulator knows one k a rollout
     at_k = [point for point in tuning.points if point.k == k]
     require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
     nearest = min(at_k, key=lambda point: abs(point.batch - group.shape.num_rollouts))
