@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.drafts.controller import PATIENCE, WINDOW, Staleness
+from slipstream.drafts.controller import PATIENCE, WINDOW, Span, Staleness
 from slipstream.records.steps import AcceptanceStats, DraftDecision
 
 NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
@@ -114,6 +114,72 @@ def test_trainings_without_a_gain_are_followed_by_a_pause() -> None:
     decision = decided(state)
     assert (decision.trains, decision.reason) == (False, "a pause shows what training is worth")
     assert decision.saved_s > (decision.cost_s or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "length", "pace"), [(2, 3.0, 0.5), (1, 3.0, 1.0), (0, 3.5, 0.5), (4, 4.0, 0.0), (4, 4.5, 0.0)]
+)
+def test_the_pace_of_a_fall_is_by_how_much_it_fell_a_step(num_steps: int, length: float, pace: float) -> None:
+    assert Span(length=4.0, num_steps=num_steps).pace_to(length) == pace
+
+
+def test_before_the_first_step_a_draft_is_as_good_as_none() -> None:
+    assert (Staleness().length, Staleness().noise) == (1.0, 0.0)
+    decision = decided(Staleness())
+    assert (decision.trains, decision.saved_s, decision.cost_s, decision.reference_length) == (False, 0.0, None, 1.0)
+    assert decision.reason == "nothing is lost"
+
+
+def test_a_step_without_drafts_does_not_lengthen_a_pause() -> None:
+    span = Span(length=3.0, pace=1.0)
+    state = replace(after(3.0), pause=span, idle=span)
+    silent, seen = state.observed(None), state.observed(accepted(2.9))
+    assert (silent.pause, silent.idle) == (span, span)
+    assert (seen.pause, seen.idle) == (replace(span, num_steps=1), replace(span, num_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "length", "is_over", "patience", "reference"),
+    [
+        # It fell by 0.1 a step before: of 1.5 times that, two steps make 0.3 and three 0.45.
+        (2, 2.65, True, PATIENCE, 4.0),  # by 0.35: it was held up
+        (2, 2.75, False, PATIENCE, 4.0),  # by 0.25: nobody knows yet
+        (3, 2.5, True, PATIENCE, 4.0),
+        (3, 2.6, True, PATIENCE // 2, 4.0),  # as before
+        (3, 3.01, True, PATIENCE // 2, 3.01),  # it stood, so more cannot be reached
+    ],
+)
+def test_a_pause_ends_with_a_faster_fall_or_after_its_last_step(
+    num_steps: int, length: float, is_over: bool, patience: int, reference: float
+) -> None:
+    pause = Span(length=3.0, pace=0.1, num_steps=num_steps - 1)
+    state = Staleness(reference=4.0, lowest=3.2, num_idle=PATIENCE, pause=pause).observed(accepted(length))
+    assert (state.pause is None, state.patience) == (is_over, patience)
+    assert (state.num_idle, state.reference) == (0 if is_over else PATIENCE, pytest.approx(reference, abs=1e-5))
+    assert state.lowest == pytest.approx(length, abs=1e-5)
+
+
+def test_the_last_trainings_alone_tell_the_cost_and_a_pause_begins_once() -> None:
+    """Of eight trainings the first finds caches cold, and the last five count: 5, 6, 7, 8 and 9 s."""
+    state = after(4.0, 3.0)
+    for cost_s in (100.0, 3.0, 4.0, 5.0, 6.0, 7.0):
+        state = state.trained(cost_s)
+    began = state.pause
+    state = state.trained(8.0).trained(9.0)
+    assert state.costs_s == (5.0, 6.0, 7.0, 8.0, 9.0)
+    assert decided(state).cost_s == 7.0
+    assert began is not None and state.pause == began
+    assert began.length == pytest.approx(3.5, abs=1e-5)
+
+
+def test_the_pace_before_a_pause_is_that_since_the_first_training_without_a_gain() -> None:
+    """From 4 to 3.1, the mean of the last three, in the five steps between six trainings."""
+    state = after(4.0, 4.0, 4.0, reference=9.0).trained(1.0)
+    for length in (3.9, 3.6, 3.3, 3.0, 3.0):
+        state = state.observed(accepted(length)).trained(1.0)
+    assert state.pause is not None
+    assert (state.pause.length, state.pause.pace) == pytest.approx((3.1, 0.9 / 5), abs=1e-4)
+    assert state.pause.num_steps == 0
 
 
 def test_a_draft_that_its_training_held_up_goes_on_being_trained() -> None:

@@ -64,6 +64,27 @@ def test_an_engine_is_asked_for_batches_until_the_tokens_suffice_then_for_pairs_
     assert [trace.token_ids[1] for trace in sample.greedy] == [4] * 4
 
 
+def test_as_many_tokens_as_asked_for_are_enough_and_one_too_few_is_not() -> None:
+    for num_tokens, seeds in ((12, [8, 9]), (13, [8, 9, 10])):
+        engine = Engine()
+        draw(engine, PROMPTS, config=replace(CONFIG, num_tokens=num_tokens), sampling=SAMPLING, batch=3, seed=7)
+        assert [seed for _, _, _, seed in engine.calls[:-2]] == seeds
+
+
+class Silent(Engine):
+    """Answers nothing at all."""
+
+    def trace(self, prompts: Sequence[Prompt], **how: Any) -> list[Trace]:
+        return [replace(trace, token_ids=(), window_lengths=()) for trace in super().trace(prompts, **how)]
+
+
+def test_an_engine_that_answers_nothing_is_asked_no_more_often_than_tokens_are_wanted() -> None:
+    engine = Silent()
+    sample = draw(engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=1, seed=7)
+    assert len(engine.calls) == 10 + 2
+    assert sample.num_tokens == 0
+
+
 class Refitted(Engine):
     """Takes new weights while it draws, and notes which and how often."""
 

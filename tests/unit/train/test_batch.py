@@ -80,6 +80,31 @@ def test_a_token_must_come_from_a_draft_that_was_published_with_its_policy() -> 
         _assembled(_spanned((4, 0, 2)), policy_version=5, draft_version=1, max_lag=1)
 
 
+def test_drafts_that_were_published_with_a_policy_are_all_named_and_those_of_other_policies_are_not() -> None:
+    published = [(4, 2), (4, 1), (5, 3)]
+    with pytest.raises(RuntimeError) as caught:
+        _assembled(_spanned((4, 0, 2)), policy_version=5, draft_version=3, max_lag=1, published=published)
+    assert str(caught.value) == "rollouts must come from draft version 1 or 2, got {0}"
+
+
+def test_no_version_comes_before_the_first() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        _assembled(_spanned((2, None, 2)), policy_version=1, max_lag=3)
+    assert str(caught.value) == "rollouts must come from policy versions 0 to 1, got [2]"
+
+
+def test_a_lag_is_none_unless_it_is_given() -> None:
+    with pytest.raises(RuntimeError, match=r"from policy version 5, got \[4\]"):
+        assemble([_spanned((4, None, 2))], [1.0, 0.0], policy_version=5, draft_version=None, scale_by_std=False)
+
+
+@pytest.mark.parametrize(("band", "outside"), [((0.5, 1.0), 0.0), ((0.75, 1.0), 0.5), ((0.5, 0.75), 0.5)])
+def test_a_ratio_below_the_band_or_above_it_is_outside(band: tuple[float, float], outside: float) -> None:
+    """Ratios of 1/2 and 1, within a rounding."""
+    trainer = np.array([-np.log(2.0) + 1e-6, 0.0], dtype=np.float32)
+    assert mismatch([(0.0,), (0.0,)], [trainer[:1], trainer[1:]], band=band).outside_fraction == outside
+
+
 def test_mismatch_by_hand() -> None:
     """Gaps (rollout - trainer) of 0 and log 4: ratios 1 and 1/4, so k1 = log(4) / 2 and k3 = (1/4 - 1 + log 4) / 2."""
     gap = mismatch([(-1.0, -1.0)], [np.array([-1.0, -1.0 - np.log(4.0)], dtype=np.float32)], band=(0.5, 2.0))

@@ -253,3 +253,36 @@ def test_the_rollouts_are_there_before_their_checkpoint_is(tmp_path: Path) -> No
     learner = WatchingLearner()
     saved(tmp_path).save(learner, HISTORY[:1], pending=b"rollouts")
     assert learner.seen == [["step-000001.pending"]]
+
+
+def test_rollouts_of_a_checkpoint_that_is_still_written_stay_and_those_of_a_dropped_one_go(tmp_path: Path) -> None:
+    checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), SlowLearner()
+    with checkpoints.finished(learner):
+        checkpoints.save(learner, HISTORY[:1], pending=b"rollouts 1")
+        assert names(tmp_path) == ["step-000001.pending"]
+        for count in (2, 3, 4):
+            checkpoints.save(learner, HISTORY[:count], pending=b"rollouts %d" % count)
+        kept = [f"step-00000{count}{end}" for count in (2, 3) for end in ("", ".pending")]
+        assert names(tmp_path) == [*kept, "step-000004.pending"]
+    assert names(tmp_path) == [f"step-00000{count}{end}" for count in (3, 4) for end in ("", ".pending")]
+
+
+def test_of_another_recipe_not_even_the_checkpoint_before_a_damaged_one_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints, learner = replace(saved(tmp_path, 2, 3), recipe="another"), FileLearner()
+    (tmp_path / "step-000003" / "damaged").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoint .*step-000002 must be of this run's recipe"):
+        checkpoints.restore(learner)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert learner.loaded == ["step-000003", "step-000002"]
+
+
+def test_a_run_that_is_interrupted_does_not_wait_for_its_checkpoint(tmp_path: Path) -> None:
+    learner = FailingLearner()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpoints(directory=tmp_path, recipe="a recipe").finished(learner),
+    ):
+        raise KeyboardInterrupt
+    assert learner.timeouts == []

@@ -9,6 +9,7 @@ import pytest
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AcceptanceStats,
+    AutopilotStep,
     DraftDecision,
     DraftUpdate,
     LagStats,
@@ -179,6 +180,30 @@ def test_a_draft_that_may_be_trained_adds_the_decision_and_what_the_step_did() -
     assert metrics_of(step) == METRICS | decided | trained
 
 
+PROBE = AutopilotStep(speculates=False, is_probe=True, token_ms=0.5)
+
+
+def test_a_step_under_the_autopilot_says_whether_it_drafted_and_whether_that_was_a_probe() -> None:
+    assert metrics_of(replace(STEP, autopilot=PROBE)) == METRICS | {
+        "spec/autopilot_speculates": 0.0,
+        "spec/autopilot_probes": 1.0,
+    }
+    found = metrics_of(replace(STEP, autopilot=replace(PROBE, speculates=True, is_probe=False)))
+    assert found == METRICS | {"spec/autopilot_speculates": 1.0, "spec/autopilot_probes": 0.0}
+
+
+def test_engines_that_generated_nothing_have_no_rate() -> None:
+    step = replace(STEP, times=replace(STEP.times, generation_s=0.0))
+    assert metrics_of(step)["rollout/tokens_per_s"] == 0.0
+    short = replace(STEP, times=replace(STEP.times, generation_s=0.5))
+    assert metrics_of(short)["rollout/tokens_per_s"] == 200.0
+
+
+def test_a_draft_that_is_left_alone_says_so() -> None:
+    left_alone = replace(STEP, draft_decision=replace(DECISION, trains=False))
+    assert metrics_of(left_alone)["draft/trained"] == 0.0
+
+
 def test_a_learner_that_knows_its_entropy_adds_it() -> None:
     assert metrics_of(replace(STEP, train=replace(STEP.train, entropy=0.75))) == METRICS | {"train/entropy": 0.75}
 
@@ -188,6 +213,9 @@ def test_a_step_in_words() -> None:
     assert step_line(STEP, 24) == line
     assert step_line(replace(STEP, acceptance=ACCEPTANCE), 24) == f"{line}, AL 2.20"
     assert step_line(replace(STEP, draft_update=UPDATE), 24) == f"{line}, draft trained in 0.50 s"
+    assert step_line(replace(STEP, acceptance=ACCEPTANCE, autopilot=PROBE), 24) == f"{line}, not drafted"
+    drafted = replace(PROBE, speculates=True)
+    assert step_line(replace(STEP, acceptance=ACCEPTANCE, autopilot=drafted), 24) == f"{line}, AL 2.20"
 
 
 def test_a_stage_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> None:
@@ -203,6 +231,47 @@ def test_a_stage_that_is_entered_twice_adds_up_and_one_that_fails_counts() -> No
     assert clock.times() == StageTimes(
         data_s=3.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=4.0, step_s=15.0
     )
+
+
+def test_time_that_was_measured_elsewhere_is_added_to_a_stage() -> None:
+    clock = StageClock(now_s=lambda: 0.0)
+    clock.add("logprob", 2.0)
+    clock.add("logprob", 3.0)
+    assert (clock.times().logprob_s, clock.times().step_s) == (5.0, 0.0)
+
+
+def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> None:
+    """Two groups of two rollouts of 1 to 4 tokens; the second group has one reward alone, so no signal."""
+
+    def rollout(prompt_id: str, num: int) -> Rollout:
+        return Rollout(
+            prompt_id=prompt_id,
+            token_ids=(7,) * num,
+            rollout_logprobs=(0.0,) * num,
+            finish_reason=FinishReason.LENGTH if num == 4 else FinishReason.STOP,
+            policy_version=10,
+            draft_version=None,
+        )
+
+    groups = tuple(
+        RolloutGroup(
+            prompt=Prompt(id=name, text="", token_ids=(1,), answer="7"), rollouts=(rollout(name, a), rollout(name, b))
+        )
+        for name, (a, b) in {"0": (3, 4), "1": (2, 1)}.items()
+    )
+    record = step_record(
+        6,
+        STEP.times,
+        STEP.refit,
+        result=GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
+        rewards=RewardResult(rewards=(1.0, 0.0, 0.5, 0.5), num_timeouts=0, num_crashes=0),
+        trained=Trained(stats=STEP.train, own_logprobs=None),
+        mismatch=STEP.mismatch,
+        has_logprob_pass=True,
+    )
+    assert (record.num_rollouts, record.num_response_tokens, record.longest_response_tokens) == (4, 10, 4)
+    assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
+    assert (record.autopilot, record.has_logprob_pass) == (PROBE, True)
 
 
 def test_one_rollout_is_enough_for_a_record() -> None:

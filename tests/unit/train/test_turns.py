@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -69,8 +70,33 @@ def test_a_turn_that_failed_is_still_there_when_it_is_begun_again() -> None:
 def test_after_a_stop_nobody_waits_for_ever() -> None:
     turns = Turns(["a", "b"])
     turns.stop()
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped, match=r"^b waits for a turn that will not come$"):
         turns.wait("b")
+
+
+def test_a_stop_wakes_whoever_waits() -> None:
+    turns, found = Turns(["a", "b"]), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            turns.wait("b")
+        except Stopped as stopped:
+            found.append(stopped)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.05)  # it waits by then
+    turns.stop()
+    thread.join(5.0)
+    assert len(found) == 1
+
+
+def test_one_that_left_before_it_asked_for_a_turn_is_not_waited_for() -> None:
+    turns = Turns(["a", "b"])
+    turns.leave("a")
+    turns.wait("b")
+    turns.pass_on("b")
+    turns.wait("b")
 
 
 def test_a_turn_that_is_not_ones_own_cannot_be_passed_on() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from slipstream.train.asynchronous.activity import Activity, common_s, total_s
 
 
@@ -42,3 +46,34 @@ def test_what_two_did_at_the_same_time_is_counted_once() -> None:
     assert (total_s(ours), total_s(theirs)) == (5.0, 7.0)
     assert common_s(ours, theirs) == 3.0  # 1-2, 3-4 and 5-6
     assert common_s(ours, []) == 0.0
+
+
+def test_work_that_fails_ends_and_counts() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    with pytest.raises(ZeroDivisionError), activity.busy():
+        clock.now = 2.0
+        raise ZeroDivisionError
+    clock.now = 3.0
+    assert activity.between(0.0, 10.0) == [(0.0, 2.0)]
+
+
+def test_work_that_ended_is_forgotten_at_its_end_and_nothing_is_seen_of_it_from_there_on() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    with activity.busy():
+        clock.now = 2.0
+    assert activity.between(2.0, 3.0) == activity.between(-1.0, 0.0) == []
+    activity.forget(1.5)
+    assert activity.between(0.0, 3.0) == [(0.0, 2.0)]
+    activity.forget(2.0)
+    assert activity.between(0.0, 3.0) == []
+
+
+def test_a_clock_that_is_not_given_is_that_of_the_process() -> None:
+    activity = Activity()
+    start_s = time.perf_counter()
+    with activity.busy():
+        pass
+    (span,) = activity.between(start_s, time.perf_counter())
+    assert start_s <= span[0] < span[1]

@@ -114,3 +114,41 @@ def test_a_taker_is_woken_by_what_is_put() -> None:
 
     meeting.run({"train": lambda: got.append(handed.take()), "produce": produce}, finite="train")
     assert got == ["weights"]
+
+
+def test_an_end_wakes_whoever_waits_and_what_it_would_have_taken_is_left() -> None:
+    meeting, shared = Meeting(), ["late"]
+    meeting.run({"train": lambda: None}, finite="train")
+    with pytest.raises(Over):
+        meeting.wait(lambda: shared.pop())
+    with pytest.raises(Over):
+        meeting.change(lambda: shared.pop())
+    assert shared == ["late"]
+
+
+def test_whoever_takes_something_wakes_the_others() -> None:
+    meeting, shared, got = Meeting(), ["a"], []
+
+    def produce() -> None:
+        seen = meeting.wait(lambda: "empty" if not shared else None)
+        meeting.change(lambda: got.append(seen))
+        forever(meeting)
+
+    def train() -> None:
+        time.sleep(0.05)  # the other one waits by then
+        got.append(meeting.wait(lambda: shared.pop() if shared else None))
+        meeting.wait(lambda: len(got) == 2 or None)
+
+    meeting.run({"produce": produce, "train": train}, finite="train")
+    assert sorted(got) == ["a", "empty"]
+
+
+def test_a_change_gives_what_it_makes() -> None:
+    assert Meeting().change(lambda: 7) == 7
+
+
+def test_something_that_counts_as_false_is_something() -> None:
+    assert Meeting().wait(lambda: 0) == 0
+    handed: Handover[int] = Handover(Meeting())
+    handed.put(0)
+    assert handed.take() == 0
