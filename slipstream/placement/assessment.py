@@ -127,8 +127,9 @@ def assess(run: Run) -> Assessment | None:
     """What each GPU has to hold; None without GPUs, or where the recipe names no hardware (`simulator`).
 
     Raises:
-        ConfigError: a layout does not divide the policy, the placement rules out the channel, or a GPU's memory does not
-            hold its parts: the message has the field to change; or the policy is a mixture of experts, whose memory nobody has counted.
+        ConfigError: a layout does not divide the policy, the placement rules out the channel, or a GPU's memory does
+            not hold its parts: the message has the field to change; or the policy is a mixture of experts, whose memory
+            nobody has counted.
     """
     shape = known_shape(run)
     if shape is not None:
