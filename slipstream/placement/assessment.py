@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.placement.config import PlacementMode
+from slipstream.placement.config import Layout, PlacementMode
 from slipstream.placement.memory import (
     RUNTIME_RATE,
     WEIGHT_BYTES,
@@ -127,12 +127,14 @@ def assess(run: Run) -> Assessment | None:
     """What each GPU has to hold; None without GPUs, or where the recipe names no hardware (`simulator`).
 
     Raises:
-        ConfigError: a layout does not divide the policy, or a GPU's memory does not hold its parts: the message has
-            the field to change; or the policy is a mixture of experts, whose memory nobody has counted.
+        ConfigError: a layout does not divide the policy, the placement rules out the channel, or a GPU's memory does
+            not hold its parts: the message has the field to change; or the policy is a mixture of experts, whose memory
+            nobody has counted.
     """
     shape = known_shape(run)
     if shape is not None:
         require_even(run, shape)
+    channel = _channel(run.refit.channel, run.layout)
     if shape is None or run.simulator is None or not run.layout.has_gpus:
         return None
     fix = "leave out the section `simulator`: only the layout is checked then"
@@ -161,7 +163,7 @@ def assess(run: Run) -> Assessment | None:
         max_microbatch_tokens=_largest_microbatch(run, learner, usable - (beside if is_colocated else 0.0)),
         num_longest_sequences=engine.kv_tokens // run.engine.max_model_len,
         refit_bytes=num_parameters(shape) * WEIGHT_BYTES[run.learner.dtype],
-        channel=_channel(run.refit.channel, is_colocated=is_colocated, num_nodes=run.layout.placement.nodes),
+        channel=channel,
     )
     _require_cache(run, found, usable)
     if takes_turns:
@@ -170,12 +172,17 @@ def assess(run: Run) -> Assessment | None:
     return found
 
 
-def _channel(wanted: Channel, *, is_colocated: bool, num_nodes: int) -> Channel:
+def _channel(wanted: Channel, layout: Layout) -> Channel:
     """What `auto` becomes on GPUs; a channel that the placement rules out is refused now, not when it is opened.
 
     Raises:
         ConfigError: the recipe names it.
     """
+    if not layout.has_gpus:
+        rule = "must do without CUDA: placement.gpus_per_node is 0"
+        require(wanted not in (Channel.NCCL, Channel.IPC), "refit.channel", rule, wanted.value, "set auto")
+        return wanted
+    is_colocated, num_nodes = layout.placement.mode is PlacementMode.COLOCATED, layout.placement.nodes
     fits = Channel.IPC if is_colocated else Channel.NCCL
     if wanted is Channel.AUTO:
         return fits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.config import require
 from slipstream.placement.cluster import Cluster, Node
@@ -77,6 +77,23 @@ def make_plan(layout: Layout, cluster: Cluster) -> Plan:
         learner=tuple(slots[: placement.num_learner_nodes * per_node]),
         engines=tuple(tuple(workers[start : start + size]) for start in range(0, len(workers), size)),
     )
+
+
+def replanned(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with other nodes in the place of those that the cluster has lost: what lies on the rest stays.
+
+    Groups that span nodes are placed anew, for a substitute would have to be of their domain.
+
+    Raises:
+        ConfigError: as `make_plan`.
+    """
+    layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
+    alive, taken = {node.name for node in cluster.nodes}, {node.name for node in plan.nodes}
+    spare = [node for node in cluster.nodes if node.name not in taken and node.num_gpus >= per_node]
+    if len(taken - alive) > len(spare) or max(layout.learner_unit, layout.engine_unit) > 1:
+        return make_plan(layout, cluster)
+    substitutes = iter(spare)
+    return replace(plan, nodes=tuple(node if node.name in alive else next(substitutes) for node in plan.nodes))
 
 
 def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slipstream.config import ConfigError
+from slipstream.placement.cluster import Cluster
 from slipstream.placement.config import Layout
-from slipstream.placement.plan import Plan, Slot, make_plan
+from slipstream.placement.plan import Plan, Slot, make_plan, replanned
 from slipstream.workers.cluster import RayNode, as_cluster, ray_nodes
 from slipstream.workers.session import actor_environment
 
@@ -120,8 +121,8 @@ _lock = threading.Lock()
 def reserved(layout: Layout) -> Reservation | None:
     """The GPUs of `layout`, reserved at the first call in a process; None for one without GPUs.
 
-    All stages of a process that have the same layout share its reservation; another layout, or the loss of one of its
-    nodes, releases it.
+    All stages of a process that have the same layout share its reservation; another layout releases it. Where nodes
+    were lost, others take their places, and what runs on the rest goes on.
 
     Raises:
         PlacementError: the cluster does not have them free within `placement.start_timeout_s`.
@@ -130,10 +131,12 @@ def reserved(layout: Layout) -> Reservation | None:
         return None
     with _lock:
         key = (ray.get_runtime_context().get_job_id(), layout)
-        if key not in _held or not _held[key].is_whole():
+        if key not in _held:
             while _held:
                 _held.popitem()[1].release()
             _held[key] = reserve(layout)
+        elif not _held[key].is_whole():
+            _held[key] = renewed(_held.pop(key))
         return _held[key]
 
 
@@ -144,31 +147,60 @@ def reserve(layout: Layout) -> Reservation:
         PlacementError: the cluster does not have them free within `placement.start_timeout_s`; it says what was
             wanted where, and what is free there.
     """
-    timeout_s = layout.placement.start_timeout_s
-    deadline = time.monotonic() + timeout_s
-    plan, nodes = _planned(layout, deadline)
-    logger.info("reserving %d GPUs on %s", len(plan.slots), ", ".join(nodes[node.name].address for node in plan.nodes))
-    groups = {_group(plan, members, nodes): members for members in plan.groups}
+    deadline = time.monotonic() + layout.placement.start_timeout_s
+    plan, nodes = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
+    return Reservation(plan, _reserve(plan, plan.groups, nodes, deadline))
+
+
+def renewed(held: Reservation) -> Reservation:
+    """`held` with other nodes for those that were lost; it gives back what is reserved together with one of these.
+
+    Raises:
+        PlacementError: as `reserve`; then all of `held` is given back.
+    """
+    layout, before = held.plan.layout, held.plan.nodes
+    deadline = time.monotonic() + layout.placement.start_timeout_s
+    try:
+        plan, nodes = _planned(layout, lambda cluster: replanned(held.plan, cluster), deadline)
+        broken = [members for members in plan.groups if any(plan.nodes[i] != before[i] for i in members)]
+        changed = {index for members in broken for index in members}
+        for group in {seat.group for slot, seat in held.seats.items() if slot.node in changed}:
+            remove_placement_group(group)
+        kept = {slot: seat for slot, seat in held.seats.items() if slot.node not in changed}
+        return Reservation(plan, kept | _reserve(plan, broken, nodes, deadline))
+    except BaseException:
+        held.release()
+        raise
+
+
+def _reserve(
+    plan: Plan, wanted: Iterable[tuple[int, ...]], nodes: Mapping[str, RayNode], deadline: float
+) -> dict[Slot, Seat]:
+    """The seats of these of the plan's groups."""
+    groups = {_group(plan, members, nodes): members for members in wanted}
+    indices = sorted(index for members in groups.values() for index in members)
+    addresses = ", ".join(nodes[plan.nodes[index].name].address for index in indices)
+    logger.info("reserving %d GPUs on %s", plan.layout.placement.gpus_per_node * len(indices), addresses)
     try:
         waiting = {group.ready(): members for group, members in groups.items()}
         _, pending = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if pending:
             missing = [index for reference in pending for index in waiting[reference]]
-            raise PlacementError(_not_free(plan, sorted(missing), nodes, timeout_s))
-        return Reservation(plan, _seats(plan, list(groups), nodes, deadline))
+            raise PlacementError(_not_free(plan, sorted(missing), nodes))
+        return _seats(plan, list(groups), nodes, deadline)
     except BaseException:
         for group in groups:
             remove_placement_group(group)
         raise
 
 
-def _planned(layout: Layout, deadline: float) -> tuple[Plan, dict[str, RayNode]]:
+def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float) -> tuple[Plan, dict[str, RayNode]]:
     """The plan, as soon as the cluster is large enough for it: its nodes may still be on their way."""
     timeout_s, is_first = layout.placement.start_timeout_s, True
     while True:
         nodes = ray_nodes()
         try:
-            return make_plan(layout, as_cluster(nodes)), {node.id: node for node in nodes}
+            return plan_on(as_cluster(nodes)), {node.id: node for node in nodes}
         except ConfigError as error:
             if time.monotonic() + _POLL_S > deadline:
                 raise PlacementError(
@@ -245,8 +277,9 @@ def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, An
     return {"num_gpus": share, "scheduling_strategy": strategy}
 
 
-def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode], timeout_s: float) -> str:
+def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) -> str:
     """What was wanted, and what is there instead."""
+    timeout_s = plan.layout.placement.start_timeout_s
     now = {node.id: node for node in ray_nodes()}
     words = []
     for index in missing:

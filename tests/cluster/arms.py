@@ -16,11 +16,12 @@ from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.train.arm import ArmPlan, train
+from slipstream.train.arm import ArmPlan, LogMetrics, train
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
+from tests.cluster.runs import say
 from tests.conftest import _make_draft, _make_policy
 
 K = 2
@@ -78,6 +79,29 @@ def train_arms(directory: str, layouts: Mapping[str, Mapping[str, Any]], certifi
     return found
 
 
+def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train the speculative arm on GPUs that are reserved, while hosts are lost, and once more undisturbed.
+
+    After each of its first two steps it says `done` and waits for a file of that step's name in the directory.
+    """
+    logging.basicConfig(level=logging.INFO)
+    connect()
+    root = Path(directory)
+    policy = _make_policy(root / "policy", 0, num_key_value_heads=2)
+    draft = _make_draft(root / "draft", policy, 5)
+    often = {"grpo": {"checkpoint_every_steps": 1}}
+    recipe = load_recipe("tiny", overrides=merge(merge(_SMALL, layout), often))
+
+    def wait(metrics: Mapping[str, float], step: int) -> None:
+        if step < 2:
+            say("done", step)
+            while not (root / str(step)).exists():
+                time.sleep(0.1)
+
+    disturbed = _Arm(recipe, policy, draft, root / "disturbed").train(wait)
+    return [disturbed, _Arm(recipe, policy, draft, root / "undisturbed").train()]
+
+
 class _Arm:
     """The speculative arm of a recipe."""
 
@@ -85,7 +109,7 @@ class _Arm:
         self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
         self._prompts, self._decode = _prompts(policy)
 
-    def train(self) -> dict[str, Any]:
+    def train(self, log: LogMetrics = lambda metrics, step: None) -> dict[str, Any]:
         """Its record, and where it was trained; learner and engines stay."""
         with _logged() as lines:
             record = train(
@@ -100,7 +124,7 @@ class _Arm:
                 prompts=self._prompts,
                 decode=self._decode,
                 directory=self._directory,
-                log=lambda metrics, step: None,
+                log=log,
             )
         with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
             hosts = {

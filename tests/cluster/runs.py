@@ -65,7 +65,7 @@ def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answ
         try:
             losses = _train(Path(directory) / "disturbed", policy, addresses, answer_timeout_s)
         except LostWorkerError as error:
-            _say("lost", str(error))
+            say("lost", str(error))
     return losses, _train(Path(directory) / "undisturbed", policy, attempts[-1], answer_timeout_s)
 
 
@@ -80,7 +80,7 @@ def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_time
             losses.append(learner.train_step(_update(version, num_copies=30)).stats.loss)
             learner.save_checkpoint(checkpoint, {"losses": losses})
             if version == start:
-                _say("training", version)
+                say("training", version)
     return losses
 
 
@@ -94,7 +94,7 @@ def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
     said = []
     with _ranks({}, [address]) as learner:
         learner.load(policy, None)
-        _say("loaded", address)
+        say("loaded", address)
         while not Path(go_on).exists():
             time.sleep(0.1)
         for write in (
@@ -134,7 +134,8 @@ def _ranks(
         learner.close()
 
 
-def _say(word: str, value: Any) -> None:
+def say(word: str, value: Any) -> None:
+    """Tell the test a word and its value."""
     sys.stdout.write(f"\n{word}: {json.dumps(value)}\n")
     sys.stdout.flush()
 

@@ -23,6 +23,13 @@ _DETECTED_S = 25.0  # Ray asks a silent host three times, 2 s each, and takes it
 _STEP = r"during train_step of policy version \d+ \(done before: save_checkpoint\)"
 
 
+_SPLIT = {
+    "placement": {"mode": "split", "nodes": 3, "gpus_per_node": 1, "generation_nodes": 1, "training_nodes": 2},
+    "learner": {"parallel": {"data": 2}},
+    "engine": {"num_engines": 1},
+}
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault, the error that it ended in, and the seconds until then."""
@@ -133,3 +140,26 @@ def test_a_lost_host_is_named_with_its_rank(story: Story, name: str) -> None:
 def test_after_all_of_them_the_losses_are_those_of_a_run_that_nothing_disturbed(story: Story) -> None:
     assert len(story.undisturbed) > len(story.faults)
     assert story.losses == story.undisturbed
+
+
+def test_on_reserved_gpus_a_spare_host_takes_the_place_of_one_of_engines_and_of_one_of_the_learner(
+    story: Story, cluster: Cluster
+) -> None:
+    first, second = cluster.hosts[:2]  # those that the faults before this one have left
+    generating, *spare = cluster.add(3)
+    with tempfile.TemporaryDirectory(
+        dir="/var/tmp", prefix="slipstream-cluster-", ignore_cleanup_errors=True
+    ) as directory:
+        driver = cluster.start("arms", "outlive_hosts", directory, _SPLIT)
+        for step, victim in enumerate((generating, second)):
+            assert driver.read("done", timeout_s=300) == step
+            victim.kill()
+            (Path(directory) / str(step)).touch()
+        found, undisturbed = driver.read("answer", timeout_s=300)
+
+    assert found["hosts"] == {"learner": [first.address, spare[1].address], "engines": [spare[0].address]}
+    assert found["steps"] == undisturbed["steps"]
+    assert len(found["steps"]) == 3
+    said = "\n".join(found["log"])
+    assert re.search(rf"engine 0 on {generating.address} .*; restart 1 of at most 3 in this run", said), said
+    assert re.search(rf"learner rank 1 on {second.address} .*; the learner starts anew from its last checkpoint", said)

@@ -35,6 +35,7 @@ class Here:
         names = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS")
         return {
             "node": context.get_node_id(),
+            "pid": os.getpid(),
             "gpus": context.get_accelerator_ids()["GPU"],
             "group": context.get_placement_group_id(),
             **{name: os.environ.get(name) for name in names},
@@ -91,6 +92,38 @@ def refused(reserve: Any) -> dict[str, Any]:
     return {"error": None}
 
 
+def lost_node(cluster: Cluster) -> dict[str, Any]:
+    """What becomes of a reservation of two nodes of which one is lost, with a third to spare."""
+    pair = layout(per_node=2)
+    here: Any = ray.remote(Here)
+
+    def rank(reservation: placement.Reservation, number: int) -> Any:
+        return here.options(num_cpus=0, **reservation.learner_place(number)).remote()
+
+    held = placement.reserved(pair)
+    assert held is not None
+    ranks = [rank(held, number) for number in range(4)]
+    before = ray.get([each.where.remote() for each in ranks])
+    victim = next(node for node in cluster.worker_nodes if node.node_id in {node.name for node in held.plan.nodes})
+    spare = next(node.id for node in ray_nodes() if node.id not in {node.name for node in held.plan.nodes})
+    cluster.remove_node(victim, allow_graceful=False)
+    while victim.node_id in {node.id for node in ray_nodes()}:
+        time.sleep(0.1)
+    now = placement.reserved(pair)
+    assert now is not None
+    lost = [number for number in range(4) if before[number]["node"] == victim.node_id]
+    for number in lost:
+        ranks[number] = rank(now, number)
+    after = ray.get([each.where.remote() for each in ranks], timeout=60)
+    return {
+        "lost": lost,
+        "spare": spare,
+        "before": before,
+        "after": after,
+        "is_kept": placement.reserved(pair) is now,
+    }
+
+
 def main() -> None:
     cluster = Cluster()
     for number in range(2):
@@ -119,6 +152,8 @@ def main() -> None:
         found["alive"] = learner.is_alive()
         shared = placement.reserved(ranks)
         found["shared"] = shared is placement.reserved(ranks)
+    cluster.add_node(num_cpus=4, num_gpus=4, labels={NVLINK_LABEL: "a"})
+    found["lost"] = lost_node(cluster)
     Path(sys.argv[1]).write_text(json.dumps(found))
     ray.shutdown()
     cluster.shutdown()

@@ -85,6 +85,17 @@ def test_the_librarys_own_learner_starts_in_the_reservation_that_stages_share(fo
     assert found["alive"] and found["shared"]
 
 
+def test_a_lost_node_is_replaced_and_what_runs_on_the_other_goes_on(found: dict[str, Any]) -> None:
+    lost = found["lost"]
+    assert lost["lost"] in ([0, 1], [2, 3])
+    for number, (before, after) in enumerate(zip(lost["before"], lost["after"], strict=True)):
+        if number in lost["lost"]:
+            assert after["node"] == lost["spare"] != before["node"]
+        else:
+            assert after == before  # the same process: it was not started anew
+    assert lost["is_kept"]
+
+
 def test_the_cluster_is_listed_with_its_labels(found: dict[str, Any]) -> None:
     assert [gpus for gpus, _ in found["cluster"]] == [4, 4]
     assert all(labels["ray.io/gpu-domain"] == "a" for _, labels in found["cluster"])

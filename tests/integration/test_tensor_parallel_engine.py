@@ -11,13 +11,15 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
+from slipstream.policy.config import LearnerConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.driver import Delivery, Exported
-from slipstream.refit.config import RefitConfig, RefitError
-from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.channel.driver import Delivery, Exported, open_channel, send
+from slipstream.refit.config import Channel, RefitConfig, RefitError
+from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot, bytes_digest
 from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
@@ -60,7 +62,6 @@ class Publisher:
     """A learner that holds the new policy, and a channel that brings it or another."""
 
     def __init__(self, engine: Any, models: dict[str, Path], sends: str) -> None:
-        from slipstream.policy.config import LearnerConfig
         from slipstream.workers.learner_process import LearnerProcess
 
         self.engine = engine
@@ -132,3 +133,30 @@ def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(
 def test_the_gate_names_a_shard_of_another_policy(engine: Any, models: dict[str, Path]) -> None:
     with pytest.raises(RefitError, match=r"must hold policy version 2 to the last bit: \d+ of \d+ tensors differ"):
         gate(engine, Publisher(engine, models, "old"), models["draft"]).refit(2)
+
+
+def test_both_ranks_cut_their_shards_from_what_comes_over_gloo(engine: Any, models: dict[str, Path]) -> None:
+    """A learner of one rank sends whole tensors of policy and draft, in buckets that end inside of them."""
+    from slipstream.workers.learners import start_learner
+
+    results, held = {}, {}
+    with start_learner(LearnerConfig(dtype=Dtype.FLOAT32, num_threads=1)) as learner:
+        learner.load(models["new"], None)
+        learner.start_draft(models["new"], DRAFT)
+        for version, channel in enumerate((Channel.SHARED_MEMORY, Channel.GLOO), start=1):
+            engine.refit(models["old"], policy_version=0, draft=models["draft"])
+            config = RefitConfig(channel=channel, bucket_mib=0.02, timeout_s=60.0)
+            with open_channel(config, learner, engine) as opened:
+                delivery = send(opened, version, draft_version=version)
+            (state,) = delivery.states
+            assert (state.policy_digest, state.draft_digest) == (delivery.digest, delivery.draft_digest)
+            held[channel] = [engine.start_fingerprints(is_draft=is_draft, turn=ALL)() for is_draft in (False, True)]
+            results[channel] = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    shared, gloo = results[Channel.SHARED_MEMORY], results[Channel.GLOO]
+    assert held[Channel.GLOO] == held[Channel.SHARED_MEMORY]
+    assert _drawn(gloo) == _drawn(shared)
+    assert gloo.acceptance == shared.acceptance
+
+
+def _drawn(result: GenerationResult) -> list[tuple[Sequence[int], Sequence[float]]]:
+    return [(rollout.token_ids, rollout.rollout_logprobs) for group in result.groups for rollout in group.rollouts]

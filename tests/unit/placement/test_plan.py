@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.placement.cluster import Cluster, Node, parse_cluster
 from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.placement.plan import Plan, Slot, make_plan
+from slipstream.placement.plan import Plan, Slot, make_plan, replanned
 from slipstream.policy.config import ParallelConfig
 
 
@@ -126,6 +126,28 @@ def test_two_neighbours_that_share_experts_are_a_group_too(refusal: Callable[...
     assert message.startswith("learner.parallel.expert ") and ", got 2; " in message
 
 
+def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_others_keep_theirs() -> None:
+    plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
+    small, spare = Node(name="small", num_gpus=1), Node(name="spare", num_gpus=2)
+    after = replanned(plan, Cluster(nodes=(small, spare, plan.nodes[0], plan.nodes[2])))
+    assert [node.name for node in after.nodes] == ["node0", "spare", "node2"]
+    assert (after.learner, after.engines) == (plan.learner, plan.engines)
+
+
+def test_without_a_spare_node_a_lost_one_is_missing(refusal: Callable[..., str]) -> None:
+    plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
+    message = refusal(replanned, plan=plan, cluster=Cluster(nodes=plan.nodes[1:]))
+    assert message.startswith("placement.nodes must find that many nodes with 2 GPUs among 2x2: there are 2, got 3")
+
+
+def test_an_engine_over_two_nodes_gets_another_pair_of_one_domain_when_one_is_lost() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain=domain) for i, domain in enumerate("aabbcc"))
+    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), Cluster(nodes=nodes[:4]))
+    assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
+    after = replanned(plan, Cluster(nodes=(*nodes[:1], *nodes[2:])))
+    assert [node.name for node in after.nodes] == ["n0", "n2", "n3"]
+
+
 def test_nodes_are_taken_by_the_engines_groups_where_those_are_larger() -> None:
     nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
     layout = Layout(
@@ -216,6 +238,29 @@ def test_tensor_parallel_groups_lie_in_one_node_or_one_domain(layout: Layout, cl
         assert len(nodes) == 1 or (len(domains) == 1 and None not in domains)
     for engine in plan.engines:
         assert any({slot.node for slot in engine} <= set(group) for group in plan.groups)
+
+
+@given(layouts(), clusters(), st.data())
+def test_after_a_loss_a_plan_is_as_good_as_a_new_one_and_moves_nobody_without_need(
+    layout: Layout, cluster: Cluster, data: st.DataObject
+) -> None:
+    plan = _plan_or_none(layout, cluster)
+    if plan is None:
+        return
+    lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
+    rest = Cluster(nodes=tuple(node for node in cluster.nodes if node not in lost))
+    new = _plan_or_none(layout, rest)
+    if new is None:
+        with pytest.raises(ConfigError):
+            replanned(plan, rest)
+        return
+    after = replanned(plan, rest)
+    assert len(set(after.nodes)) == layout.placement.nodes
+    assert set(after.nodes) <= {node for node in rest.nodes if node.num_gpus >= layout.placement.gpus_per_node}
+    if layout.learner_unit == layout.engine_unit == 1:
+        assert all(now == then for now, then in zip(after.nodes, plan.nodes, strict=True) if then not in lost)
+    else:
+        assert after == new
 
 
 @given(layouts())
