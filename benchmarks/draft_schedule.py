@@ -53,10 +53,13 @@ class Contestant:
     table: tuple[ScheduleEntry, ...] = ()
 
     def generate(self, recipe: Recipe, prompts: Sequence[Prompt], seed: int) -> GenerationResult:
-        """The next round's rollouts."""
+        """The next round's rollouts. Two tokens of each come first: an engine that had to wait may begin slowly."""
         if self.table:
             self.engine.draft_by(self.table)
-        return self.engine.generate(prompts, sampling=recipe.sampling, group_size=recipe.grpo.group_size, seed=seed)
+        group_size = recipe.grpo.group_size
+        short = replace(recipe.sampling, max_response_tokens=2)
+        self.engine.generate(prompts, sampling=short, group_size=group_size, seed=seed)
+        return self.engine.generate(prompts, sampling=recipe.sampling, group_size=group_size, seed=seed)
 
 
 def weak_draft(run: FinishedRun, num_steps: int, directory: Path) -> Path:
@@ -164,7 +167,8 @@ def compare(
         contestants = {f"k={k}": Contestant(engine=start(k, stack)) for k in ks}
         table = start(longest, stack, record.schedule)
         contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)
-        contestants[_BOLD] = Contestant(engine=table, table=bold)
+        if bold != record.schedule:
+            contestants[_BOLD] = Contestant(engine=table, table=bold)
         contestants[_SWITCHED_OFF] = Contestant(engine=table, table=constant(0))
         results: dict[str, list[GenerationResult]] = {name: [] for name in contestants}
         names = list(contestants)

@@ -11,6 +11,7 @@ from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
 from slipstream.drafts.schedule import constant, described
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import RunningPoint, TuningRecord
+from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -37,8 +38,8 @@ class Engine:
     def draft_by(self, table: Any) -> None:
         self.calls.append(table)
 
-    def generate(self, prompts: Any, **_: Any) -> GenerationResult:
-        self.calls.append("generate")
+    def generate(self, prompts: Any, *, sampling: SamplingConfig, **_: Any) -> GenerationResult:
+        self.calls.append(sampling.max_response_tokens)
         return result(1.0)
 
 
@@ -47,8 +48,9 @@ def test_an_engine_with_a_table_is_told_it_before_each_generation_and_one_withou
     with_table, fixed = Engine(), Engine()
     Contestant(engine=cast(Any, with_table), table=constant(3)).generate(recipe, [PROMPT], 0)
     Contestant(engine=cast(Any, fixed)).generate(recipe, [PROMPT], 0)
-    assert with_table.calls == [constant(3), "generate"]
-    assert fixed.calls == ["generate"]
+    whole = recipe.sampling.max_response_tokens
+    assert with_table.calls == [constant(3), 2, whole]  # a few tokens before those that are timed
+    assert fixed.calls == [2, whole]
 
 
 def test_the_table_is_compared_with_whichever_fixed_length_is_fastest(capsys: pytest.CaptureFixture[str]) -> None:
