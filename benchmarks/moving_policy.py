@@ -44,15 +44,17 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """One arm: how its draft learns, and the policy's learning rate."""
+    """One arm: how its draft learns and at what rate (None: the recipe's), and the policy's learning rate."""
 
     online: DraftOnline
     learning_rate: float
+    draft_rate: float | None = None
 
     @property
     def name(self) -> str:
         """In the table."""
-        return f"{self.online.value}, {self.learning_rate:.1e}"
+        draft = "" if self.draft_rate is None else f" at {self.draft_rate:.1e}"
+        return f"{self.online.value}{draft}, {self.learning_rate:.1e}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--habit-rate", type=float, default=1e-3, help="learning rate of these steps")
     parser.add_argument("--start", type=Path, help="where policy and draft with the habit lie, or are to lie")
     parser.add_argument("--online", nargs="+", choices=list(DraftOnline), default=list(DraftOnline))
+    parser.add_argument("--draft-rates", nargs="+", type=float, help="of drafts that learn; default: the recipe's")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of the run's recipe")
@@ -75,9 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     connect()
     print(run.described())
     contestants = [
-        Contestant(online=DraftOnline(online), learning_rate=rate)
+        Contestant(online=DraftOnline(online), learning_rate=rate, draft_rate=draft_rate)
         for rate in options.learning_rates
         for online in options.online
+        for draft_rate in ((None,) if online == DraftOnline.OFF else options.draft_rates or (None,))
     ]
     changes = merge(parse_overrides(options.overrides), {"grpo": {"num_steps": options.steps}})
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,8 +148,11 @@ def measured(
 
 def recipe_of(recipe: Recipe, contestant: Contestant, changes: Mapping[str, Any], *, k: int) -> Recipe:
     """The run's recipe, changed for one contestant."""
+    draft: dict[str, Any] = {"online": contestant.online.value}
+    if contestant.draft_rate is not None:
+        draft["online_learning_rate"] = contestant.draft_rate
     own = {
-        "draft": {"online": contestant.online.value},
+        "draft": draft,
         "grpo": {"optimizer": {"learning_rate": contestant.learning_rate}},
         "tuning": {"candidate_ks": [0, k]},
         "engine": {"num_kept_idle": 0},

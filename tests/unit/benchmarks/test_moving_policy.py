@@ -31,6 +31,15 @@ def test_arms_differ_in_how_the_draft_learns_and_in_the_rate_alone() -> None:
     assert recipe.tuning.candidate_ks == (0, 5)
 
 
+def test_a_rate_of_the_draft_is_the_recipes_unless_the_arm_has_its_own() -> None:
+    tiny = load_recipe("tiny")
+    own = Contestant(online=DraftOnline.ALWAYS, learning_rate=5e-4, draft_rate=3e-3)
+    plain = Contestant(online=DraftOnline.ALWAYS, learning_rate=5e-4)
+    assert own.name == "always at 3.0e-03, 5.0e-04"
+    assert recipe_of(tiny, own, {}, k=5).draft.online_learning_rate == 3e-3
+    assert recipe_of(tiny, plain, {}, k=5).draft.online_learning_rate == tiny.draft.online_learning_rate != 3e-3
+
+
 def test_a_row_shows_quarters_trainings_and_what_they_took() -> None:
     steps = [metrics(4.0), metrics(3.0, train_s=0.5), metrics(2.0, train_s=0.25), metrics(3.0)]
     assert row("a", steps, "whole") == ["a", "4", "", "4.00", "3.00", "3.00", "2", "0.8", "2.00", "0.500, 0.500"]

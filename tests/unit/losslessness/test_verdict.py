@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.grpo.loop import KvCache
+from slipstream.losslessness import statistics
+from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
@@ -393,6 +395,42 @@ def test_a_verdict_says_which_bias_would_have_been_seen() -> None:
         f"a {blind.alternative} policy would go unseen up to a total variation of {bias}, over "
         "losslessness.max_detectable_bias 0.01: raise losslessness.num_tokens",
     )
+
+
+class NumberedPolicy(Policy):
+    """Says of each token the numbers of its columns."""
+
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> NDArray[np.float64]:
+        num_tokens = sum(map(len, sequences)) - sum(prompt_lengths)
+        return np.tile(np.arange(10) / 10, (num_tokens, 1))
+
+
+def test_each_column_that_the_policy_gives_becomes_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of `conditionals`: of the token, of a sharper policy, of a flatter one."""
+    seen: list[statistics.Draws] = []
+    monkeypatch.setattr(statistics, "detectable_bias", lambda draws, **_: seen.append(draws) or ())
+    monkeypatch.setattr(statistics, "conditional_tests", lambda draws, **_: {})
+    monkeypatch.setattr(statistics, "two_sample_tests", lambda first, second, **_: {})
+    monkeypatch.setattr(verdicts, "_verdict", lambda *_: (LOSSLESS, ""))
+    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+    certify(drawn, baseline, NumberedPolicy(), config=SMALL, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
+    (draws,) = seen
+    columns = (
+        draws.mass_before,
+        draws.probability,
+        draws.logprob_mean,
+        draws.logprob_variance,
+        draws.sharper.mass_before,
+        draws.sharper.probability,
+        draws.sharper.total_variation,
+        draws.flatter.mass_before,
+        draws.flatter.probability,
+        draws.flatter.total_variation,
+    )
+    assert [column[0] for column in columns] == [number / 10 for number in range(10)]
+    assert all(len(column) == drawn.num_tokens == len(draws.position) for column in columns)
 
 
 class NotingPolicy(Policy):
