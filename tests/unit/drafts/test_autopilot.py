@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -180,3 +181,18 @@ def test_settings_that_make_no_sense_are_refused(values: dict[str, float], messa
     with pytest.raises(ConfigError) as caught:
         AutopilotConfig(**values)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)
+
+
+def test_probes_and_turns_show_what_they_rest_on() -> None:
+    steps = flown(lambda i, speculates: 2.0 if speculates else 1.0, 6)
+    probe = Decision(speculates=False, is_probe=True, has_switched=False, own_ms=2.0, other_ms=1.0)
+    assert decide(steps[:5], CONFIG) == probe
+    assert decide(steps, CONFIG) == Decision(
+        speculates=False, is_probe=False, has_switched=True, own_ms=2.0, other_ms=1.0
+    )
+
+
+def test_of_an_even_number_of_costs_the_upper_one_in_the_middle_is_shown() -> None:
+    costs = [99.0, 4.0, 1.0, 3.0, 2.0]
+    steps = flown(lambda i, speculates: costs[i], 5, replace(CONFIG, patience_steps=4))
+    assert decide(steps, replace(CONFIG, patience_steps=4)).own_ms == 3.0

@@ -189,6 +189,18 @@ def test_a_draft_that_its_training_held_up_goes_on_being_trained() -> None:
     assert state.reference == pytest.approx(4.0)
 
 
+def test_a_draft_that_was_held_up_is_given_its_whole_patience_again() -> None:
+    state = replace(paused(), patience=PATIENCE // 2).observed(accepted(2.5))
+    assert (state.patience, state.pause) == (PATIENCE, None)
+
+
+def test_a_length_as_good_as_ever_clears_what_was_held_against_the_trainings() -> None:
+    state = after(3.0).trained(1.0)
+    assert (state.num_idle, state.idle) == (1, Span(length=state.length))
+    seen = state.observed(accepted(3.0))
+    assert (seen.num_idle, seen.idle, seen.pause, seen.lowest) == (0, None, None, seen.length)
+
+
 def test_a_length_that_a_pause_leaves_as_it_is_is_all_that_the_draft_can_reach() -> None:
     assert decided(paused(3.0)).reason == "a pause shows what training is worth"
     state = paused(3.0, 3.0)  # the step after the last training is the first of the pause
