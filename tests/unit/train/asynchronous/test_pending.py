@@ -65,6 +65,13 @@ def test_everything_comes_back_to_the_last_bit() -> None:
     assert Pending.from_bytes(Pending().to_bytes()) == Pending()
 
 
+def test_rollouts_of_an_engine_without_a_draft_or_an_autopilot_come_back_too() -> None:
+    (scored,) = pending().scored
+    plain = replace(scored.generated.result, acceptance=None, autopilot=None)
+    waiting = Pending(scored=(replace(scored, generated=replace(scored.generated, result=plain)),))
+    assert Pending.from_bytes(waiting.to_bytes()) == waiting
+
+
 @pytest.mark.parametrize("length", [0, 10, -1, -200])
 def test_what_is_cut_short_is_refused(length: int) -> None:
     with pytest.raises(CheckpointError, match="rollouts that wait for training must be as they were written"):
