@@ -1,12 +1,12 @@
 """In flight: engines never stop. New weights enter between two of their iterations, and what is under way goes on.
 
 Groups are submitted in the order of the prompts and come back in any. Of each is known which version it was submitted
-under, and no token of it is older. A batch takes first the groups that the next step could not take any more, for they
-would be older than the lag allows, and waits for them; then others in the order in which they came. So no group is left
-out for being long, and none is trained on that is too old.
+under, and no token of it is older. A batch takes first the groups that the steps after it could not take any more, for
+they would be older than the lag allows or too many at once (`age`), and waits for them; then others in the order in
+which they came. So no group is left out for being long, and none is trained on that is too old.
 
 Backpressure is the lag bound alone: while the engines hold version v, (v + lag + 1) batches of groups are submitted in
-all. Of those submitted under version t - lag or before, then, step t finds one batch at most.
+all.
 
 Legend: `P` prompts a step; group `i` is prompt `i % P` of batch `i // P`.
 """
@@ -27,6 +27,7 @@ from slipstream.rollout.acceptance import combine
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Portion
 from slipstream.rollout.requests import GroupRequest, group_requests, rollout_seed
+from slipstream.train.asynchronous import age
 from slipstream.train.asynchronous.buffer import Buffer, Generated, Scored, score_all
 from slipstream.train.asynchronous.meeting import Handover, Meeting
 from slipstream.train.asynchronous.pending import Pending, Tally
@@ -190,7 +191,8 @@ class InFlightLoop:
         A group of which nothing was complete is as young as the version then, and nobody waits for it. Of one that was
         partly complete the rest starts anew, and the step waits: its complete rollouts cannot get younger.
         """
-        due = self.meeting.change(lambda: self._due(shared.started, version))
+        lag = self.loop.max_off_policy_steps
+        due = self.meeting.change(lambda: age.due(shared.started, version, lag=lag))
         num_restarted = 0
         for index in [request.index for request in self.engine.under_way if request.index in due]:
             num = self.engine.restart([index], seeds=lambda request: _other_seeds(request, version))
@@ -261,25 +263,17 @@ class InFlightLoop:
 
     def _batch(self, waiting: Sequence[Scored], started: dict[int, int], step: int) -> list[Scored] | None:
         """The batch of a step, once it is there; its groups are taken out of `started`."""
-        due = self._due(started, step)
-        assert len(due) <= self._per_step, f"{len(due)} groups are due in step {step}"
-        first = [each for each in waiting if each.index in due]
-        if len(first) < len(due) or len(waiting) < self._per_step:
-            return None
-        others = [each for each in waiting if each.index not in due]
-        batch = [*first, *others][: self._per_step]
-        for each in batch:
+        batch = age.batch(waiting, started, step, lag=self.loop.max_off_policy_steps, per_step=self._per_step)
+        for each in batch or ():
             del started[each.index]
         return batch
 
-    def _due(self, started: dict[int, int], step: int) -> set[int]:
-        """Groups that would be older than the lag allows in the step after this one."""
-        return {index for index, version in started.items() if version <= step - self.loop.max_off_policy_steps}
-
     def _num_awaited(self, shared: _Shared, step: int) -> int:
         """Rollouts of the groups that this step has to take and that are not there yet."""
-        missing = self._due(shared.started, step) - {each.index for each in shared.buffer.waiting}
-        return len(missing) * self.trainer.config.group_size
+        there = [each.index for each in shared.buffer.waiting]
+        lag = self.loop.max_off_policy_steps
+        missing = age.num_missing(there, shared.started, step, lag=lag, per_step=self._per_step)
+        return missing * self.trainer.config.group_size
 
     def _joined(self, batch: Sequence[Scored], shared: _Shared, watch: Stopwatch) -> GenerationResult:
         """The batch as one result, with what the engines did since the step before."""

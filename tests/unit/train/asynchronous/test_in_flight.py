@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import Counter
@@ -61,6 +62,24 @@ def test_every_group_is_trained_on_once_and_no_token_is_older_than_the_lag(
     trained = [len(row) for update in flight.updates for row in update.batch.rollout_logprobs]
     assert sorted(trained) == sorted(flight.lengths)
     assert 40 in trained or too_old is TooOld.RESTART  # which may draw a shorter one for each that is long
+
+
+@pytest.mark.parametrize("lag", [2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_groups_that_overtake_many_others_leave_no_more_of_these_than_later_steps_can_take(lag: int, seed: int) -> None:
+    flight, lengths, seen = world(lag, seed), random.Random(seed), set[int]()
+    advance = flight.advance
+
+    def uneven(*, max_s: float) -> Portion:
+        for index in flight.flying.keys() - seen:
+            flight.flying[index].lengths = [lengths.choice([1, 2, 30])] * GROUP_SIZE
+        seen.update(flight.flying)
+        return advance(max_s=max_s)
+
+    flight.advance = uneven
+    records = in_flight(flight, lag)
+    assert Counter(flight.trained) == EVERY_PROMPT
+    assert max(each.lag for record in records for each in record.lags) <= lag
 
 
 def test_a_draft_that_learns_at_every_step_is_published_with_the_policy_that_it_was_trained_beside() -> None:
