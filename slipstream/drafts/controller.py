@@ -14,8 +14,11 @@ A training that brings no measurable gain proves nothing yet: on a policy that k
 up. So after `PATIENCE` of them training pauses for up to `WINDOW` steps:
 
 - acceptance falls faster than before: the draft was held up, and its training goes on;
-- it does not fall: the length that the draft has counts as the one that it can reach, until it falls below that;
+- it does not fall: training rests, and the present length counts as the one that can be reached, until it falls below;
 - it falls on as before: training goes on, with half the patience.
+
+No rest is for ever, for a policy may have moved faster than its draft could follow, and stand still since. After `REST`
+steps training tries again for the greatest length that there ever was; each rest is twice as long as the one before.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ WINDOW = 3
 """Steps whose acceptance counts as the present one: a lasting fall is seen whole after so many."""
 PATIENCE = 6
 """Trainings without a gain after which a pause shows what they are worth."""
+REST = 12
+"""Steps after which training that was given up is tried again, at first."""
 _LITTLE_PATIENCE = PATIENCE // 2
 _NUM_DEVIATIONS = 2.0
 _NUM_COSTS = 5
@@ -60,22 +65,28 @@ class Staleness:
     """What is known of a draft after some steps.
 
     Attributes:
-        reference: mean acceptance length that the draft is known to reach; None: nothing is known yet.
+        reference: mean acceptance length that the draft can reach, as far as is known; None: nothing is known yet.
+        greatest: the largest `reference` that was given up.
         lowest: the smallest length since the last measurable gain.
         num_idle: trainings since the last measurable gain, or since the last pause.
         patience: how many of them lead to a pause.
         idle: since the first of them.
         pause: since training paused; None: it does not.
+        num_rested: steps since it was given up; None: it was not, or was taken up again.
+        rest: after how many of them it is tried again.
         is_warm: there was a training.
     """
 
     reference: float | None = None
+    greatest: float = 0.0
     recent: tuple[AcceptanceStats, ...] = ()
     lowest: float = float("inf")
     num_idle: int = 0
     patience: int = PATIENCE
     idle: Span | None = None
     pause: Span | None = None
+    num_rested: int | None = None
+    rest: int = REST
     costs_s: tuple[float, ...] = ()
     is_warm: bool = False
 
@@ -98,10 +109,21 @@ class Staleness:
         )
         length, noise = seen.length, seen.noise
         reference = length if seen.reference is None else max(seen.reference, length)
-        if length > seen.lowest + noise or length >= reference:
-            return replace(seen._fresh(), reference=reference, patience=PATIENCE)
-        seen = replace(seen, reference=reference, lowest=min(seen.lowest, length))
+        seen = replace(seen, reference=reference)
+        if length > self.lowest + noise or length >= reference:
+            return replace(seen._fresh(), patience=PATIENCE)._rested()
+        seen = replace(seen, lowest=min(self.lowest, length))._rested()
         return seen if seen.pause is None else seen._paused(seen.pause)
+
+    def _rested(self) -> Staleness:
+        """After another step; at the end of a rest the greatest length is to be reached again."""
+        if self.num_rested is None:
+            return self
+        if self.num_rested + 1 < self.rest:
+            return replace(self, num_rested=self.num_rested + 1)
+        reference = max(self.length, self.greatest)
+        tried_again = replace(self._fresh(), reference=reference, patience=PATIENCE)
+        return replace(tried_again, num_rested=None, rest=2 * self.rest)
 
     def _paused(self, pause: Span) -> Staleness:
         """What another step of a pause shows."""
@@ -111,7 +133,10 @@ class Staleness:
         if pause.num_steps < WINDOW:
             return self
         given_up = replace(self._fresh(), patience=_LITTLE_PATIENCE)
-        return given_up if length < pause.length - noise else replace(given_up, reference=length)
+        if length < pause.length - noise:
+            return given_up
+        greatest = max(self.greatest, self.reference or 0.0)
+        return replace(given_up, reference=length, greatest=greatest, num_rested=self.num_rested or 0)
 
     def _fresh(self) -> Staleness:
         """With nothing held against its trainings."""
@@ -141,7 +166,9 @@ class Staleness:
         cost_s = statistics.median(self.costs_s) if self.costs_s else None
         pays = saved_s > (cost_s or 0.0)
         trains = pays and self.pause is None
-        reason = "it pays" if pays else "nothing is lost" if saved_s == 0.0 else "it costs more than it saves"
+        reason = "it pays" if pays else "it costs more than it saves"
+        if saved_s == 0.0:
+            reason = "nothing is lost" if self.num_rested is None else "the last trainings gained nothing"
         if pays and not trains:
             reason = "a pause shows what training is worth"
         return DraftDecision(

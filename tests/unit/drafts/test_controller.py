@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.drafts.controller import PATIENCE, WINDOW, Span, Staleness
+from slipstream.drafts.controller import PATIENCE, REST, WINDOW, Span, Staleness
 from slipstream.records.steps import AcceptanceStats, DraftDecision
 
 NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
@@ -204,9 +205,43 @@ def test_a_length_as_good_as_ever_clears_what_was_held_against_the_trainings() -
 def test_a_length_that_a_pause_leaves_as_it_is_is_all_that_the_draft_can_reach() -> None:
     assert decided(paused(3.0)).reason == "a pause shows what training is worth"
     state = paused(3.0, 3.0)  # the step after the last training is the first of the pause
-    assert decided(state).reason == "nothing is lost"
+    assert decided(state).reason == "the last trainings gained nothing"
     assert (state.patience, state.reference) == (PATIENCE // 2, pytest.approx(3.0))
     assert decided(state.observed(accepted(2.0))).trains
+
+
+def test_after_a_rest_training_tries_again_for_the_greatest_length_and_the_next_rest_is_twice_as_long() -> None:
+    state, trained_at = after(4.0, 4.0, 4.0), []
+    for number in range(118):
+        state, decision = step(state, 3.0)
+        trained_at += [number] if decision.trains else []
+    first = 0
+    for rest in (REST, 2 * REST, 4 * REST, 8 * REST):
+        assert trained_at[:PATIENCE] == [*range(first, first + PATIENCE)]
+        trained_at = trained_at[PATIENCE:]
+        first += PATIENCE + WINDOW - 1 + rest  # the last step of a pause is the first of a rest
+    assert not trained_at
+    assert (state.rest, state.num_rested) == (8 * REST, 1)
+    assert (state.reference, state.greatest) == pytest.approx((3.0, 4.0), abs=1e-5)
+
+
+def test_a_rest_that_ends_lowers_no_length_that_was_reached_since() -> None:
+    state = replace(after(2.5), greatest=3.0, reference=2.5, num_rested=REST - 1, rest=REST)
+    assert state.observed(accepted(2.5)).reference == 3.0
+    assert (state.observed(accepted(2.5)).num_rested, state.observed(accepted(2.5)).rest) == (None, 2 * REST)
+    risen = replace(state, recent=()).observed(accepted(3.5))
+    assert (risen.reference, risen.num_rested) == (pytest.approx(3.5, abs=1e-5), None)
+    assert not decided(risen).trains
+
+
+def test_a_training_that_a_fall_calls_for_leaves_the_rest_as_it_is() -> None:
+    state = replace(paused(3.0, 3.0), num_rested=3)
+    falling = state.observed(accepted(2.0))
+    assert decided(falling).trains
+    assert (falling.num_rested, falling.trained(1.0).num_rested) == (4, 4)
+    pause = Span(length=2.5, num_steps=WINDOW - 1)
+    given_up_again = replace(falling, pause=pause, recent=()).observed(accepted(2.5))
+    assert (given_up_again.num_rested, given_up_again.greatest) == (5, pytest.approx(4.0, abs=1e-5))
 
 
 def test_a_fall_that_goes_on_as_before_halves_the_patience() -> None:
@@ -231,12 +266,14 @@ def test_a_measured_gain_restores_the_patience() -> None:
 def test_a_draft_that_cannot_gain_is_trained_no_more_than_it_takes_to_see_that(
     length: float, reference: float, num_steps: int
 ) -> None:
-    """Whatever is believed of it: its acceptance stays the same."""
+    """Whatever is believed of it: its acceptance stays the same. Each time it is tried again after twice as long."""
     state, num_trainings = Staleness(reference=reference), 0
     for _ in range(num_steps):
         state, decision = step(state, length)
         num_trainings += decision.trains
-    assert num_trainings <= PATIENCE
+    assert num_trainings <= PATIENCE * (1 + int(math.log2(1 + num_steps / REST)))
+    if num_steps <= PATIENCE + REST:
+        assert num_trainings <= PATIENCE
     if reference <= accepted(length).mean_acceptance_length:
         assert num_trainings == 0
 
@@ -266,6 +303,19 @@ def test_what_training_holds_up_is_trained_for_as_long_as_the_policy_moves(
             return  # nothing is left to hold up
     assert num_trainings >= num_steps * PATIENCE // (PATIENCE + WINDOW) - PATIENCE
     assert state.reference == pytest.approx(4.0)
+
+
+@given(low=st.floats(1.5, 3.0), gain=st.floats(0.02, 0.3), num_still=st.integers(0, 40))
+def test_a_draft_that_could_not_follow_comes_back_once_the_policy_stands_still(
+    low: float, gain: float, num_still: int
+) -> None:
+    """No training helps for a time; from then on each brings `gain`, up to the length before."""
+    state, length = after(4.0, 4.0, 4.0), low
+    for number in range(num_still + 8 * REST + 120):
+        state, decision = step(state, length, cost_s=0.0)
+        if number >= num_still and decision.trains:
+            length = min(4.0, length + gain)
+    assert length > 3.9
 
 
 @given(lengths=st.lists(LENGTHS, min_size=1, max_size=30))

@@ -222,3 +222,50 @@ def test_the_latest_rollouts_of_a_wait_end_its_generation(now: Clock) -> None:
 
     watch.waited(clock, wait)
     assert (clock.times().generation_s, clock.times().data_s) == (4.0, 2.0)
+
+
+def test_before_anything_happened_nothing_is_counted(now: Clock) -> None:
+    found = Stopwatch(now_s=now).overlap()
+    assert (found.num_awaited, found.num_restarted, found.num_regenerated) == (0, 0, 0)
+
+
+def test_several_waits_of_one_step_add_up(now: Clock) -> None:
+    """Two for scores, of 1 and 2 s; two for deliveries, of 3 and 4 s."""
+    watch, clock = Stopwatch(now_s=now), StageClock(now)
+
+    def delivery(end_s: float) -> Callable[[], None]:
+        def wait() -> None:
+            now.now = end_s
+
+        return wait
+
+    watch.waited(clock, until(now, 1.0, 0.0))
+    watch.waited(clock, until(now, 3.0, 0.0))
+    watch.delivered(clock, delivery(6.0))
+    watch.delivered(clock, delivery(10.0))
+    found = watch.overlap()
+    assert (found.exposed_score_s, found.exposed_publish_s) == (3.0, 7.0)
+    assert (clock.times().data_s, clock.times().prepare_s) == (3.0, 7.0)
+
+
+def test_a_wait_for_the_delivery_while_engines_generate_all_the_time_exposes_nothing(now: Clock) -> None:
+    watch, clock = Stopwatch(now_s=now), StageClock(now)
+
+    def wait() -> None:
+        with watch.engine.busy():
+            now.now = 2.0
+
+    watch.delivered(clock, wait)
+    assert (clock.times().prepare_s, clock.times().generation_s) == (0.0, 2.0)
+    assert watch.overlap().exposed_publish_s == 0.0
+
+
+def test_shares_are_of_the_step_alone_however_short_it_is(now: Clock) -> None:
+    """It begins at 10 s and takes 0.5 s, of which engines work 0.25."""
+    watch = Stopwatch(now_s=now)
+    now.now = 10.0
+    watch.overlap()
+    with watch.engine.busy():
+        now.now = 10.25
+    now.now = 10.5
+    assert watch.overlap().engine_idle_fraction == 0.5
