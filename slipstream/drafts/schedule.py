@@ -87,8 +87,9 @@ def schedule(
 ) -> tuple[ScheduleEntry, ...]:
     """In each range the chosen k, or the fastest of those that beat it with confidence; one k if that gains too little.
 
-    Length 0 takes a range by what it cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0,
-    that is also what a table falls back on, at its own cost; unless it was measured there is no table then.
+    Length 0 takes a range by its cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0, no
+    length is free in such an engine, so nothing has the benefit of the doubt: each range goes to what was the fastest
+    there, and the gain over all, at these costs, decides. Unless length 0 was measured there is no table then.
     """
     best = [(batches, _best(points, batches, chosen_k)) for batches in _ranges(largest)]
     table = tuple(
@@ -202,8 +203,10 @@ def _is_of(point: RunningPoint, k: int) -> bool:
 
 def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:
     here = [point for point in points if (point.batch_from, point.batch_to) == batches and _is_of(point, point.k)]
-    default = next((point.gain for point in here if point.k == chosen_k), 1.0)
-    better = [point for point in here if point.k != chosen_k and point.gain_low > default]
-    if not chosen_k and not any(point.is_switched_off for point in points):
-        return 0
+    if chosen_k:
+        default = next((point.gain for point in here if point.k == chosen_k), 1.0)
+        better = [point for point in here if point.k != chosen_k and point.gain_low > default]
+    else:
+        has_choice = any(point.is_switched_off for point in points)
+        better = [point for point in here if has_choice and point.gain_low > 0.0]  # by more rounds than one
     return max(better, key=lambda point: point.gain).k if better else chosen_k

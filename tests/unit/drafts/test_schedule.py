@@ -139,6 +139,18 @@ def test_where_no_k_pays_throughout_one_may_still_in_the_tail_if_that_outweighs_
     assert table_of(rounds, chosen_k=0, min_gain=1.26) == (entry(1, 2, 0),)
 
 
+def test_where_no_k_pays_throughout_each_range_goes_to_the_fastest_however_unsure() -> None:
+    """Without drafts two rollouts take 130 ms in an engine with one, or 70; k=2 takes 125 both times, and 50 alone."""
+    rounds = [switched_off(alone_ms=120, both_ms=130), switched_off(alone_ms=120, both_ms=70)]
+    points = running_points(rounds, chosen_k=0, largest=2)
+    of_2, off = [next(p for p in points if p.batch_from == 2 and p.k == k and k + p.is_switched_off) for k in (2, 0)]
+    assert of_2.gain < off.gain
+    assert table_of(rounds, chosen_k=0) == (entry(1, 1, 2), entry(2, 2, 0))
+    assert off.gain_low < of_2.gain  # so with k=2 as the chosen one it would not have been enough
+    assert table_of(rounds) == (entry(1, 2, 2),)
+    assert table_of(rounds[1:], chosen_k=0) == (entry(1, 2, 0),)  # one round is no evidence
+
+
 def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> None:
     other: Round = {0: (time(1, steps=10, tokens=10, ms=200),), 5: (time(1, steps=2, tokens=10, ms=50),)}
     rounds = [ROUND, other, ROUND, other]
