@@ -229,6 +229,7 @@ def test_a_rest_that_ends_lowers_no_length_that_was_reached_since() -> None:
     state = replace(after(2.5), greatest=3.0, reference=2.5, num_rested=REST - 1, rest=REST)
     assert state.observed(accepted(2.5)).reference == 3.0
     assert (state.observed(accepted(2.5)).num_rested, state.observed(accepted(2.5)).rest) == (None, 2 * REST)
+    assert replace(state, patience=1, lowest=2.5).observed(accepted(2.4)).patience == PATIENCE
     risen = replace(state, recent=()).observed(accepted(3.5))
     assert (risen.reference, risen.num_rested) == (pytest.approx(3.5, abs=1e-5), None)
     assert not decided(risen).trains

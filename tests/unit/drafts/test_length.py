@@ -1,6 +1,7 @@
 """Draft length is chosen by time, with an engine whose times are given."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.length import Listener, TuningConfig, choose, num_generations, sweep
-from slipstream.drafts.schedule import SWITCHED_OFF
+from slipstream.drafts.schedule import SWITCHED_OFF, running_points
 from slipstream.records.stages import SweepPoint
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.rollout.config import SamplingConfig
@@ -92,10 +93,12 @@ def test_all_engines_that_fit_take_turns_and_each_round_starts_with_another() ->
 def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_drafts() -> None:
     calls: list[tuple[int, int]] = []
     switched: list[tuple[int, int, int]] = []  # whose length, to what, after how many generations
+    engines: list[TimedEngine] = []
 
     @contextmanager
     def start(k: int) -> Iterator[TimedEngine]:
-        yield TimedEngine(k, SECONDS, calls)
+        engines.append(TimedEngine(k, SECONDS, calls))
+        yield engines[-1]
 
     def switch(engine: Engine, k: int) -> None:
         assert isinstance(engine, TimedEngine)
@@ -118,6 +121,11 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
     # Once to warm up, then once in each round; each time the engine drafts again after the one generation.
     assert [(k, length) for k, length, _ in switched] == [(3, 0), (3, 3)] * 5
     assert all(on - off == 1 for (*_, off), (*_, on) in zip(switched[::2], switched[1::2], strict=True))
+    # With its drafts and without them the engine is asked for the same.
+    (longest,) = [engine for engine in engines if engine.k == 3]
+    assert all(sampling == SAMPLING for sampling, _, _ in longest.settings)
+    asked = Counter((group_size, seed) for _, group_size, seed in longest.settings)
+    assert all(num % 2 == 0 for num in asked.values())
 
 
 @pytest.mark.parametrize(("max_live_engines", "known"), [(2, [[1], [1], [3], [3]]), (3, [[1, 3], [1, 3]])])
@@ -353,6 +361,9 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
         ScheduleEntry(batch_from=2, batch_to=8, num_speculative_tokens=1),
     )
     assert record.schedule_gain == pytest.approx(2.0)
+    assert record.running == running_points(swept.rounds, chosen_k=1, largest=8)
+    three = replace(config, batch_sizes=(2, 4, 8))
+    assert choose(swept.points, config=three, batch=8, rounds=swept.rounds).schedule == record.schedule
     assert choose(
         swept.points, config=replace(config, min_schedule_gain=2.1), batch=8, rounds=swept.rounds
     ).schedule == (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=1),)
