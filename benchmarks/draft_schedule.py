@@ -138,7 +138,7 @@ def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) 
 def boldest(record: TuningRecord) -> tuple[ScheduleEntry, ...]:
     """In each range the k that was fastest in the sweep, however little that is sure of, and no drafts among them.
 
-    An estimate of what any table could gain, and no rule to follow.
+    An estimate of what any table could gain. Only where the best fixed k is 0 is the table made by the same rule.
     """
     possible = [point for point in record.running if point.k or point.is_switched_off]
     ranges = sorted({(point.batch_from, point.batch_to) for point in possible})

@@ -1,9 +1,9 @@
 """Which groups a step has to take, lest one of them, at this step or a later one, grows older than the lag allows.
 
 Of groups that were submitted under version v, the last step that can take them is v + lag. A step takes `P` groups, so
-all of version v or before are taken in time if, at every step t, no more than `P * (v + lag - t + 1)` of them are left:
-what is above that after this step's batch would be left over at the end. That is a rule for every v, not for the oldest
-alone: a step that takes young groups first, only because they are there, may leave more old ones than a batch holds.
+all of version v or before are taken in time only if no more than `P * (v + lag - t + 1)` of them are left when step t
+begins. That holds for every v, not for the oldest alone: a step that takes young groups, only because they are there,
+may leave more old ones than a later batch holds.
 
 It can always be kept. While the newest version is t, (t + lag + 1) batches were submitted in all, so at most a batch of
 those that are there has to be taken in one step.
@@ -20,7 +20,7 @@ def due(started: Mapping[int, int], step: int, *, lag: int) -> set[int]:
     """Groups that would be older than the lag allows in the step after this one.
 
     Args:
-        started: the version that each group was submitted under which was not trained on yet, by its index.
+        started: by index of each group that was not trained on yet, the version that it was submitted under.
         step: which takes a batch; its version is the newest.
         lag: in steps.
     """
