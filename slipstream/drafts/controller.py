@@ -10,6 +10,15 @@ with the same tokens to generate, the number of verify iterations is inverse to 
 what the last step's took. What counting noise explains is not a loss. All of it is a pure function of the steps'
 records, so a resumed run decides as an uninterrupted one.
 
+That a training pays does not make it due, for the next step's could do the same. It is due
+
+- when the seconds of generation that were lost since earlier trainings come to what one takes, or
+- at once, when the length falls below what it was at the last training.
+
+So a run spends on trainings what it loses for want of them, which is least in sum: where each training brings back a
+share r of the loss, a policy that moves by d a step leaves a loss of g = d / (f r) at f trainings a step, and
+f x cost_s + generation_s x g is least where both terms are equal, whatever r is.
+
 A training that brings no measurable gain proves nothing yet: on a policy that keeps moving it may have held acceptance
 up. So after `PATIENCE` of them training pauses for up to `WINDOW` steps:
 
@@ -31,8 +40,11 @@ from slipstream.rollout.acceptance import combine, sampling_deviation
 
 WINDOW = 3
 """Steps whose acceptance counts as the present one: a lasting fall is seen whole after so many."""
-PATIENCE = 6
-"""Trainings without a gain after which a pause shows what they are worth."""
+PATIENCE = 12
+"""Trainings without a gain after which a pause shows what they are worth.
+
+So many bring back 30 % of a loss where each brings back 3 %, and that shows above the noise of a few steps.
+"""
 REST = 12
 """Steps after which training that was given up is tried again, at first."""
 _LITTLE_PATIENCE = PATIENCE // 2
@@ -74,6 +86,8 @@ class Staleness:
         pause: since training paused; None: it does not.
         num_rested: steps since it was given up; None: it was not, or was taken up again.
         rest: after how many of them it is tried again.
+        lost_s: seconds of generation lost since earlier trainings, less what these took.
+        held: the length at the last training; 0: there was none.
         is_warm: there was a training.
     """
 
@@ -88,6 +102,8 @@ class Staleness:
     num_rested: int | None = None
     rest: int = REST
     costs_s: tuple[float, ...] = ()
+    lost_s: float = 0.0
+    held: float = 0.0
     is_warm: bool = False
 
     @property
@@ -100,10 +116,25 @@ class Staleness:
         """By how much chance alone lets `length` fall."""
         return _NUM_DEVIATIONS * sampling_deviation(combine(self.recent)) if self.recent else 0.0
 
-    def observed(self, acceptance: AcceptanceStats | None) -> Staleness:
-        """After the rollouts of another step; None, or no drafts, tell nothing."""
+    @property
+    def lost(self) -> float:
+        """Share of generation that goes because the draft is not what it can be; what chance explains is none."""
+        reference = self.length if self.reference is None else self.reference
+        return max(0.0, 1.0 - self.length / max(reference - self.noise, 1.0))
+
+    @property
+    def cost_s(self) -> float | None:
+        """Of a training; None: not measured yet."""
+        return statistics.median(self.costs_s) if self.costs_s else None
+
+    def observed(self, acceptance: AcceptanceStats | None, generation_s: float) -> Staleness:
+        """After the rollouts of another step, which took so long; None, or no drafts, tell nothing."""
         if acceptance is None or acceptance.num_drafts == 0:
             return self
+        seen = self._seen(acceptance)
+        return replace(seen, lost_s=seen.lost_s + generation_s * seen.lost)
+
+    def _seen(self, acceptance: AcceptanceStats) -> Staleness:
         seen = replace(
             self, recent=(*self.recent, acceptance)[-WINDOW:], idle=_next(self.idle), pause=_next(self.pause)
         )
@@ -147,7 +178,10 @@ class Staleness:
         # The first one pays for first allocations and cold caches.
         costs_s = (*self.costs_s, training_s)[-_NUM_COSTS:] if self.is_warm else ()
         idle = self.idle or Span(length=self.length)
-        seen = replace(self, costs_s=costs_s, is_warm=True, num_idle=self.num_idle + 1, idle=idle)
+        seen = replace(self, costs_s=costs_s, is_warm=True, num_idle=self.num_idle + 1, idle=idle, held=self.length)
+        # What is left over counts for the next one, but for no more than that.
+        cost_s = seen.cost_s or 0.0
+        seen = replace(seen, lost_s=min(max(0.0, self.lost_s - cost_s), cost_s))
         if seen.num_idle < seen.patience or seen.pause is not None:
             return seen
         return replace(seen, pause=Span(length=seen.length, pace=idle.pace_to(seen.length)))
@@ -159,24 +193,29 @@ class Staleness:
             generation_s: of the last step.
             horizon_steps: for which a training is expected to last; 0: no step is left.
         """
-        length = self.length
-        reference = length if self.reference is None else self.reference
-        lost = max(0.0, 1.0 - length / max(reference - self.noise, 1.0))
-        saved_s = horizon_steps * generation_s * lost
-        cost_s = statistics.median(self.costs_s) if self.costs_s else None
+        cost_s = self.cost_s
+        saved_s = horizon_steps * generation_s * self.lost
         pays = saved_s > (cost_s or 0.0)
-        trains = pays and self.pause is None
-        reason = "it pays" if pays else "it costs more than it saves"
+        is_due = self.lost_s >= (cost_s or 0.0) or self.length < self.held - self.noise
+        reason = "it pays"
         if saved_s == 0.0:
             reason = "nothing is lost" if self.num_rested is None else "the last trainings gained nothing"
-        if pays and not trains:
+        elif not pays:
+            reason = "it costs more than it saves"
+        elif self.pause is not None:
             reason = "a pause shows what training is worth"
+        elif not is_due:
+            reason = "less was lost since the last ones than one costs"
+        elif cost_s is None:
+            reason = "its cost is not known yet"
         return DraftDecision(
-            trains=trains,
-            reason="its cost is not known yet" if trains and cost_s is None else reason,
-            length=length,
-            reference_length=reference,
+            trains=pays and is_due and self.pause is None,
+            reason=reason,
+            length=self.length,
+            reference_length=self.length if self.reference is None else self.reference,
+            generation_s=generation_s,
             saved_s=saved_s,
+            lost_s=self.lost_s,
             cost_s=cost_s,
         )
 

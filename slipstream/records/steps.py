@@ -75,13 +75,15 @@ class TrainStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftDecision:
-    """Whether a step trains the draft, and the inequality behind it: `saved_s` above `cost_s`."""
+    """Whether a step trains the draft: if `saved_s` is above `cost_s`, and `lost_s` too or the length has fallen."""
 
     trains: bool
     reason: str
     length: float  # recent mean acceptance length
     reference_length: float  # that this draft is known to reach
-    saved_s: float  # of generation, expected over the next steps if the draft reaches it again
+    generation_s: float  # that the step's rollouts took
+    saved_s: float  # of it, expected over the next steps if the draft reaches that length again
+    lost_s: float  # of it, since earlier trainings, less what these took
     cost_s: float | None  # of the training of one step; None: not measured yet
 
 

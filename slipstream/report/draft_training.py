@@ -73,8 +73,9 @@ def _lengths(ax: Axes, steps: Sequence[tuple[StepRecord, DraftDecision]]) -> Non
 def _inequality(ax: Axes, decided: Sequence[tuple[int, DraftDecision]]) -> None:
     places = [step for step, _ in decided]
     ax.plot(places, [each.saved_s for _, each in decided], color=ARM_COLOURS[Arm.SPECULATIVE], label="expected to save")
+    ax.plot(places, [each.lost_s for _, each in decided], color=HIGHLIGHT, linewidth=0.9, label="lost since the last")
     costs = [(step, each.cost_s) for step, each in decided if each.cost_s is not None]
     if costs:
         ax.plot(*zip(*costs, strict=True), color=INK, linestyle="--", label="a training costs")
-    ax.set_title("Seconds on both sides of the decision")
+    ax.set_title("Seconds behind the decision")
     ax.set_ylim(bottom=0.0)

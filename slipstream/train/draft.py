@@ -42,7 +42,8 @@ class TrainedDraft:
         self._horizon_steps = config.online_horizon_steps
         self._staleness = Staleness(reference=reference)
         for record in history:
-            self._staleness = self._staleness.observed(record.acceptance)
+            generation_s = 0.0 if record.draft_decision is None else record.draft_decision.generation_s
+            self._staleness = self._staleness.observed(record.acceptance, generation_s)
             self.note(record)
 
     def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
@@ -51,7 +52,7 @@ class TrainedDraft:
         Args:
             num_steps_left: after this one.
         """
-        self._staleness = self._staleness.observed(result.acceptance)
+        self._staleness = self._staleness.observed(result.acceptance, result.generation_s)
         horizon_steps = min(self._horizon_steps, num_steps_left)
         decision = self._staleness.decide(generation_s=result.generation_s, horizon_steps=horizon_steps)
         return replace(decision, trains=True, reason="always") if self._always else decision

@@ -164,6 +164,7 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
         "draft/length": decision.length,
         "draft/reference_length": decision.reference_length,
         "draft/expected_saved_s": decision.saved_s,
+        "draft/lost_s": decision.lost_s,
         "draft/train_s": 0.0 if update is None else update.elapsed_s,
     }
     if record.draft_version is not None:

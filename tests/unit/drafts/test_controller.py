@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slipstream.drafts.controller import PATIENCE, REST, WINDOW, Span, Staleness
 from slipstream.records.steps import AcceptanceStats, DraftDecision
 
+GENERATION_S = 10.0
 NUM_DRAFTS = 1_000_000  # so many that chance explains next to nothing
 LENGTHS = st.floats(1.0, 4.0)
 SERIES = st.lists(st.tuples(LENGTHS, st.none() | st.floats(0.01, 10.0)), max_size=30)
@@ -31,34 +32,79 @@ def accepted(length: float, num_drafts: int = NUM_DRAFTS) -> AcceptanceStats:
     )
 
 
-def after(*lengths: float, reference: float | None = None) -> Staleness:
-    state = Staleness(reference=reference)
+def seen(state: Staleness, *lengths: float) -> Staleness:
+    """After steps of these lengths."""
     for length in lengths:
-        state = state.observed(accepted(length))
+        state = state.observed(accepted(length), GENERATION_S)
     return state
 
 
-def decided(state: Staleness, *, generation_s: float = 10.0, horizon_steps: int = 8) -> DraftDecision:
+def after(*lengths: float, reference: float | None = None) -> Staleness:
+    return seen(Staleness(reference=reference), *lengths)
+
+
+def decided(state: Staleness, *, generation_s: float = GENERATION_S, horizon_steps: int = 8) -> DraftDecision:
     return state.decide(generation_s=generation_s, horizon_steps=horizon_steps)
 
 
 def step(state: Staleness, length: float, cost_s: float = 1.0) -> tuple[Staleness, DraftDecision]:
     """One step of a run that does what is decided."""
-    state = state.observed(accepted(length))
+    state = seen(state, length)
     decision = decided(state)
     return (state.trained(cost_s) if decision.trains else state), decision
 
 
-def test_both_sides_of_the_inequality_by_hand() -> None:
+def test_what_is_behind_a_decision_by_hand() -> None:
     # At 4 instead of 3 a quarter of the verify iterations would go, of 10 s in each of 8 steps.
-    state = after(4.0, 4.0, 4.0, 3.0, 3.0, 3.0).trained(9.0).trained(1.0).trained(4.0).trained(2.0)
+    state = after(4.0, 4.0, 4.0, 3.0, 3.0, 3.0)
+    # Of the last three steps the lengths of three each have a mean of 11/3, 10/3 and 3.
+    assert state.lost_s == pytest.approx(10.0 * (1 / 12 + 1 / 6 + 1 / 4), rel=0.01)
+    state = replace(state, costs_s=(1.0, 4.0, 2.0), is_warm=True)
     decision = decided(state)
     assert (decision.trains, decision.reason, decision.cost_s) == (True, "it pays", 2.0)
     assert (decision.length, decision.reference_length) == pytest.approx((3.0, 4.0), abs=1e-5)
+    assert (decision.generation_s, decision.lost_s) == (10.0, state.lost_s)
     assert decision.saved_s == pytest.approx(20.0, rel=0.01)
     assert decided(state, horizon_steps=4).saved_s == pytest.approx(10.0, rel=0.01)
-    dear = replace(state, costs_s=(30.0,))
-    assert (decided(dear).trains, decided(dear).reason) == (False, "it costs more than it saves")
+    for cost_s, reason in (
+        (6.0, "less was lost since the last ones than one costs"),
+        (30.0, "it costs more than it saves"),
+    ):
+        decision = decided(replace(state, costs_s=(cost_s,)))
+        assert (decision.trains, decision.reason) == (False, reason)
+
+
+def test_a_training_takes_its_cost_off_what_was_lost_and_leaves_no_more_than_one_more() -> None:
+    state = replace(after(3.0), costs_s=(2.0,), is_warm=True)
+    for lost_s, left_s in ((1.5, 0.0), (2.0, 0.0), (3.5, 1.5), (4.0, 2.0), (9.0, 2.0)):
+        assert replace(state, lost_s=lost_s).trained(2.0).lost_s == left_s
+    assert replace(state, lost_s=9.0).trained(2.0).held == state.length
+    assert Staleness(lost_s=9.0).trained(2.0).lost_s == 0.0  # what it costs is not known
+
+
+def test_a_loss_that_stands_is_trained_for_as_often_as_it_comes_to_what_a_training_costs() -> None:
+    """Of 10 s a step a little over a quarter is lost: a training's 10 s in four steps.
+
+    The first two trainings come before the cost is known.
+    """
+    state, trained_at = after(reference=4.0), []
+    for number in range(20):
+        state, decision = step(state, 2.98, cost_s=10.0)
+        trained_at += [number] if decision.trains else []
+    assert trained_at == [0, 1, 5, 9, 13, 17]
+
+
+def test_a_fall_below_the_length_at_the_last_training_is_answered_at_once() -> None:
+    state = replace(after(3.0, reference=4.0), costs_s=(10.0,), is_warm=True).trained(10.0)
+    assert not decided(seen(state, 3.0)).trains
+    assert not decided(seen(state, 3.1)).trains
+    fallen = replace(seen(state, 2.8), lost_s=0.0)
+    assert decided(fallen).trains
+    assert not decided(replace(fallen, held=fallen.length)).trains
+    assert fallen.length == pytest.approx(2.9, abs=1e-5)
+    within_noise = replace(state, recent=(), lost_s=0.0).observed(accepted(2.8, num_drafts=100), GENERATION_S)
+    assert within_noise.noise > 0.2
+    assert not decided(replace(within_noise, lost_s=0.0)).trains
 
 
 def test_the_second_training_tells_what_one_costs_for_the_first_finds_caches_cold() -> None:
@@ -81,7 +127,7 @@ def test_what_the_draft_reached_before_rl_is_a_reference() -> None:
 
 def test_a_fall_that_chance_explains_is_none() -> None:
     """100 drafts, half accepted whole: a standard error of 3 x 0.5 / 10 = 0.15 tokens, twice of which is 0.3."""
-    state = Staleness(reference=2.79).observed(accepted(2.5, num_drafts=100))
+    state = Staleness(reference=2.79).observed(accepted(2.5, num_drafts=100), GENERATION_S)
     assert state.noise == pytest.approx(0.3)
     assert not decided(state).trains
     assert decided(replace(state, reference=2.81)).trains
@@ -89,7 +135,7 @@ def test_a_fall_that_chance_explains_is_none() -> None:
 
 def test_steps_in_which_nothing_was_drafted_tell_nothing() -> None:
     state = after(4.0, 3.0)
-    assert state.observed(None) == state == state.observed(replace(accepted(1.0), num_drafts=0))
+    assert state.observed(None, 9.0) == state == state.observed(replace(accepted(1.0), num_drafts=0), 9.0)
     assert not decided(Staleness()).trains
 
 
@@ -101,17 +147,15 @@ def paused(*lengths: float) -> Staleness:
     """A draft that reached 4, fell to 3, and was trained `PATIENCE` times without a gain; then stood at `lengths`."""
     state = after(4.0, 3.0, 3.0, 3.0)
     for _ in range(PATIENCE):
-        state = state.trained(1.0).observed(accepted(3.0))
-    for length in lengths:
-        state = state.observed(accepted(length))
-    return state
+        state = seen(state.trained(1.0), 3.0)
+    return seen(state, *lengths)
 
 
 def test_trainings_without_a_gain_are_followed_by_a_pause() -> None:
     state = after(4.0, 3.0, 3.0, 3.0)
     for _ in range(PATIENCE):
         assert decided(state).reason in ("it pays", "its cost is not known yet")
-        state = state.trained(1.0).observed(accepted(3.0))
+        state = seen(state.trained(1.0), 3.0)
     decision = decided(state)
     assert (decision.trains, decision.reason) == (False, "a pause shows what training is worth")
     assert decision.saved_s > (decision.cost_s or 0.0)
@@ -134,9 +178,9 @@ def test_before_the_first_step_a_draft_is_as_good_as_none() -> None:
 def test_a_step_without_drafts_does_not_lengthen_a_pause() -> None:
     span = Span(length=3.0, pace=1.0)
     state = replace(after(3.0), pause=span, idle=span)
-    silent, seen = state.observed(None), state.observed(accepted(2.9))
+    silent, after_drafts = state.observed(None, 9.0), seen(state, 2.9)
     assert (silent.pause, silent.idle) == (span, span)
-    assert (seen.pause, seen.idle) == (replace(span, num_steps=1), replace(span, num_steps=1))
+    assert (after_drafts.pause, after_drafts.idle) == (replace(span, num_steps=1), replace(span, num_steps=1))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +198,7 @@ def test_a_pause_ends_with_a_faster_fall_or_after_its_last_step(
     num_steps: int, length: float, is_over: bool, patience: int, reference: float
 ) -> None:
     pause = Span(length=3.0, pace=0.1, num_steps=num_steps - 1)
-    state = Staleness(reference=4.0, lowest=3.2, num_idle=PATIENCE, pause=pause).observed(accepted(length))
+    state = seen(Staleness(reference=4.0, lowest=3.2, num_idle=PATIENCE, pause=pause), length)
     assert (state.pause is None, state.patience) == (is_over, patience)
     assert (state.num_idle, state.reference) == (0 if is_over else PATIENCE, pytest.approx(reference, abs=1e-5))
     assert state.lowest == pytest.approx(length, abs=1e-5)
@@ -162,7 +206,7 @@ def test_a_pause_ends_with_a_faster_fall_or_after_its_last_step(
 
 def test_the_last_trainings_alone_tell_the_cost_and_a_pause_begins_once() -> None:
     """Of eight trainings the first finds caches cold, and the last five count: 5, 6, 7, 8 and 9 s."""
-    state = after(4.0, 3.0)
+    state = replace(after(4.0, 3.0), patience=6)
     for cost_s in (100.0, 3.0, 4.0, 5.0, 6.0, 7.0):
         state = state.trained(cost_s)
     began = state.pause
@@ -175,9 +219,9 @@ def test_the_last_trainings_alone_tell_the_cost_and_a_pause_begins_once() -> Non
 
 def test_the_pace_before_a_pause_is_that_since_the_first_training_without_a_gain() -> None:
     """From 4 to 3.1, the mean of the last three, in the five steps between six trainings."""
-    state = after(4.0, 4.0, 4.0, reference=9.0).trained(1.0)
+    state = replace(after(4.0, 4.0, 4.0, reference=9.0), patience=6).trained(1.0)
     for length in (3.9, 3.6, 3.3, 3.0, 3.0):
-        state = state.observed(accepted(length)).trained(1.0)
+        state = seen(state, length).trained(1.0)
     assert state.pause is not None
     assert (state.pause.length, state.pause.pace) == pytest.approx((3.1, 0.9 / 5), abs=1e-4)
     assert state.pause.num_steps == 0
@@ -191,15 +235,15 @@ def test_a_draft_that_its_training_held_up_goes_on_being_trained() -> None:
 
 
 def test_a_draft_that_was_held_up_is_given_its_whole_patience_again() -> None:
-    state = replace(paused(), patience=PATIENCE // 2).observed(accepted(2.5))
+    state = seen(replace(paused(), patience=PATIENCE // 2), 2.5)
     assert (state.patience, state.pause) == (PATIENCE, None)
 
 
 def test_a_length_as_good_as_ever_clears_what_was_held_against_the_trainings() -> None:
     state = after(3.0).trained(1.0)
     assert (state.num_idle, state.idle) == (1, Span(length=state.length))
-    seen = state.observed(accepted(3.0))
-    assert (seen.num_idle, seen.idle, seen.pause, seen.lowest) == (0, None, None, seen.length)
+    state = seen(state, 3.0)
+    assert (state.num_idle, state.idle, state.pause, state.lowest) == (0, None, None, state.length)
 
 
 def test_a_length_that_a_pause_leaves_as_it_is_is_all_that_the_draft_can_reach() -> None:
@@ -207,12 +251,12 @@ def test_a_length_that_a_pause_leaves_as_it_is_is_all_that_the_draft_can_reach()
     state = paused(3.0, 3.0)  # the step after the last training is the first of the pause
     assert decided(state).reason == "the last trainings gained nothing"
     assert (state.patience, state.reference) == (PATIENCE // 2, pytest.approx(3.0))
-    assert decided(state.observed(accepted(2.0))).trains
+    assert decided(seen(state, 2.0)).trains
 
 
 def test_after_a_rest_training_tries_again_for_the_greatest_length_and_the_next_rest_is_twice_as_long() -> None:
     state, trained_at = after(4.0, 4.0, 4.0), []
-    for number in range(118):
+    for number in range(142):
         state, decision = step(state, 3.0)
         trained_at += [number] if decision.trains else []
     first = 0
@@ -227,21 +271,21 @@ def test_after_a_rest_training_tries_again_for_the_greatest_length_and_the_next_
 
 def test_a_rest_that_ends_lowers_no_length_that_was_reached_since() -> None:
     state = replace(after(2.5), greatest=3.0, reference=2.5, num_rested=REST - 1, rest=REST)
-    assert state.observed(accepted(2.5)).reference == 3.0
-    assert (state.observed(accepted(2.5)).num_rested, state.observed(accepted(2.5)).rest) == (None, 2 * REST)
-    assert replace(state, patience=1, lowest=2.5).observed(accepted(2.4)).patience == PATIENCE
-    risen = replace(state, recent=()).observed(accepted(3.5))
+    assert seen(state, 2.5).reference == 3.0
+    assert (seen(state, 2.5).num_rested, seen(state, 2.5).rest) == (None, 2 * REST)
+    assert seen(replace(state, patience=1, lowest=2.5), 2.4).patience == PATIENCE
+    risen = seen(replace(state, recent=()), 3.5)
     assert (risen.reference, risen.num_rested) == (pytest.approx(3.5, abs=1e-5), None)
     assert not decided(risen).trains
 
 
 def test_a_training_that_a_fall_calls_for_leaves_the_rest_as_it_is() -> None:
     state = replace(paused(3.0, 3.0), num_rested=3)
-    falling = state.observed(accepted(2.0))
+    falling = seen(state, 2.0)
     assert decided(falling).trains
     assert (falling.num_rested, falling.trained(1.0).num_rested) == (4, 4)
     pause = Span(length=2.5, num_steps=WINDOW - 1)
-    given_up_again = replace(falling, pause=pause, recent=()).observed(accepted(2.5))
+    given_up_again = seen(replace(falling, pause=pause, recent=()), 2.5)
     assert (given_up_again.num_rested, given_up_again.greatest) == (5, pytest.approx(4.0, abs=1e-5))
 
 
@@ -252,15 +296,15 @@ def test_a_fall_that_goes_on_as_before_halves_the_patience() -> None:
     for number, length in enumerate(lengths):
         state, decision = step(state, length, cost_s=0.01)
         trained_at += [number] if decision.trains else []
-    # Six steps with training, then up to three without and three with it in turn.
-    assert trained_at == [*range(1, 7), *range(9, 12), *range(14, 17), *range(19, 22), *range(24, 27), 29]
+    # Twelve steps with training, then up to three without and six with it in turn.
+    assert trained_at == [*range(1, 13), *range(15, 21), *range(23, 29)]
     assert state.reference == pytest.approx(4.0)
 
 
 def test_a_measured_gain_restores_the_patience() -> None:
-    state = paused(3.0, 3.0).observed(accepted(2.0)).trained(1.0)
+    state = seen(paused(3.0, 3.0), 2.0).trained(1.0)
     assert state.patience == PATIENCE // 2
-    assert state.observed(accepted(3.9)).patience == PATIENCE
+    assert seen(state, 3.9).patience == PATIENCE
 
 
 @given(length=LENGTHS, reference=LENGTHS, num_steps=st.integers(PATIENCE + 1, 60))
@@ -287,7 +331,7 @@ def test_a_draft_that_falls_alike_with_training_and_without_is_not_trained_all_t
     for number in range(num_steps):
         state, decision = step(state, max(1.0, start - pace * number), cost_s=0.0)
         num_trainings += decision.trains
-    assert num_trainings <= PATIENCE + 3 * (num_steps // 5 + 1)
+    assert num_trainings <= PATIENCE + PATIENCE // 2 * (num_steps // (PATIENCE // 2 + WINDOW - 1) + 1)
 
 
 @given(pace=st.floats(0.05, 0.5), level=st.floats(1.5, 3.5), num_steps=st.integers(20, 80))
@@ -334,10 +378,10 @@ def test_a_collapse_is_answered_within_the_window(
     """Whatever came before: once the draft held a level, a lasting fall by 30 % or more trains it."""
     state = Staleness()
     for length, training_s in before:
-        state = state.observed(accepted(length))
+        state = seen(state, length)
         state = state if training_s is None else state.trained(training_s)
     for _ in range(WINDOW):
-        state = state.observed(accepted(level))
+        state = seen(state, level)
     for _ in range(5):
         state = state.trained(cost_s)  # what a training costs now
     low = 1.0 + (level - 1.0) * share
@@ -351,21 +395,41 @@ def test_a_collapse_is_answered_within_the_window(
 
 
 @given(series=SERIES, generation_s=st.floats(0.0, 100.0), horizon_steps=st.integers(0, 20))
-def test_a_draft_is_trained_exactly_where_it_saves_more_than_it_costs(
+def test_a_draft_is_trained_exactly_where_it_pays_and_is_due(
     series: list[tuple[float, float | None]], generation_s: float, horizon_steps: int
 ) -> None:
-    def run() -> list[DraftDecision]:
+    def run() -> list[tuple[Staleness, DraftDecision]]:
         state, decisions = Staleness(), []
         for length, training_s in series:
-            state = state.observed(accepted(length))
-            decisions.append(decided(state, generation_s=generation_s, horizon_steps=horizon_steps))
+            state = state.observed(accepted(length), generation_s)
+            decisions.append((state, decided(state, generation_s=generation_s, horizon_steps=horizon_steps)))
             state = state if training_s is None else state.trained(training_s)
         return decisions
 
     decisions = run()
     assert run() == decisions
-    for decision in decisions:
-        pays = decision.saved_s > (decision.cost_s or 0.0)
-        assert decision.trains == (pays and decision.reason != "a pause shows what training is worth")
+    for state, decision in decisions:
+        cost_s = decision.cost_s or 0.0
+        is_due = decision.lost_s >= cost_s or state.length < state.held - state.noise
+        assert decision.trains == (decision.saved_s > cost_s and is_due and state.pause is None)
         assert 0.0 <= decision.saved_s <= horizon_steps * generation_s
+        assert 0.0 <= decision.lost_s <= len(series) * generation_s
         assert 1.0 <= decision.length <= decision.reference_length
+
+
+@given(
+    lengths=st.lists(LENGTHS, max_size=40), cost_s=st.floats(0.5, 50.0), falls=st.booleans(), start=st.floats(2.0, 4.0)
+)
+def test_trainings_but_for_falls_take_no_more_than_was_lost_for_want_of_them(
+    lengths: list[float], cost_s: float, falls: bool, start: float
+) -> None:
+    state = replace(after(start), costs_s=(cost_s,), is_warm=True)
+    lost_s = spent_s = 0.0
+    for length in lengths if falls else sorted(lengths):
+        state = seen(state, length)
+        lost_s += GENERATION_S * state.lost
+        decision = decided(state)
+        has_fallen = state.length < state.held - state.noise
+        spent_s += cost_s if decision.trains and not has_fallen else 0.0
+        state = state.trained(cost_s) if decision.trains else state
+    assert spent_s <= lost_s + 1e-6

@@ -11,8 +11,17 @@ from slipstream.report.page import draw, render
 from slipstream.report.reference import read_reference
 from tests.unit.report.handmade import RECORD
 
-NO = DraftDecision(trains=False, reason="nothing is lost", length=2.4, reference_length=2.4, saved_s=0.0, cost_s=None)
-YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, cost_s=0.5)
+NO = DraftDecision(
+    trains=False,
+    reason="nothing is lost",
+    length=2.4,
+    reference_length=2.4,
+    generation_s=2.0,
+    saved_s=0.0,
+    lost_s=0.0,
+    cost_s=None,
+)
+YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, lost_s=1.25, cost_s=0.5)
 
 
 def _trained_record() -> RunRecord:
@@ -48,5 +57,11 @@ def test_the_page_says_whether_the_draft_was_trained() -> None:
 
 def test_the_figure_shows_acceptance_decisions_and_both_sides() -> None:
     svg = decisions(_trained_record())
-    for words in ("draft trained", "known to be reached", "expected to save", "a training costs"):
+    for words in (
+        "draft trained",
+        "known to be reached",
+        "expected to save",
+        "lost since the last",
+        "a training costs",
+    ):
         assert words in svg

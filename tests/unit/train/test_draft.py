@@ -35,7 +35,7 @@ def generated(length: float, *, generation_s: float = 3.0) -> GenerationResult:
 
 
 def trained(length: float, *, elapsed_s: float | None = None) -> StepRecord:
-    """A step of rollouts of that length; with `elapsed_s` it trained the draft."""
+    """A step of rollouts of that length, which took 3 s; with `elapsed_s` it trained the draft."""
     update = None if elapsed_s is None else DraftUpdate(loss=1.0, num_updates=1, elapsed_s=elapsed_s)
     return replace(STEP, acceptance=accepted(length), draft_update=update)
 
@@ -89,3 +89,19 @@ def test_a_resumed_draft_knows_what_the_steps_before_it_showed() -> None:
     decision = decided(draft, 1.6)
     assert draft.version == 1
     assert (decision.reference_length, decision.length) == (2.0, pytest.approx(1.7))
+
+
+def test_a_resumed_draft_decides_as_one_that_was_not_interrupted() -> None:
+    """Each step loses a quarter of the seconds that its rollouts took, whatever its record says of other times."""
+    whole, records = TrainedDraft(STALE, reference=2.0), []
+    for generation_s in (1.0, 3.0, 2.0, 5.0, 0.5):
+        decision = whole.decide(generated(1.5, generation_s=generation_s), num_steps_left=9)
+        assert decision is not None
+        record = replace(trained(1.5, elapsed_s=1.5 if decision.trains else None), draft_decision=decision)
+        records.append(record)
+        whole.note(record)
+    resumed = TrainedDraft(STALE, reference=2.0, history=records)
+    assert decided(resumed, 1.5) == decided(whole, 1.5)
+    assert [record.draft_decision is not None and record.draft_decision.trains for record in records] == [
+        True, True, False, True, False
+    ]  # fmt: skip

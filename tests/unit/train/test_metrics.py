@@ -54,7 +54,16 @@ ACCEPTANCE = AcceptanceStats(
     acceptance_rate=0.6,
     rate_by_position=(0.8, 0.4),
 )
-DECISION = DraftDecision(trains=True, reason="it pays", length=2.5, reference_length=3.5, saved_s=6.0, cost_s=None)
+DECISION = DraftDecision(
+    trains=True,
+    reason="it pays",
+    length=2.5,
+    reference_length=3.5,
+    generation_s=2.0,
+    saved_s=6.0,
+    lost_s=1.25,
+    cost_s=None,
+)
 UPDATE = DraftUpdate(loss=1.25, num_updates=2, elapsed_s=0.5)
 METRICS = {
     "time/data_s": 1.0,
@@ -171,6 +180,7 @@ def test_a_draft_that_may_be_trained_adds_the_decision_and_what_the_step_did() -
         "draft/length": 2.5,
         "draft/reference_length": 3.5,
         "draft/expected_saved_s": 6.0,
+        "draft/lost_s": 1.25,
         "draft/train_s": 0.0,
         "draft/version": 3,
     }

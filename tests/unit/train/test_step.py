@@ -64,7 +64,16 @@ class NotingDraft:
 
 
 def decision(*, trains: bool) -> DraftDecision:
-    return DraftDecision(trains=trains, reason="told so", length=2.0, reference_length=3.0, saved_s=4.0, cost_s=None)
+    return DraftDecision(
+        trains=trains,
+        reason="told so",
+        length=2.0,
+        reference_length=3.0,
+        generation_s=2.0,
+        saved_s=4.0,
+        lost_s=1.0,
+        cost_s=None,
+    )
 
 
 def generated(
