@@ -84,7 +84,7 @@ class DrawnRollouts:
             RolloutGroup(prompt=prompt, rollouts=tuple(rollout(prompt) for _ in range(group_size)))
             for prompt in prompts
         )
-        return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1.0)
+        return GenerationResult(groups=groups, acceptance=ACCEPTED, generation_s=1000.0)
 
 
 def score(groups: Sequence[RolloutGroup]) -> RewardResult:
