@@ -11,11 +11,14 @@ import enum
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 T = TypeVar("T")
+
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigError(ValueError):
@@ -43,7 +46,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key in values:
         if key not in fields:
             raise ConfigError(_unknown_key(key, fields, path))
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     kwargs = {key: _coerce(hints[key], value, _join(path, key)) for key, value in values.items()}
     missing = [
         name
@@ -52,6 +55,11 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     ]
     require(not missing, _join(path, missing[0]) if missing else path, "is required", None, "set it")
     return cls(**kwargs)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -66,6 +74,15 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
         below = merged.get(key)
         merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def read_yaml(text: str) -> Any:
+    """What a text in YAML says, by the parser in C where PyYAML has it: several times as fast, and the same values.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    return yaml.load(text, Loader=_YAML_LOADER)
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
@@ -83,7 +100,7 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         well_formed = bool(equals) and all(part.isidentifier() for part in parts)
         require(well_formed, "overrides", "must read field=value", item, "as in grpo.group_size=16")
         try:
-            value = yaml.safe_load(text)
+            value = read_yaml(text)
         except yaml.YAMLError:
             raise ConfigError(f"overrides must have a YAML value after '=', got {item!r}; quote it") from None
         section = values

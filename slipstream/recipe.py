@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 import slipstream
-from slipstream.config import ConfigError, from_mapping, merge, require, to_mapping
+from slipstream.config import ConfigError, from_mapping, merge, read_yaml, require, to_mapping
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
@@ -298,7 +298,7 @@ def load_recipe(name: str, *, workload: Workload | None = None, overrides: Mappi
     known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
     require(path.is_file(), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
     try:
-        values = yaml.safe_load(path.read_text())
+        values = read_yaml(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} is not YAML: {error}") from error
     require(isinstance(values, dict), "recipe", "must be a mapping", type(values).__name__)

@@ -15,7 +15,8 @@ from tests.forked.hook import forked_workers
 settings.register_profile("mutants", derandomize=True, max_examples=10, deadline=None, database=None)
 
 _CLUSTER = "tests/cluster/"
-# Of what takes longer than half a minute on two cores. A wrong figure costs time, and nothing else.
+# Of what takes longer than half a minute on two cores, and of the longest unit tests. A wrong figure costs time, and
+# nothing else.
 _SECONDS = {
     _CLUSTER: 300,
     "tests/integration/test_pods.py": 250,
@@ -39,6 +40,11 @@ _SECONDS = {
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,
     "tests/integration/test_brought_drafts.py": 35,
+    "tests/unit/workflows/test_in_pods.py": 45,
+    "tests/unit/workflows/test_launch_plans.py": 25,
+    "tests/unit/test_recipe_fields.py": 20,
+    "tests/unit/losslessness/test_verdict.py": 20,
+    "tests/unit/stages/test_prepare_data.py": 20,
 }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 import slipstream
-from slipstream.config import ConfigError, from_mapping, require
+from slipstream.config import ConfigError, from_mapping, read_yaml, require
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
 NODE_VARIABLE = "SLIPSTREAM_NODE"
@@ -242,7 +242,7 @@ def read_profile(name: str) -> ClusterProfile:
     known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.yaml")))
     require(path.is_file(), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
     try:
-        values = yaml.safe_load(path.read_text())
+        values = read_yaml(path.read_text())
         require(isinstance(values, Mapping), "profile", "must be a mapping", type(values).__name__)
         profile = from_mapping(ClusterProfile, values)
     except (yaml.YAMLError, ConfigError) as error:

@@ -248,8 +248,8 @@ def _require_fit(run: Run, found: Assessment, usable: float) -> None:
         require(False, "learner.max_tokens_per_microbatch", rule, run.learner.max_tokens_per_microbatch, over)
     room = (usable - found.learner.total) / found.hardware.memory_bytes
     least = found.engine.total - found.engine.kv_cache + run.engine.max_model_len * found.engine.kv_bytes_per_token
-    gives_all = found.is_colocated and not found.takes_turns  # else a smaller cache leaves the learner no more room
-    if gives_all and room * found.hardware.memory_bytes >= least and run.engine.kv_cache_gib is None:
+    # In turn the cache goes anyway: what is left beside the engine's rest is less than that rest and any cache.
+    if room * found.hardware.memory_bytes >= least and run.engine.kv_cache_gib is None:
         rule = f"must be at most {int(room * 100) / 100:.2f} to fit"
         require(False, "engine.gpu_memory_utilization", rule, run.engine.gpu_memory_utilization, over)
     rule = "must be larger to fit"

@@ -114,7 +114,7 @@ class RefitGate:
         *,
         channel: WeightChannel,
         draft: Path | None,
-        trains_draft: bool = False,
+        trains_draft: bool,
         config: RefitConfig,
         probes: Sequence[Sequence[int]] = (),
     ) -> None:

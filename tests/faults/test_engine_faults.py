@@ -335,6 +335,7 @@ def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_p
         publisher,
         channel=publisher,
         draft=bench.models[draft],
+        trains_draft=False,
         config=RefitConfig(),
         probes=[prompt.token_ids for prompt in PROMPTS] if with_probes else (),
     )

@@ -150,7 +150,7 @@ def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], r
         learner.load(models["new"], OPTIMIZER)
         config = RefitConfig(bucket_mib=1.0)
         with open_channel(config, learner, engines) as channel:
-            gate = RefitGate(engines, learner, channel=channel, draft=None, config=config)
+            gate = RefitGate(engines, learner, channel=channel, trains_draft=False, draft=None, config=config)
             turns: Any = LastingEngines(EnginesInTurn(engines, engines), GateInTurn(gate, learner), max_restarts=0)
             for step in range(3):
                 assert turns.refit(step, draft_version=None).num_tensors > 0

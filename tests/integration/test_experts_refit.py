@@ -91,7 +91,9 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
 
     config = RefitConfig(channel=channel, bucket_mib=0.02)
     with open_channel(config, ends.learner, ends.engine) as opened:
-        gate = RefitGate(ends.engine, ends.learner, channel=opened, draft=ends.models["draft"], config=config)
+        gate = RefitGate(
+            ends.engine, ends.learner, channel=opened, trains_draft=False, draft=ends.models["draft"], config=config
+        )
         check = gate.refit(1)
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=True))
     assert ends.engine.start_fingerprints(is_draft=False, turn=ALL)() == [new]

@@ -89,7 +89,12 @@ def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Chan
         states = ends.engine.states()
         assert [(state.policy_version, state.draft_version) for state in states] == [(1, 1)]
         gate = RefitGate(
-            ends.engine, ends.learner, channel=opened, draft=ends.root / "draft", config=RefitConfig(channel=channel)
+            ends.engine,
+            ends.learner,
+            channel=opened,
+            trains_draft=False,
+            draft=ends.root / "draft",
+            config=RefitConfig(channel=channel),
         )
         check = gate.refit(2)  # of the policy alone; and both are what the learner has
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=False))

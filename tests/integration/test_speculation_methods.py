@@ -125,7 +125,7 @@ def seen(request: pytest.FixtureRequest, models: dict[str, Path], learner: Remot
         open_channel(refit, learner, engine) as channel,
     ):
         before = _answers(engine)
-        gate = RefitGate(engine, learner, channel=channel, draft=draft, config=refit)
+        gate = RefitGate(engine, learner, channel=channel, trains_draft=False, draft=draft, config=refit)
         num_checked = gate.refit(7).num_tensors
         after, drawn = _answers(engine), _drawn(engine, seed=0)
     with start_engine(models["new"], config=ENGINE, speculative_config=told) as engine:

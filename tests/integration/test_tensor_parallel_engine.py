@@ -100,7 +100,9 @@ class Publisher:
 
 
 def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:
-    return RefitGate(engine, publisher, channel=publisher, draft=draft, config=RefitConfig(), probes=())
+    return RefitGate(
+        engine, publisher, channel=publisher, trains_draft=False, draft=draft, config=RefitConfig(), probes=()
+    )
 
 
 def test_rollouts_are_the_policys_before_and_after_a_refit_through_the_gate(

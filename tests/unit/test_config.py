@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import ConfigError, from_mapping, merge, parse_overrides, require, to_mapping
+from slipstream.config import ConfigError, from_mapping, merge, parse_overrides, read_yaml, require, to_mapping
 
 
 class Method(StrEnum):
@@ -167,6 +169,18 @@ def test_unknown_literal_lists_the_known_ones():
 @pytest.mark.parametrize("value", ["1e-4", 1e-4, "0.0001"])
 def test_float_may_be_written_as_yaml_reads_it(value: Any):
     assert from_mapping(Optimizer, {"learning_rate": value}).learning_rate == 0.0001
+
+
+def test_the_fast_parser_reads_every_file_of_ours_as_the_other_one_does():
+    files = list(Path(__file__).parents[2].glob("configs/**/*.yaml"))
+    assert len(files) > 10
+    for path in files:
+        assert read_yaml(path.read_text()) == yaml.safe_load(path.read_text())
+
+
+def test_what_yaml_would_build_objects_from_is_refused():
+    with pytest.raises(yaml.YAMLError):
+        read_yaml("!!python/object/apply:os.getcwd []")
 
 
 def test_whole_number_becomes_a_float():

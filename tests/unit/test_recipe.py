@@ -268,7 +268,12 @@ def test_one_draft_token_needs_room_for_two() -> None:
     [
         (
             {"draft": {"online_updates": 49}},
-            r"draft.online_updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49",
+            r"draft.online_updates must be at most the 48 rollouts of an update / 1 data-parallel ranks, got 49; "
+            r"each learns from rollouts of its own$",
+        ),
+        (
+            {"draft": {"online_updates": 25}, "learner": {"parallel": {"data": 2}}},
+            r"draft.online_updates must be at most the 48 rollouts of an update / 2 data-parallel ranks, got 25",
         ),
         (
             {"draft": {"method": "ngram"}},
@@ -297,8 +302,15 @@ def test_one_draft_token_needs_room_for_two() -> None:
 )
 def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: dict, message: str) -> None:
     adamw = {"grpo": {"optimizer": {"method": "adamw"}}, "policy": {"scratch": {"optimizer": "adamw"}}}
+    online = merge({"draft": {"online": "always"}}, adamw)
     with pytest.raises(ConfigError, match=message):
-        load_recipe("tiny", overrides=merge(merge({"draft": {"online": "always"}}, adamw), overrides))
+        load_recipe("tiny", overrides=merge(online, overrides))
+
+
+@pytest.mark.parametrize(("num_updates", "num_ranks"), [(48, 1), (24, 2)])
+def test_each_update_of_a_draft_may_have_one_rollout_of_each_rank(num_updates: int, num_ranks: int) -> None:
+    draft = {"online": "always", "online_updates": num_updates}
+    load_recipe("tiny", overrides={"draft": draft, "learner": {"parallel": {"data": num_ranks}}})
 
 
 CAPPED = {"grpo": {"loss": {"truncated_importance_sampling": 2.0}}}

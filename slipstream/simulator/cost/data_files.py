@@ -6,9 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from slipstream.config import from_mapping, require
+from slipstream.config import from_mapping, read_yaml, require
 
 T = TypeVar("T")
 
@@ -43,4 +41,4 @@ def section_names(kind: str) -> tuple[str, ...]:
 
 @cache
 def _sections(kind: str) -> dict[str, Any]:
-    return yaml.safe_load((CONFIGS / "sim" / f"{kind}.yaml").read_text())
+    return read_yaml((CONFIGS / "sim" / f"{kind}.yaml").read_text())

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import yaml
-
-from slipstream.config import from_mapping
+from slipstream.config import from_mapping, read_yaml
 from slipstream.simulator.cost.data_files import CONFIGS
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.settings import load_setting
@@ -50,7 +48,7 @@ class SimulatorReference:
 
 def read_simulator_reference() -> SimulatorReference:
     """The paper's n-gram and asynchronous times, and its projections."""
-    return from_mapping(SimulatorReference, yaml.safe_load(_MORE.read_text()), "paper_simulator")
+    return from_mapping(SimulatorReference, read_yaml(_MORE.read_text()), "paper_simulator")
 
 
 def paper_cells() -> tuple[Cell, ...]:
@@ -93,7 +91,7 @@ def paper_learner() -> Learner:
 
 @cache
 def _workloads() -> dict[str, Any]:
-    return yaml.safe_load(_REFERENCE.read_text())["workloads"]
+    return read_yaml(_REFERENCE.read_text())["workloads"]
 
 
 def _group(workload: str) -> Group:

@@ -297,6 +297,22 @@ def test_what_is_moved_is_the_whole_policy_in_the_learners_type() -> None:
     assert found.refit_bytes == 2 * 8_190_735_360  # the published size of Qwen3-8B
 
 
+def test_a_loss_with_a_reference_needs_its_weights_once_more() -> None:
+    without = assess(load_recipe("qwen3_8b"))
+    beside = assess(load_recipe("qwen3_8b", overrides={"grpo": {"loss": {"kl_coefficient": 0.1}}}))
+    assert without is not None
+    assert beside is not None
+    assert beside.learner.total == without.learner.total + without.learner.weights
+
+
+def test_a_cache_holds_whole_sequences() -> None:
+    found = assess(load_recipe("qwen3_8b"))
+    assert found is not None
+    num_tokens = found.num_longest_sequences * 12_288
+    assert num_tokens <= found.engine.kv_tokens < num_tokens + 12_288
+    assert found.engine.kv_tokens % 12_288  # else it would hold them to the last token
+
+
 IN_TURN = {"placement": {"memory": "in_turn"}}
 
 
@@ -333,6 +349,14 @@ def test_in_turn_an_engine_leaves_room_for_the_learners_weights() -> None:
     assert _refusal({**IN_TURN, **wide, **cache}) == (
         "engine.kv_cache_gib must leave a GB200 room for the learner's weights beside the engine, got 140.0; 172.2 GB "
         "and 16.4 GB are more than the 176.7 GB it has to give"
+    )
+    # Weights and their reference in float32 leave 10.5 GB of 76.0, which are 0.131 of 80.
+    learner = {**wide["learner"], "dtype": "float32"}
+    both = {"learner": learner, "grpo": {"loss": {"kl_coefficient": 0.1}}, "simulator": {"hardware": "h100"}}
+    share = {"engine": {"gpu_memory_utilization": 0.475}, "refit": {"channel": "gloo"}}
+    assert _refusal({**IN_TURN, **both, **share}) == (
+        "engine.gpu_memory_utilization must leave a H100 SXM room for the learner's weights beside the engine, got "
+        "0.475; 38.0 GB and 65.5 GB are more than the 76.0 GB it has to give: lower it to 0.13"
     )
 
 

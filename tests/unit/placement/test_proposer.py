@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.drafts.config import DraftConfig, DraftScratchConfig
 from slipstream.drafts.methods import DraftMethod
-from slipstream.placement.memory import NOTHING_PROPOSED, engine_memory
+from slipstream.placement.memory import NOTHING_PROPOSED, Proposer, engine_memory
 from slipstream.placement.proposer import proposer
 from slipstream.rollout.config import EngineConfig
 from tests.unit.placement.test_memory import Tiny
@@ -46,6 +46,26 @@ def test_a_draft_model_is_counted_whole_whether_trained_or_given(tmp_path: Path)
     memory = engine_memory(Tiny(), engine, gpu_bytes=4e6, longest_k=1, proposer=proposer(Tiny(), trained))
     # Keys and values in bfloat16: two layers of 2, and the draft's three of 4.
     assert (memory.draft, memory.kv_bytes_per_token) == (2 * PARAMETERS, 2 * 2 * (2 * 2 + 3 * 4))
+
+
+def test_what_a_draft_models_config_leaves_out_is_what_transformers_takes_for_it(tmp_path: Path) -> None:
+    values = {
+        "vocab_size": 8,
+        "hidden_size": 5,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 5,
+    }
+
+    def found(**more: object) -> Proposer:
+        (tmp_path / "config.json").write_text(json.dumps(values | more))
+        return proposer(Tiny(), DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path)))
+
+    least = found()
+    assert (least.num_query_groups, least.head_dim) == (2, 2)
+    assert found(num_key_value_heads=2, head_dim=None, tie_word_embeddings=False) == least
+    assert found(num_key_value_heads=1).num_query_groups == 1
+    assert found(tie_word_embeddings=True).parameters == least.parameters - 8 * 5
 
 
 def test_what_is_looked_up_holds_nothing() -> None:

@@ -227,7 +227,9 @@ def test_the_learner_is_not_free_where_the_check_or_the_channel_needs_it_again(h
     engine = Engines()
     engine.hidden = LookupError("packed") if hides else None
     parts = gate(engine, counts=hides, probes=PROBES)
-    assert not parts.export(4).frees_learner
+    export = parts.export(4)
+    assert not export.frees_learner
+    assert (export.policy is None) == hides
 
 
 def test_other_bits_are_found_though_the_learner_has_moved_on() -> None:
@@ -487,6 +489,20 @@ def test_new_engines_get_what_was_sent_last_though_the_learner_has_moved_on_and_
     assert passed.deliver_again(4)
     assert engine.asked == [("deliver", 4, 1), "delivered"]
     assert (engine.state.policy_version, engine.state.draft_version) == (4, 1)
+
+
+def test_engines_that_have_the_draft_are_not_sent_it_again(draft: Path) -> None:
+    engine, learner = Engines(), Learner()
+    passed = gate(engine, learner=learner, draft=draft, trains_draft=True)
+    learner.draft_version = 1
+    passed.refit(4, draft_version=1)
+    engine.asked.clear()
+    assert passed.deliver_again(4)
+    assert engine.asked == [("deliver", 4, None), "delivered"]
+
+
+def test_nothing_can_be_delivered_again_before_something_was() -> None:
+    assert not gate(Engines()).deliver_again(0)
 
 
 def test_new_engines_that_took_other_bytes_are_refused() -> None:

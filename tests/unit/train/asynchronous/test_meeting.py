@@ -95,6 +95,10 @@ def test_a_loop_inside_a_call_is_waited_for_a_moment_and_until_its_end_by_settli
     assert done == [True]
 
 
+def test_before_anybody_ran_there_is_nobody_to_wait_for() -> None:
+    Meeting().settle()
+
+
 def test_what_is_handed_over_comes_in_its_order_by_one_by_look_or_all_at_once() -> None:
     handed: Handover[int] = Handover(Meeting())
     assert (handed.poll(), handed.drain()) == (None, [])
