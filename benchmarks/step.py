@@ -109,6 +109,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 learner,
                 channel=opened.enter_context(open_channel(recipe.refit, learner, remote)),
                 draft=run.draft if k else None,
+                trains_draft=False,
                 config=recipe.refit,
             ),
             draft=FixedDraft(version=0 if k else None),

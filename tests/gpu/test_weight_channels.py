@@ -81,7 +81,7 @@ def _compare(models: Mapping[str, Path], channel: Channel, *, share: bool) -> No
             before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
             config = RefitConfig(channel=each, bucket_mib=0.05)
             with open_channel(config, learner, engines) as opened:
-                gate = RefitGate(engines, learner, channel=opened, draft=None, config=config)
+                gate = RefitGate(engines, learner, channel=opened, draft=None, trains_draft=False, config=config)
                 assert gate.refit(version).num_tensors > 0
                 assert gate.refit(version + 10).num_tensors > 0
             drawn[each] = _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0))
