@@ -18,7 +18,7 @@ import yaml
 
 T = TypeVar("T")
 
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigError(ValueError):
@@ -82,7 +82,7 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is none.
     """
-    return yaml.load(text, Loader=_YAML_LOADER)
+    return yaml.load(text, Loader=_SafeLoader)
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
