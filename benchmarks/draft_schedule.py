@@ -34,8 +34,9 @@ from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.acceptance import combine
 from slipstream.rollout.engine import GenerationResult
+from slipstream.stages.engines import recipe_engine, swept_engine, switch_length
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.stages.support import recipe_engine, swept_engine, switch_length, tokenizer
+from slipstream.stages.support import tokenizer
 from slipstream.statistics import Estimate, bootstrap_ratio
 from slipstream.types import Prompt
 from slipstream.workers.engines import RemoteEngine

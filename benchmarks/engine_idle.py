@@ -25,7 +25,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.rollout.gathering import gather, joined
 from slipstream.rollout.requests import group_requests
 from slipstream.rollout.vllm_engine import VllmEngine, process_environment
-from slipstream.stages.support import draft_weights
+from slipstream.stages.engines import draft_weights
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, started
 from slipstream.workers.engines import RunningEngines

@@ -22,8 +22,8 @@ from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.placement.table import table
 from slipstream.recipe import Recipe
 from slipstream.records.stages import SweepPoint
+from slipstream.stages.engines import recipe_engine
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.stages.support import recipe_engine
 from slipstream.workers.session import connect
 
 

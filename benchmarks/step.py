@@ -17,7 +17,8 @@ from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.engine import GenerationResult
-from slipstream.stages.support import decode, recipe_engine, tokenizer
+from slipstream.stages.engines import recipe_engine
+from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.draft import FixedDraft
 from slipstream.train.loop import SyncLoop

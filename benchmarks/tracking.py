@@ -22,8 +22,8 @@ import numpy as np
 from slipstream.config import ConfigError, require
 from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.stages.context import RunContext
+from slipstream.stages.runs import execution_run, tracked
 from slipstream.stages.start_run import start_run
-from slipstream.stages.support import execution_run, tracked
 
 _COMPARE_LIMIT_S = 5.0
 _COST_LIMIT = 0.01  # of a step

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, UNKNOWN, START, END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -36,6 +39,8 @@ def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
     Args:
         max_length: tokens of the longest sequence that the model takes.
     """
+    from transformers import PreTrainedTokenizerFast  # takes a second, and most who read this module build none
+
     vocabulary = {token: index for index, token in enumerate(_TOKENS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -17,7 +17,7 @@ from itertools import groupby
 from math import exp, log, sqrt
 from statistics import fmean, median, stdev
 
-from scipy import stats
+from scipy import special
 
 from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
@@ -193,7 +193,7 @@ def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     if num < 2:
         return exp(center), 0.0
     error = sqrt(sum(stdev(logs) ** 2 / len(logs) for logs in samples))
-    return exp(center), exp(center - float(stats.t.ppf(_CONFIDENCE, num - 1)) * error)
+    return exp(center), exp(center - float(special.stdtrit(num - 1, _CONFIDENCE)) * error)
 
 
 def _is_of(point: RunningPoint, k: int) -> bool:

@@ -9,8 +9,8 @@ from slipstream.records.steps import ArmRecord
 from slipstream.report.asynchronous import compare_loops
 from slipstream.report.asynchronous_results import loop_metrics
 from slipstream.report.formats import POLICY_LABELS, interval, speedup
-from slipstream.report.page import verdict
 from slipstream.report.summary import RunSummary, last_quarter, summarise_run
+from slipstream.report.verdict import verdict
 from slipstream.statistics import Estimate, bootstrap_difference
 from slipstream.types import Arm
 

@@ -25,10 +25,12 @@ from slipstream.report.bake_off_page import write_bake_off
 from slipstream.report.bake_off_records import BakeOffRecord, Dropout, Entrant, Result
 from slipstream.stages.bake_off_field import entrant_recipe
 from slipstream.stages.context import RunContext
+from slipstream.stages.engines import draft_weights
 from slipstream.stages.execution import NOTE
 from slipstream.stages.pretrain_draft import pretrain_draft
+from slipstream.stages.runs import execution_run, tracked
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, draft_weights, execution_run, settled, tokenizer, tracked
+from slipstream.stages.support import decode, settled, tokenizer
 from slipstream.stages.train_grpo import arm_plan
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker
 from slipstream.train.arm import ArmPlan, train

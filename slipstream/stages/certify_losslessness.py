@@ -20,9 +20,11 @@ from slipstream.records.files import read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.rollout.engine import WeightFiles
 from slipstream.stages.context import RunContext
+from slipstream.stages.engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.execution import end_execution
+from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
-from slipstream.stages.support import draft_length, draft_weights, recipe_engine, settled, tracked, versions
+from slipstream.stages.support import settled, versions
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect

@@ -12,7 +12,7 @@ from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report.drift import Subject, find_drift, hardware
 from slipstream.report.results import result_metrics
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import experiment_name
+from slipstream.stages.runs import experiment_name
 from slipstream.tracking import TrackingError, read_executions, store_uri
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
+from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
-from slipstream.stages.support import decode, settled, tokenizer, tracked
+from slipstream.stages.support import decode, settled, tokenizer
 from slipstream.workers.engines import start_engine
 from slipstream.workers.session import connect
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.drafts.schedule import DraftLength
 from slipstream.losslessness.verdict import LOSSLESS
@@ -11,13 +12,15 @@ from slipstream.recipe import Recipe
 from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
-from slipstream.report.page import ReportPaths
 from slipstream.report.results import certificate_metrics, description, result_metrics
 from slipstream.stages.context import RunContext
 from slipstream.stages.origin import execution_url
-from slipstream.stages.support import execution_run
+from slipstream.stages.runs import execution_run
 from slipstream.tracking import RunStatus, Tracker, spent
 from slipstream.types import Arm
+
+if TYPE_CHECKING:
+    from slipstream.report.page import ReportPaths
 
 NOTE = "mlflow.note.content"
 """Tag that MLflow shows as a run's description, in Markdown."""

@@ -14,7 +14,7 @@ from slipstream.records.stages import EvaluationRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.summary import summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
-from slipstream.stages.support import execution_run
+from slipstream.stages.runs import execution_run
 from slipstream.statistics import spread
 from slipstream.tracking import RunStatus, end_open_runs
 from slipstream.types import Arm, ArmLoop, arm_name

@@ -15,7 +15,7 @@ from slipstream.stages.ablate import PlanRecord, ablation_context, ablation_run,
 from slipstream.stages.ablation_grid import Kind, Part
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE
-from slipstream.stages.support import execution_run
+from slipstream.stages.runs import execution_run
 from slipstream.tracking import RunStatus, Tracker, end_open_runs
 
 logger = logging.getLogger(__name__)

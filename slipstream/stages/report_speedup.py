@@ -17,7 +17,8 @@ from slipstream.simulator.project.runs import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift import DRIFT_FILE, drift_of
 from slipstream.stages.execution import end_reported_execution
-from slipstream.stages.support import numerics, recipe_layout, settled, tracked, versions
+from slipstream.stages.runs import tracked
+from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking import store_uri
 from slipstream.workers.session import machine
 

@@ -17,7 +17,7 @@ from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE, started_text
 from slipstream.stages.launch import require_loop
 from slipstream.stages.origin import origin_tags
-from slipstream.stages.support import execution_run
+from slipstream.stages.runs import execution_run
 from slipstream.tracking import RunStatus
 from slipstream.types import ArmLoop, Workload
 

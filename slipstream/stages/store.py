@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import tracked
+from slipstream.stages.runs import tracked
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,11 @@ from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
 from slipstream.stages.context import RunContext, arm_node
+from slipstream.stages.engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.launch import require_loop
+from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
-from slipstream.stages.support import (
-    decode,
-    draft_init,
-    draft_length,
-    draft_weights,
-    recipe_engine,
-    settled,
-    tokenizer,
-    tracked,
-    versions,
-)
+from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm, ArmLoop, arm_name
 from slipstream.workers.cluster import accelerators

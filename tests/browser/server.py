@@ -20,8 +20,8 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.stages.execution import end_reported_execution
+from slipstream.stages.runs import tracked
 from slipstream.stages.start_run import start_run
-from slipstream.stages.support import tracked
 from slipstream.stages.train_grpo import arm_labels
 from slipstream.train.metrics import metrics_of
 from tests.unit.report.handmade import RECORD

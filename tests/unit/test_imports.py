@@ -1,6 +1,8 @@
-"""Imports without garbage collections."""
+"""Imports: what a process does without, and what it does not collect."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -28,3 +30,10 @@ def test_a_process_that_collects_nothing_stays_so() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_a_recipe_is_checked_and_a_run_opened_without_the_large_packages() -> None:
+    large = {"matplotlib", "mlflow", "ray", "scipy.stats", "speculators", "torch", "transformers", "vllm"}
+    code = f"import sys, slipstream.cli, slipstream.stages.start_run; print(*sorted({large} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -36,7 +37,14 @@ SUBJECT = Subject(num_speculative_tokens=3, policy_fingerprint="p", draft_finger
 
 def logits_after(prefix: Sequence[int]) -> NDArray[np.float64]:
     """The policy: logits that depend on the last two tokens."""
-    return np.random.default_rng([1, *prefix[-2:]]).normal(size=VOCABULARY) * 1.5
+    return _logits_after(*prefix[-2:])
+
+
+@cache
+def _logits_after(*last: int) -> NDArray[np.float64]:
+    logits = np.random.default_rng([1, *last]).normal(size=VOCABULARY) * 1.5
+    logits.setflags(write=False)
+    return logits
 
 
 class Policy:
@@ -101,10 +109,12 @@ class Engine:
         if sampling.temperature == 0:
             return np.eye(VOCABULARY)[int(np.argmax(logits_after(prefix)))]
         temperature = 0.9 if self.bias == "temperature" else sampling.temperature
-        top_p = 1.0 if self.bias == "top_p" else sampling.top_p
-        logits = torch.tensor(logits_after(prefix))[None]
-        logprobs = processed_logprobs(logits, temperature=temperature, top_p=top_p, top_k=sampling.top_k)
-        return logprobs[0].double().softmax(-1).numpy()
+        return _sampled_from(
+            *prefix[-2:],
+            temperature=temperature,
+            top_p=1.0 if self.bias == "top_p" else sampling.top_p,
+            top_k=sampling.top_k,
+        )
 
     def _window(self, prefix: list[int], sampling: SamplingConfig, random: np.random.Generator, *, k: int) -> list[int]:
         q = np.full(VOCABULARY, 1 / VOCABULARY)
@@ -120,6 +130,16 @@ class Engine:
             return [*drawn, int(random.choice(VOCABULARY, p=rest / rest.sum()))]
         p = self._probabilities(prefix + drawn, sampling)
         return [*drawn, int(random.choice(VOCABULARY, p=p))]
+
+
+@cache
+def _sampled_from(*last: int, temperature: float, top_p: float, top_k: int) -> NDArray[np.float64]:
+    logprobs = processed_logprobs(
+        torch.tensor(logits_after(last))[None], temperature=temperature, top_p=top_p, top_k=top_k
+    )
+    probabilities = logprobs[0].double().softmax(-1).numpy()
+    probabilities.setflags(write=False)
+    return probabilities
 
 
 def sample(

@@ -27,6 +27,7 @@ from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.rollout.engine import GenerationResult, RunningTime
+from slipstream.stages import engines as stage_engines
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
 from slipstream.train import attempt
 from slipstream.types import Arm, Prompt
@@ -232,7 +233,7 @@ def flight(recipe: Recipe, _: Tools) -> object:
 def told_vllm(recipe: Recipe, tools: Tools) -> object:
     """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
     tools.patch.setattr(methods, "find_spec", lambda package: package)
-    return speculation.speculative_config(recipe.draft, support.draft_weights(recipe.draft, tools.directory), 3)
+    return speculation.speculative_config(recipe.draft, stage_engines.draft_weights(recipe.draft, tools.directory), 3)
 
 
 def small_draft(recipe: Recipe, tools: Tools) -> object:

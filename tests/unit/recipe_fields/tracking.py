@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.recipe import Recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.report.drift import Subject, find_drift
-from slipstream.stages import drift, start_run, support
+from slipstream.stages import drift, runs, start_run, support
 from slipstream.tracking import Execution, tracker
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -36,7 +36,7 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
 
     tools.patch.setattr(tracker, "_ReplayThread", Thread)
     tools.patch.setattr(tracker, "import_mlflow", seen.append)
-    tools.patch.setattr(support, "Tracker", Noting)
+    tools.patch.setattr(runs, "Tracker", Noting)
     path = write_recipe(recipe, tools.directory / "recipe.yaml")
     root = tools.directory / "root"
     context, _ = start_run.start_run(str(path), workload=None, root=root, execution="e", overrides={})

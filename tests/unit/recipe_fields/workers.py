@@ -12,7 +12,7 @@ from slipstream.placement.table import plan_text
 from slipstream.recipe import Recipe
 from slipstream.rollout import vllm_engine
 from slipstream.rollout.vllm_arguments import sampling_params
-from slipstream.stages import support
+from slipstream.stages.engines import recipe_engine
 from slipstream.workers import engines, learners
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -76,7 +76,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
         take=lambda key: None, put=lambda key, engine, capacity: kept.append((capacity, engine._deadline))
     )
     tools.patch.setattr(engines, "_idle_engines", idle)
-    with support.recipe_engine(recipe, tools.directory, tools.directory, 0):
+    with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
     return [started["can_rest"] for _, _, started in ray.made], seen, kept
 

@@ -15,7 +15,7 @@ from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.fail_run import fail_run
-from slipstream.stages.support import execution_run, tracked
+from slipstream.stages.runs import execution_run, tracked
 from slipstream.tracking import RunStatus, Tracker, store_uri
 from tests.unit.lagging import ONE_STEP_OFF
 from tests.unit.report.handmade import RECORD

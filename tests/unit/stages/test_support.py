@@ -11,7 +11,8 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import NumericsRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import dtype_tags, numerics, recipe_layout, settled
+from slipstream.stages.runs import dtype_tags
+from slipstream.stages.support import numerics, recipe_layout, settled
 from slipstream.types import Dtype
 
 MEASURED = NumericsRecord(dtype="float32", reason="hand-made", float32_ms=1.0, bfloat16_ms=9.0, capabilities=())

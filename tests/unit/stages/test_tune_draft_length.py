@@ -15,8 +15,8 @@ from slipstream.drafts.schedule import constant
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import SweepPoint
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import support, tune_draft_length
-from slipstream.stages.support import swept_engine, switch_length
+from slipstream.stages import engines, tune_draft_length
+from slipstream.stages.engines import swept_engine, switch_length
 from slipstream.stages.tune_draft_length import first_speedup
 from slipstream.workers.engines import RemoteEngine
 
@@ -58,7 +58,7 @@ def test_engines_of_the_sweep_can_change_their_length_where_it_may_follow_the_ru
         started.append((args[-1], schedule))
         yield
 
-    monkeypatch.setattr(support, "recipe_engine", recipe_engine)
+    monkeypatch.setattr(engines, "recipe_engine", recipe_engine)
     recipe = load_recipe("tiny", overrides={"draft": {"length": rule}})
     for k in (0, 3):
         with swept_engine(recipe, Path("policy"), Path("draft"), k):
