@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
-from slipstream.records.run import RunRecord
+from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import (
     DataSetRecord,
     DraftRecord,
@@ -25,7 +25,19 @@ from slipstream.records.steps import (
     StepRecord,
     TrainStats,
 )
+from slipstream.report.page import render
+from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
+
+_FIGURES = (
+    *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
+    *("uniforms", "learning", "mismatch", "losses"),
+)
+
+
+def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
+    """The page of a run with a stand-in for every figure, for tests of its words: drawing a page takes a second."""
+    return render(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
 
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:

@@ -27,7 +27,7 @@ from slipstream.report.results import description, result_metrics
 from slipstream.report.terminal import speedup_table
 from slipstream.simulator.cost.asynchronous import Bound
 from slipstream.types import Arm
-from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm
+from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm, page_text
 
 REFERENCE = read_reference()
 LAYOUT = LayoutRecord(
@@ -153,7 +153,7 @@ def test_a_run_without_both_loops_compares_none() -> None:
     alone = with_waits(2.0)
     assert compared(alone).speculation is None
     assert "speedup" in speedup_table(alone)
-    assert 'id="asynchronous"' not in render(RECORD, REFERENCE)
+    assert 'id="asynchronous"' not in page_text(RECORD)
 
 
 def test_an_asynchronous_step_without_its_overlap_is_an_error() -> None:
@@ -212,8 +212,8 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
     assert row.label == "speculative, asynchronous"
     assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
     assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
-    assert "as the simulator predicts them" in render(ON_CORES, REFERENCE)
-    assert "under Asynchronous." in render(ON_CORES, REFERENCE)
+    assert "as the simulator predicts them" in page_text(ON_CORES)
+    assert "under Asynchronous." in page_text(ON_CORES)
     assert loops_as_json(compared(), prediction)["predicted"]["lag"] == 1
 
 
@@ -226,8 +226,8 @@ def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it(
         f"autoregressive step to be bound by its {bound.bound.value} and the speculative step to be bound by its "
         f"{other.bound.value}."
     )
-    assert split_text(prediction) in render(ON_CORES, REFERENCE)
-    assert "Two cores have one split" not in render(ASYNCHRONOUS, REFERENCE)
+    assert split_text(prediction) in page_text(ON_CORES)
+    assert "Two cores have one split" not in page_text(ASYNCHRONOUS)
 
 
 def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:
@@ -236,7 +236,7 @@ def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() ->
     arms = tuple(replace(arm, max_off_policy_steps=0) for arm in ASYNCHRONOUS.asynchronous)
     in_turn = replace(ON_CORES, asynchronous=arms)
     assert predicted(in_turn, compared(in_turn)) is None
-    assert "as the simulator predicts them" not in render(in_turn, REFERENCE)
+    assert "as the simulator predicts them" not in page_text(in_turn)
 
 
 def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_marked() -> None:
@@ -248,7 +248,7 @@ def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_ma
     assert [group.heading for group in table.groups] == ["autoregressive, projected", "speculative, projected"]
     for column in (2, 5):
         assert sum(row.cells[column].endswith(", fastest") for row in table.rows) == 1
-    assert "3 + 1" in render(on_gpus, REFERENCE)
+    assert "3 + 1" in page_text(on_gpus)
     assert split_table(ON_CORES, compared(ON_CORES)) is None
     alone = replace(on_gpus, layout=replace(layout, num_gpus=1))
     assert split_table(alone, compared(alone)) is None

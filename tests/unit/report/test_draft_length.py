@@ -8,10 +8,8 @@ from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint
 from slipstream.records.steps import ArmRecord, AutopilotStep, ScheduleEntry
 from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
-from slipstream.report.page import render
-from slipstream.report.reference import read_reference
 from slipstream.types import Arm
-from tests.unit.report.handmade import RECORD
+from tests.unit.report.handmade import RECORD, page_text
 
 TABLE = tuple(
     ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 5), (3, 4, 2))
@@ -96,7 +94,7 @@ def test_the_autopilots_turns_are_said_step_by_step() -> None:
 
 def test_the_page_shows_the_table_and_the_autopilot() -> None:
     on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
-    page = render(record(flown=(on, on)), read_reference())
+    page = page_text(record(flown=(on, on)))
     assert "k = by running batch (1-2: 5, 3-4: 2)" in page
     assert "running batch" in page
     assert "The autopilot had 0 of 2 steps" in page

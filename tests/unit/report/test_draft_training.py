@@ -7,9 +7,9 @@ from dataclasses import replace
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import DraftDecision, DraftUpdate
 from slipstream.report.draft_training import DraftTraining, decisions, draft_training
-from slipstream.report.page import draw, render
+from slipstream.report.page import draw
 from slipstream.report.reference import read_reference
-from tests.unit.report.handmade import RECORD
+from tests.unit.report.handmade import RECORD, page_text
 
 NO = DraftDecision(
     trains=False,
@@ -47,10 +47,10 @@ def test_what_the_training_took_is_a_share_of_the_arms_time() -> None:
 
 def test_the_page_says_whether_the_draft_was_trained() -> None:
     reference = read_reference()
-    page = render(_trained_record(), reference)
+    page = page_text(_trained_record())
     assert "The draft learned beside the policy in 2 of 4 steps, which took 1.25 s,\n1.9 % of the arm's time." in page
     assert "The draft was fixed during RL." not in page
-    assert "The draft was fixed during RL." in render(RECORD, reference)
+    assert "The draft was fixed during RL." in page_text(RECORD)
     assert "draft_training" in draw(_trained_record(), reference)
     assert "draft_training" not in draw(RECORD, reference)
 

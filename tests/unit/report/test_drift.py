@@ -21,10 +21,8 @@ from slipstream.report.drift import (
     hardware,
     prediction_interval,
 )
-from slipstream.report.page import render
-from slipstream.report.reference import read_reference
 from slipstream.tracking import DriftConfig, Execution
-from tests.unit.report.handmade import RECORD
+from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20, min_executions=5, false_alarm_rate=0.05, min_change=0.01)
 PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
@@ -240,7 +238,7 @@ def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
 def test_the_page_has_a_row_for_each_result() -> None:
     earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
     drift = find_drift(subject(step_speedup=1.0, reward_speculative=0.5), earlier, CONFIG)
-    page = render(RECORD, read_reference(), drift=drift)
+    page = page_text(RECORD, drift=drift)
     assert (
         '<tr class="loses"><th>step speedup</th><td class="">1.000</td><td class="">1.459 to 1.581</td>'
         '<td class="">5</td><td class="">below</td></tr>'
@@ -251,9 +249,9 @@ def test_the_page_has_a_row_for_each_result() -> None:
 
 
 def test_a_page_without_a_comparison_says_why_or_nothing() -> None:
-    unknown = render(RECORD, read_reference(), drift=DriftRecord(summary="Unknown, for the server was away"))
+    unknown = page_text(RECORD, drift=DriftRecord(summary="Unknown, for the server was away"))
     assert '<section id="drift"><h2>Drift</h2>\n<p>Unknown, for the server was away</p>\n</section>' in unknown
-    assert 'id="drift"' not in render(RECORD, read_reference())
+    assert 'id="drift"' not in page_text(RECORD)
 
 
 def test_the_hardware_is_that_of_the_arms() -> None:

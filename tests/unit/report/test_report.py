@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.report.terminal import speedup_table
 from slipstream.report.verdict import verdict
 from slipstream.statistics import amdahl
 from slipstream.types import STAGES
-from tests.unit.report.handmade import BARE, LOST, ONE_ARM, ONE_STEP, RECORD, TWO_STEPS, accepted, step
+from tests.unit.report.handmade import BARE, LOST, ONE_ARM, ONE_STEP, RECORD, TWO_STEPS, accepted, page_text, step
 
 REFERENCE = read_reference()
 
@@ -117,6 +118,11 @@ def test_acceptance_pools_counters_not_rates() -> None:
     assert pooled_acceptance([step(0, generation_s=1, reward=0)]) is None
 
 
+@cache
+def drawn() -> dict[str, str]:
+    return draw(RECORD, REFERENCE)
+
+
 def test_page_has_every_section_and_each_losing_configuration() -> None:
     page = render(RECORD, REFERENCE)
     sections = re.findall(r'<section id="([a-z-]+)">', page)
@@ -140,7 +146,7 @@ def test_page_has_every_section_and_each_losing_configuration() -> None:
 
 
 def test_page_needs_nothing_from_elsewhere_and_is_small() -> None:
-    page = render(RECORD, REFERENCE)
+    page = render(RECORD, REFERENCE, drawn=drawn())
     assert not re.search(r"<script|<link|<img|@import|url\(http|src=", page)
     assert len(page.encode()) < 2_000_000
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -149,7 +155,7 @@ def test_page_needs_nothing_from_elsewhere_and_is_small() -> None:
 
 
 def test_a_column_is_measured_or_quoted_never_both() -> None:
-    page = render(RECORD, REFERENCE)
+    page = page_text(RECORD)
     label = "paper, measured (arXiv 2604.26779), 32 GB200"
     for heading in re.findall(r'<th colspan="\d+" class="group quoted">([^<]*)</th>', page):
         assert heading == label
@@ -194,12 +200,10 @@ def test_a_page_says_that_drafts_are_looked_up_and_shows_no_table_of_a_model_tha
     text = render(replace(RECORD, draft=UNTRAINED), REFERENCE)
     assert "Draft: ngram, without a model: drafts are looked up." in text
     assert "verifications without a draft are left out of the length" in text
-    assert "accepted, given those before" in render(RECORD, REFERENCE)
+    assert "accepted, given those before" in page_text(RECORD)
     assert "accepted, given those before" not in text
     given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
-    assert "Draft: draft_model, 7\u00a0000 parameters, taken as it is." in render(
-        replace(RECORD, draft=given), REFERENCE
-    )
+    assert "Draft: draft_model, 7\u00a0000 parameters, taken as it is." in page_text(replace(RECORD, draft=given))
 
 
 def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
@@ -210,7 +214,7 @@ def test_a_page_of_lookups_that_lost_needs_no_figure_of_acceptance() -> None:
 def test_a_slower_arm_is_called_slower() -> None:
     base, spec = RECORD.arms
     swapped = (replace(base, steps=spec.steps), replace(spec, steps=base.steps))
-    assert "lost: it slowed rollout generation down to 0.50x" in render(replace(RECORD, arms=swapped), REFERENCE)
+    assert "lost: it slowed rollout generation down to 0.50x" in page_text(replace(RECORD, arms=swapped))
 
 
 def test_terminal_table_is_aligned_and_complete() -> None:
@@ -241,18 +245,18 @@ def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() ->
     (line,) = [line for line in speedup_table(record).splitlines() if line.startswith("logprob")]
     assert line.split() == ["logprob", "left", "out", "left", "out"]
     assert summarise(record)["stages_left_out"] == {"autoregressive": ["logprob"], "speculative": ["logprob"]}
-    page = render(record, REFERENCE)
+    page = page_text(record)
     assert page.count(">left out<") == 2
     assert "the training pass gives the same log-probabilities" in page
-    assert "the training pass gives the same log-probabilities" not in render(RECORD, REFERENCE)
+    assert "the training pass gives the same log-probabilities" not in page_text(RECORD)
 
 
 def test_report_is_written_as_page_and_json(tmp_path: Path) -> None:
     paths = write_report(RECORD, tmp_path / "report")
     assert json.loads(paths.json.read_text()) == summarise(RECORD)
-    assert paths.html.read_text() == render(RECORD, REFERENCE)
+    assert paths.html.read_text() == render(RECORD, REFERENCE, drawn=drawn())
     assert sorted(path.name for path in paths.html.parent.iterdir()) == ["figures", "report.html", "report.json"]
-    assert sorted(path.stem for path in paths.figures) == sorted(draw(RECORD, REFERENCE))
+    assert sorted(path.stem for path in paths.figures) == sorted(drawn())
     assert sorted((paths.html.parent / "figures").iterdir()) == sorted(paths.figures)
     assert all(path.read_text().startswith("<svg ") for path in paths.figures)
 
@@ -272,7 +276,7 @@ def test_a_missing_reference_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_the_certificate_says() -> None:
-    page = render(RECORD, REFERENCE)
+    page = page_text(RECORD)
 
     assert "Verdict: <b>lossless</b>" in page
     assert "None of 2 tests rejects" in page
