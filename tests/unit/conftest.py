@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import settings
 from slipstream.config import ConfigError
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
+from slipstream.tracking.store import SQLITE, MlflowStore
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
@@ -35,6 +37,25 @@ def refusal() -> Refusal:
         return str(caught.value)
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Puts an empty MLflow store into a root of runs: its tables take seconds to create, and a copy of them nothing."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowStore(f"{SQLITE}{path}", request_timeout_s=10)
+
+    def make(root: Path) -> Path:
+        shutil.copy(path, root / path.name)
+        return root
+
+    return make
+
+
+@pytest.fixture
+def stored_root(tmp_path: Path, make_store: Callable[[Path], Path]) -> Path:
+    """A test's own root of runs, with an empty MLflow store."""
+    return make_store(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from slipstream.report.comparison import answer
 from slipstream.tracking import TrackingConfig, read_executions, store_uri
 
 
-def test_the_store_holds_so_many_executions_that_compare_can_read(tmp_path: Path) -> None:
-    assert tracking.fill_store(tmp_path, num_executions=3, runs_per_execution=5) == 15
-    found = read_executions(store_uri(TrackingConfig(), tmp_path))
+def test_the_store_holds_so_many_executions_that_compare_can_read(stored_root: Path) -> None:
+    assert tracking.fill_store(stored_root, num_executions=3, runs_per_execution=5) == 15
+    found = read_executions(store_uri(TrackingConfig(), stored_root))
     assert {execution.name for execution in found} == {"original", "copy-0", "copy-1"}
     assert {answer(execution) for execution in found} == {answer(found[0])}
     assert "(k = 3): generation 1.00x" in answer(found[0])

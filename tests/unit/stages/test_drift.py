@@ -50,19 +50,19 @@ def slower(record: RunRecord) -> RunRecord:
     return replace(record, arms=(base, replace(spec, steps=steps)))
 
 
-def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_what_drifted(tmp_path: Path) -> None:
+def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
     for number in range(3):
-        drift, _, _ = execute(tmp_path, f"tiny-{number}", RECORD)
+        drift, _, _ = execute(stored_root, f"tiny-{number}", RECORD)
         assert drift.executions == tuple(f"tiny-{n}" for n in reversed(range(number)))
         assert {finding.verdict for finding in drift.findings} == {"too few to say"}
-    drift, _, _ = execute(tmp_path, "tiny-3", slower(RECORD))
+    drift, _, _ = execute(stored_root, "tiny-3", slower(RECORD))
     assert drift.executions == ("tiny-2", "tiny-1", "tiny-0")
     names = ["generation_speedup", "step_speedup", "tokens_per_s_speculative"]
     assert [finding.name for finding in drift.outside] == names
     assert drift.findings[0].value == 1.0
     assert drift.findings[0].band == pytest.approx((1.98, 2.02))
 
-    (run,) = read_executions(store_uri(TrackingConfig(), tmp_path), names=["tiny-3"])
+    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-3"])
     assert run.tags["drift.verdict"] == ", ".join(f"{name} below" for name in names)
     assert run.tags["drift.summary"] == drift.summary
     assert (run.metrics["drift/num_outside"], run.metrics["drift/generation_speedup"]) == (3.0, -1.0)
@@ -70,11 +70,11 @@ def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_wha
     assert run.status == "FINISHED"
 
     # The alert ends the run as failed; its results stay, and count for the next.
-    fail_run(tmp_path, "tiny-3", node="require-no-drift", message=f"DriftError: {drift.summary}")
-    (run,) = read_executions(store_uri(TrackingConfig(), tmp_path), names=["tiny-3"])
+    fail_run(stored_root, "tiny-3", node="require-no-drift", message=f"DriftError: {drift.summary}")
+    (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-3"])
     assert (run.status, run.tags["failed.node"]) == ("FAILED", "require-no-drift")
     assert run.metrics["result/generation_speedup"] == 1.0
-    drift, _, _ = execute(tmp_path, "tiny-4", RECORD)
+    drift, _, _ = execute(stored_root, "tiny-4", RECORD)
     assert drift.executions == ("tiny-3", "tiny-2", "tiny-1", "tiny-0")
     assert drift.outside == ()  # the spread has it
 

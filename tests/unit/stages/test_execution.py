@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ FAST = {"tracking": {"replay_every_s": 0.1}}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One SQLite store for the file: its schema takes seconds to create. Tests differ by execution."""
-    return tmp_path_factory.mktemp("runs")
+def root(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[[Path], Path]) -> Path:
+    """One SQLite store for the file. Tests differ by execution."""
+    return make_store(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

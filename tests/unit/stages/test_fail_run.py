@@ -31,19 +31,19 @@ def _runs(root: Path, uri: str) -> dict[str, Any]:
     return {run.data.tags["slipstream.key"]: run for run in found}
 
 
-def test_a_failed_executions_runs_end_and_its_results_are_kept(tmp_path: Path) -> None:
+def test_a_failed_executions_runs_end_and_its_results_are_kept(stored_root: Path) -> None:
     recipe = load_recipe("tiny")
-    write_recipe(recipe, recorded_recipe(tmp_path, "e"))
-    context = RunContext(execution="e", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    write_recipe(recipe, recorded_recipe(stored_root, "e"))
+    context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
     execution_run(context, recipe).detach()
     left_open = Tracker.open(
-        recipe.tracking, root=tmp_path, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
+        recipe.tracking, root=stored_root, experiment=recipe.name, key="e/train_grpo_speculative", name="arm"
     )
     left_open.detach()  # as a pod that was killed leaves it
     tuning = TuningRecord(chosen_k=3, reason="k=3 won", points=(), schedule=())
     write_record(tuning, context.directory("tune_draft_length") / "tuning.json")
 
-    directory = fail_run(tmp_path, "e", node="train-speculative", message="the loss is not finite")
+    directory = fail_run(stored_root, "e", node="train-speculative", message="the loss is not finite")
 
     assert directory is not None
     page = (directory / "failure.md").read_text()
@@ -51,7 +51,7 @@ def test_a_failed_executions_runs_end_and_its_results_are_kept(tmp_path: Path) -
         assert words in page
     record = json.loads((directory / "failure.json").read_text())
     assert record["finished"] == ["tune_draft_length"]
-    runs = _runs(tmp_path, store_uri(recipe.tracking, tmp_path))
+    runs = _runs(stored_root, store_uri(recipe.tracking, stored_root))
     assert (runs["e"].info.status, runs["e"].data.tags["failed.node"]) == ("FAILED", "train-speculative")
 
 
@@ -62,28 +62,28 @@ def test_an_execution_that_never_started_has_nothing_to_end(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("raised", [RuntimeError("lost"), None])
 def test_an_execution_that_goes_on_after_a_failed_attempt_is_running_again(
-    tmp_path: Path, raised: RuntimeError | None
+    stored_root: Path, raised: RuntimeError | None
 ) -> None:
     recipe = load_recipe("tiny")
-    context = RunContext(execution="e", root=str(tmp_path), experiment=recipe.name, workload="rl_zero")
+    context = RunContext(execution="e", root=str(stored_root), experiment=recipe.name, workload="rl_zero")
     execution_run(context, recipe).close(RunStatus.FAILED)
 
     with suppress(RuntimeError), tracked(context, recipe, "tune_draft_length"):
         if raised is not None:
             raise raised
 
-    status = _runs(tmp_path, store_uri(recipe.tracking, tmp_path))["e"].info.status
+    status = _runs(stored_root, store_uri(recipe.tracking, stored_root))["e"].info.status
     assert status == ("RUNNING" if raised is None else "FAILED")
 
 
-def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(tmp_path: Path) -> None:
+def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_root: Path) -> None:
     recipe = load_recipe("tiny", overrides=ONE_STEP_OFF)
-    write_recipe(recipe, recorded_recipe(tmp_path, "e"))
+    write_recipe(recipe, recorded_recipe(stored_root, "e"))
     for node, loop in (("train_grpo_autoregressive", "synchronous"), (ASYNCHRONOUS, "one_step_off")):
         record = replace(RECORD.arms[0], loop=loop, max_off_policy_steps=int(loop != "synchronous"))
-        write_record(record, tmp_path / "e" / node / "arm.json")
+        write_record(record, stored_root / "e" / node / "arm.json")
 
-    directory = fail_run(tmp_path, "e", node="train-speculative", message="lost")
+    directory = fail_run(stored_root, "e", node="train-speculative", message="lost")
 
     assert directory is not None
     page = (directory / "failure.md").read_text()

@@ -11,13 +11,13 @@ from slipstream.tracking import Tracker, TrackingConfig, TrackingError, fetch_ar
 KEY = "demo-1/report_speedup"
 
 
-def test_an_artifact_comes_back_by_the_runs_key_and_a_missing_one_is_named(tmp_path: Path) -> None:
+def test_an_artifact_comes_back_by_the_runs_key_and_a_missing_one_is_named(stored_root: Path) -> None:
     config = TrackingConfig(replay_every_s=0.1)
-    logged = tmp_path / "run.json"
+    logged = stored_root / "run.json"
     logged.write_text('{"recipe": "tiny"}')
-    with Tracker.open(config, root=tmp_path, experiment="artifacts", key=KEY, name="report_speedup") as tracker:
+    with Tracker.open(config, root=stored_root, experiment="artifacts", key=KEY, name="report_speedup") as tracker:
         tracker.log_artifact(logged)
-    uri, out = store_uri(config, tmp_path), tmp_path / "out"
+    uri, out = store_uri(config, stored_root), stored_root / "out"
     out.mkdir()
     assert fetch_artifact(uri, key=KEY, name="run.json", directory=out).read_text() == '{"recipe": "tiny"}'
     with pytest.raises(TrackingError, match=r"run 'demo-1/report_speedup' has no artifact 'other.json'"):

@@ -37,17 +37,17 @@ def test_open_runs_of_the_execution_are_ended_and_no_other(tmp_path: Path) -> No
     assert end_open_runs(tmp_path, "run", RunStatus.KILLED) == []
 
 
-def test_a_replay_brings_the_end_to_the_server(tmp_path: Path) -> None:
+def test_a_replay_brings_the_end_to_the_server(stored_root: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    write(tmp_path, "run/train_grpo", is_ended=False)
-    end_open_runs(tmp_path, "run", RunStatus.KILLED)
-    assert len(unsent(tmp_path, "run")) == 1
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    write(stored_root, "run/train_grpo", is_ended=False)
+    end_open_runs(stored_root, "run", RunStatus.KILLED)
+    assert len(unsent(stored_root, "run")) == 1
+    uri = f"sqlite:///{stored_root}/mlflow.db"
 
-    replay(tmp_path / "spool", uri)
+    replay(stored_root / "spool", uri)
 
     client = MlflowClient(uri)
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert [run.info.status for run in runs] == ["KILLED"]
-    assert unsent(tmp_path, "run") == []
+    assert unsent(stored_root, "run") == []

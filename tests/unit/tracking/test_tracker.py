@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ UNREACHABLE = TrackingConfig(uri=DEAD, replay_every_s=0.1)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One SQLite store for the file: its schema takes seconds to create. Tests differ by key."""
-    return tmp_path_factory.mktemp("runs")
+def root(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[[Path], Path]) -> Path:
+    """One SQLite store for the file. Tests differ by key."""
+    return make_store(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
