@@ -48,6 +48,7 @@ def test_the_cost_of_a_k_is_the_time_in_which_every_running_rollout_gains_a_toke
     assert [p.tokens_per_step for p in points] == [1.0, 2.5, 1.0, 2.5]
     assert [p.speedup for p in points] == pytest.approx([1.0, 2.0, 1.0, 0.8])
     assert [p.gain for p in points] == pytest.approx([0.5, 1.0, 1.25, 1.0])
+    assert [p.num_rounds for p in points] == [1, 1, 1, 1]
 
 
 def test_running_batches_are_taken_together_in_ranges_that_double() -> None:
@@ -78,7 +79,39 @@ def test_a_k_that_is_clearly_faster_at_a_running_batch_takes_it_from_the_chosen_
 
 
 def test_a_table_that_gains_too_little_over_all_is_none() -> None:
-    assert table_of([LONG, LONG], min_gain=1.17) == (entry(1, 2, 2),)
+    rounds = [LONG, LONG]
+    assert table_of(rounds, min_gain=1.17) == (entry(1, 2, 2),)
+    points = running_points(rounds, chosen_k=2, largest=2)
+    gain = expected_gain(points, (entry(1, 1, 5), entry(2, 2, 2)), rounds, chosen_k=2)
+    assert table_of(rounds, min_gain=gain) == (entry(1, 1, 5), entry(2, 2, 2))
+
+
+def test_a_k_that_is_only_as_fast_as_the_chosen_one_takes_nothing() -> None:
+    equal: Round = {**LONG, 5: (time(1, steps=2, tokens=10, ms=25), time(2, steps=2, tokens=20, ms=125))}
+    assert table_of([equal, equal], min_gain=1.0) == (entry(1, 1, 5), entry(2, 2, 2))
+
+
+def test_a_range_of_several_batches_changes_hands_as_a_whole() -> None:
+    """k=1 is twice as fast as k=2 for three and four, and half as fast for one and two."""
+    both: Round = {
+        k: tuple(time(num, steps=5, tokens=10 * num, ms=ms[num > 2]) for num in (1, 2, 3, 4))
+        for k, ms in ((2, (50, 80)), (1, (100, 40)))
+    }
+    points = running_points([both, both], chosen_k=2, largest=4)
+    table = schedule(points, [both, both], chosen_k=2, largest=4, min_gain=1.03)
+    assert table == (entry(1, 2, 2), entry(3, 4, 1))
+    # Of 50 + 50 + 80 + 80 ms the last two halve.
+    assert expected_gain(points, table, [both, both], chosen_k=2) == pytest.approx(260 / 180)
+
+
+def test_where_length_0_was_not_measured_in_an_engine_with_a_draft_it_takes_as_long_as_without() -> None:
+    off = {SWITCHED_OFF: (time(1, steps=10, tokens=10, ms=120),), 2: ROUND[2][:1], 0: ROUND[0]}
+    rounds: list[Round] = [off, off]
+    points = running_points(rounds, chosen_k=0, largest=2)
+    table = schedule(points, rounds, chosen_k=0, largest=2, min_gain=1.03)
+    assert table == (entry(1, 1, 2), entry(2, 2, 0))
+    # 100 ms for one rollout alone become 50; 100 for two stay.
+    assert expected_gain(points, table, rounds, chosen_k=0) == pytest.approx(200 / 150)
 
 
 def test_one_round_is_no_evidence_and_rounds_that_disagree_are_none_either() -> None:
@@ -164,6 +197,16 @@ def test_a_k_that_never_met_the_chosen_one_is_compared_with_it_through_k_0() -> 
 def test_a_k_that_met_neither_the_chosen_one_nor_k_0_takes_nothing() -> None:
     alone: Round = {5: (time(1, steps=2, tokens=10, ms=1),)}
     assert table_of([ROUND, ROUND, alone, alone]) == (entry(1, 2, 2),)
+    points = running_points([ROUND, ROUND, alone, alone], chosen_k=2, largest=2)
+    assert [(p.gain, p.gain_low) for p in points if p.k == 5] == [(1.0, 0.0)]
+
+
+def test_rounds_without_k_0_or_without_the_chosen_k_say_nothing_of_it() -> None:
+    apart: list[Round] = [{2: ROUND[2]}, {5: LONG[5]}]
+    points = running_points(apart, chosen_k=2, largest=1)
+    assert [(p.k, p.speedup, p.gain, p.gain_low) for p in points] == [(2, None, 1.0, 0.0), (5, None, 1.0, 0.0)]
+    points = running_points([{0: ROUND[0], 5: LONG[5]}], chosen_k=2, largest=1)
+    assert [(p.k, p.speedup, p.gain) for p in points] == [(0, 1.0, 1.0), (5, pytest.approx(4.0), 1.0)]
 
 
 def test_where_no_engine_without_a_draft_came_there_is_no_speedup_to_tell() -> None:

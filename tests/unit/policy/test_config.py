@@ -21,6 +21,12 @@ from slipstream.policy.config import LearnerConfig, ParallelConfig, PolicyConfig
         ({"num_query_groups": 3}, "policy.scratch.num_query_groups must divide num_attention_heads 4, got 3"),
         ({"num_query_groups": 0}, "policy.scratch.num_query_groups must divide num_attention_heads 4, got 0"),
         ({"head_dim": 33}, "policy.scratch.head_dim must be even, for RoPE, got 33"),
+        ({"num_mtp_layers": 2}, "policy.scratch.num_mtp_layers must be 0 or 1, got 2"),
+        (
+            {"num_mtp_layers": 1, "hidden_size": 96},
+            "policy.scratch.head_dim must be hidden_size 96 / num_attention_heads 4 with MTP, got 32; "
+            "vLLM's MiMo knows no other",
+        ),
         ({"init_std": 0.0}, "policy.scratch.init_std must be > 0, got 0.0"),
         ({"num_steps": -1, "warmup_steps": 0}, "policy.scratch.num_steps must be >= 0, got -1"),
         ({"learning_rate": 0.0}, "policy.scratch.learning_rate must be > 0, got 0.0"),
@@ -51,6 +57,7 @@ def test_a_scratch_policy_on_its_bounds_is_taken() -> None:
     )
     assert config.num_steps == 0
     assert ScratchConfig(head_dim=6, warmup_steps=400).warmup_steps == 400
+    assert ScratchConfig(num_mtp_layers=1, hidden_size=24, num_attention_heads=4, head_dim=6).num_mtp_layers == 1
 
 
 def test_a_policy_needs_a_name(refusal: Callable[..., str]) -> None:

@@ -79,6 +79,7 @@ def test_what_has_no_room_waits_longest_first() -> None:
     # Five slots hold two groups of two: f and c, e and d.
     assert [names(share) for share in dealt.shares] == ["fc", "ed"]
     assert names(dealt.queue) == "ba"
+    assert deal(requests, seen(a=1, b=2, c=3, d=4, e=5, f=6), num_engines=2, num_slots=4) == dealt
 
 
 def test_a_group_larger_than_an_engine_is_dealt_to_one_of_its_own() -> None:

@@ -127,6 +127,7 @@ def test_an_engine_that_returned_early_is_let_go_on_when_the_queue_is_empty() ->
         (0, ["3"], None),
         (1, [], None),
     ]
+    assert [call.is_first for _, call in engines.calls] == [True, True, False, False]
     result = joined(requests, portions)
     assert [group.prompt.id for group in result.groups] == ["9", "1", "8", "2", "3"]
     assert (result.generation_s, result.engine_idle_fraction) == (9.0, pytest.approx(1 / 18))
@@ -144,6 +145,18 @@ def test_one_engine_is_never_idle() -> None:
     engines = TimedEngines(num_engines=1, num_slots=4)
     result = joined(requests, gather(engines, deal(requests, SeenLengths(), num_engines=1, num_slots=None)))
     assert (result.generation_s, result.engine_idle_fraction, result.acceptance) == (4.0, 0.0, None)
+
+
+def test_the_time_is_that_of_the_engine_that_took_longest_from_its_first_call_to_its_last() -> None:
+    """The pause between two calls of a lone engine is its own: nobody waits for anybody."""
+    requests = requests_of(1, 2)
+    entries = [(index, rollout_groups(requests[index])) for index in (0, 1)]
+    steps = RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5)
+    first = Portion(groups=(entries[0],), acceptance=None, started_s=7.0, ended_s=8.0, running=(steps,))
+    second = Portion(groups=(entries[1],), acceptance=None, started_s=9.0, ended_s=10.0, running=(steps,))
+    result = joined(requests, [[first, second]])
+    assert (result.generation_s, result.engine_idle_fraction) == (3.0, 0.0)
+    assert result.running == (RunningTime(num_running=2, num_steps=10, num_tokens=40, elapsed_s=1.0),)
 
 
 def test_acceptance_is_that_of_all_calls_together() -> None:

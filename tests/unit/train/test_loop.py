@@ -15,7 +15,7 @@ import pytest
 from slipstream.data.prompts import PromptStream
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
-from slipstream.records.steps import AcceptanceStats, Mismatch, StepRecord, TrainStats
+from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
@@ -26,7 +26,7 @@ from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.draft import FixedDraft, TrainedDraft
-from slipstream.train.loop import SyncLoop
+from slipstream.train.loop import Gate, SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 
@@ -203,6 +203,7 @@ def run(
     on_score: Callable[[], None] = lambda: None,
     start_clock: Callable[[], StageClock] = StageClock,
     draft: FixedDraft | TrainedDraft | None = None,
+    gate: Gate | None = None,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
 
@@ -212,6 +213,9 @@ def run(
             scored.append(groups)
         return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
 
+    real_gate = RefitGate(
+        engine, learner, channel=NotingChannel(learner, engine), trains_draft=False, draft=None, config=RefitConfig()
+    )
     SyncLoop(
         arm=arm,
         engine=engine,
@@ -220,14 +224,7 @@ def run(
         score=score,
         config=config,
         sampling=SAMPLING,
-        gate=RefitGate(
-            engine,
-            learner,
-            channel=NotingChannel(learner, engine),
-            trains_draft=False,
-            draft=None,
-            config=RefitConfig(),
-        ),
+        gate=real_gate if gate is None else gate,
         on_step=records.append,
         draft=FixedDraft(version=engine.draft_version) if draft is None else draft,
         guard=AcceptanceGuard() if guard is None else guard,
@@ -271,6 +268,21 @@ def test_every_call_of_a_step_gets_what_it_must() -> None:
         assert [group.prompt for group in scored[step]] == list(prompts)
     assert len(engine.calls) == 4
     assert len(learner.calls) == 10
+
+
+def test_the_gate_is_asked_for_the_steps_policy_and_for_the_version_of_the_draft() -> None:
+    engine = NotingEngine(draft_version=4)
+    asked: list[tuple[int, int | None]] = []
+
+    class NotingGate:
+        def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+            asked.append((version, draft_version))
+            engine.version = version
+            return RefitCheck(num_tensors=9, elapsed_s=0.0)
+
+    records = run(engine, NotingLearner(), gate=NotingGate())
+    assert asked == [(0, 4), (1, 4), (2, 4)]
+    assert [record.refit.num_tensors for record in records] == [9, 9, 9]
 
 
 def test_a_steps_record_says_what_happened_in_it() -> None:
