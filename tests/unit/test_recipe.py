@@ -100,6 +100,15 @@ SHARDS = "it makes whole matrices orthogonal, not their shards: take adamw"
             f"learner.parallel.tensor must be 1 with the optimizer 'muon', got 2; {SHARDS}",
         ),
         (
+            {
+                "learner": {"parallel": {"tensor": 2}},
+                "grpo": {"optimizer": {"method": "adamw"}},
+                "policy": {"scratch": {"optimizer": "adamw"}},
+                "draft": {"method": "draft_model", "scratch": {"optimizer": "muon"}},
+            },
+            f"learner.parallel.tensor must be 1 with the optimizer 'muon', got 2; {SHARDS}",
+        ),
+        (
             {"learner": {"parallel": {"data": 2, "expert": 2}}},
             "learner.parallel.expert must be 1 with the optimizer 'muon', got 2; it clips by a norm that misses the "
             "experts of other ranks: take adamw",
@@ -143,6 +152,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: dict[str, Any],
         {"learner": {"max_tokens_per_microbatch": 224}},
         {"sampling": {"temperature": 0.5}},
         {"draft": {"aux_hidden_state_layer_ids": [2, 12, 23]}},
+        {"draft": {"method": "mtp"}, "policy": {"scratch": {"num_mtp_layers": 1}}},
         {"engine": {"kv_cache_gib": None, "gpu_memory_utilization": 0.475}, "tuning": {"max_live_engines": 2}},
         {
             "learner": {"parallel": {"tensor": 2}},
@@ -281,7 +291,9 @@ def test_one_draft_token_needs_room_for_two() -> None:
         ),
         (
             {"draft": {"method": "mtp"}, "learner": {"parallel": {"pipeline": 2}}},
-            r"learner.parallel must have pipeline 1 and sequence_parallel false with draft.method mtp",
+            r"learner.parallel must have pipeline 1 and sequence_parallel false with draft.method mtp, got "
+            r"ParallelConfig\(.*pipeline=2.*\); the MTP layer reads whole states, and the embeddings beside them: "
+            r"split by tensor and data$",
         ),
         ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
         ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),

@@ -395,7 +395,13 @@ def test_a_sweep_outside_its_bounds_is_refused(
 
 def test_a_sweep_on_its_bounds_is_taken() -> None:
     config = TuningConfig(
-        candidate_ks=(0, 1), batch_sizes=(1,), num_repeats=1, max_live_engines=2, num_starting=1, min_speedup=0.5
+        candidate_ks=(0, 1),
+        batch_sizes=(1,),
+        num_repeats=1,
+        max_live_engines=2,
+        num_starting=1,
+        min_speedup=0.5,
+        min_schedule_gain=1.0,
     )
     assert config.batch_sizes == (1,)
 

@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.grpo.loop import TooOld
-from slipstream.records.steps import AcceptanceStats, StepRecord
+from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
@@ -110,6 +110,27 @@ def test_what_grows_too_old_starts_anew_where_the_recipe_says_so_and_is_counted(
 
     assert finished.num_restarts == 0 < restarted.num_restarts
     assert sum(record.overlap.num_restarted for record in records if record.overlap) == restarted.num_restarts
+
+
+def test_a_group_that_starts_anew_as_a_whole_is_as_young_as_the_newest_version() -> None:
+    """Group 0 does not end before step 4 is due: it starts anew under version 2 and 4, not under 3 as well."""
+    flight, published = world(2, seed=4), list[int]()
+    flight.delays = Delays()
+    advance, deliver = flight.advance, flight.deliver
+
+    def holding(*, max_s: float) -> Portion:
+        for index, flying in flight.flying.items():
+            is_held = index == 0 and published[-1] < 4
+            flying.lengths = [len(tokens) + (2 if is_held else 1) for tokens in flying.versions]
+        return advance(max_s=max_s)
+
+    def noted(export: Export) -> RefitCheck:
+        published.append(export.version)
+        return deliver(export)
+
+    flight.advance, flight.deliver = holding, noted
+    overlaps = [record.overlap for record in in_flight(flight, 2, too_old=TooOld.RESTART) if record.overlap]
+    assert [overlap.num_restarted for overlap in overlaps] == [0, 0, GROUP_SIZE, 0, GROUP_SIZE, 0]
 
 
 def test_rollouts_that_training_waits_for_lest_they_grow_too_old_are_counted() -> None:
