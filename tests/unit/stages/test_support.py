@@ -11,7 +11,6 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import NumericsRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.runs import dtype_tags
 from slipstream.stages.support import numerics, recipe_layout, settled
 from slipstream.types import Dtype
 
@@ -47,12 +46,6 @@ def test_a_type_that_the_recipe_names_stays_and_nothing_is_measured(context: Run
     mixed = settled(context, load_recipe("tiny", overrides={"learner": {"dtype": "float32"}}))
     assert mixed.learner.dtype is Dtype.FLOAT32
     assert mixed.engine.dtype is not Dtype.AUTO
-
-
-def test_a_task_is_tagged_with_the_type_it_computes_in_and_one_that_computes_nothing_with_none() -> None:
-    recipe = load_recipe("tiny", overrides={"learner": {"dtype": "float32"}, "engine": {"dtype": "bfloat16"}})
-    assert dtype_tags(recipe) == {"dtype.learner": "float32", "dtype.engine": "bfloat16"}
-    assert dtype_tags(load_recipe("tiny")) == {}
 
 
 def test_a_run_is_projected_from_itself_only_with_the_draft_whose_cost_the_simulator_knows() -> None:

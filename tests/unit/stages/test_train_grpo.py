@@ -18,6 +18,7 @@ from slipstream.stages.engines import draft_length
 from slipstream.stages.train_grpo import arm_labels, in_loop
 from slipstream.types import Arm, ArmLoop
 from tests.unit.lagging import ONE_STEP_OFF
+from tests.unit.stages.tuned import tuned
 
 
 def test_an_arm_that_drafts_is_labelled_with_its_k_and_the_recipes_draft() -> None:
@@ -77,32 +78,6 @@ def test_an_arm_that_drafts_by_the_running_batch_says_so() -> None:
     )
     length = DraftLength(num_speculative_tokens=5, schedule=schedule)
     assert arm_labels(load_recipe("tiny"), Arm.SPECULATIVE, length)["k"] == "by_batch"
-
-
-def tuned(directory: Path, *entries: tuple[int, int, int]) -> Path:
-    table = tuple(ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in entries)
-    write_record(TuningRecord(chosen_k=3, reason="told so", points=(), schedule=table), directory / "tuning.json")
-    return directory
-
-
-def test_the_arm_drafts_by_the_tuned_table_only_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
-    tuning = tuned(tmp_path, (1, 8, 5), (9, 48, 2))
-    assert draft_length(load_recipe("tiny"), tuning) == DraftLength(num_speculative_tokens=3)
-    by_batch = load_recipe("tiny", overrides={"draft": {"length": "by_batch"}})
-    assert draft_length(by_batch, tuning).num_speculative_tokens == 5
-    assert [entry.num_speculative_tokens for entry in draft_length(by_batch, tuning).schedule] == [5, 2]
-
-
-def test_a_table_of_one_k_hands_vllm_no_schedule(tmp_path: Path) -> None:
-    by_batch = load_recipe("tiny", overrides={"draft": {"length": "by_batch"}})
-    assert draft_length(by_batch, tuned(tmp_path, (1, 48, 3))) == DraftLength(num_speculative_tokens=3)
-
-
-def test_an_engine_under_the_autopilot_starts_with_a_table_so_that_its_length_can_change(tmp_path: Path) -> None:
-    piloted = load_recipe("tiny", overrides={"draft": {"autopilot": {"enabled": True}}})
-    length = draft_length(piloted, tuned(tmp_path, (1, 48, 3)))
-    assert [entry.num_speculative_tokens for entry in length.schedule] == [3]
-    assert length.label == "3"
 
 
 def test_what_is_certified_is_what_trained_or_the_longest_draft_that_lost(tmp_path: Path) -> None:

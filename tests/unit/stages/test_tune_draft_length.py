@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from slipstream.drafts import length
-from slipstream.drafts.schedule import constant
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import SweepPoint
-from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import engines, tune_draft_length
-from slipstream.stages.engines import swept_engine, switch_length
+from slipstream.stages import tune_draft_length
+from slipstream.stages.engines import switch_length
 from slipstream.stages.tune_draft_length import first_speedup
-from slipstream.workers.engines import RemoteEngine
 
 
 def point(k: int, generation_s: float, speedup: float) -> SweepPoint:
@@ -45,34 +42,6 @@ def test_the_first_speedup_is_the_best_of_the_first_batch_and_names_what_it_is_o
 
 def test_a_loss_is_told_as_it_is() -> None:
     assert "k=1 generates 0.80x as fast" in first_speedup([point(1, 5.0, 0.8)])
-
-
-@pytest.mark.parametrize(("rule", "tables"), [("fixed", [(), ()]), ("by_batch", [(), constant(3)])])
-def test_engines_of_the_sweep_can_change_their_length_where_it_may_follow_the_running_batch(
-    monkeypatch: pytest.MonkeyPatch, rule: str, tables: list[Sequence[ScheduleEntry]]
-) -> None:
-    started: list[tuple[int, Sequence[ScheduleEntry]]] = []
-
-    @contextmanager
-    def recipe_engine(*args: Any, schedule: Sequence[ScheduleEntry]) -> Iterator[None]:
-        started.append((args[-1], schedule))
-        yield
-
-    monkeypatch.setattr(engines, "recipe_engine", recipe_engine)
-    recipe = load_recipe("tiny", overrides={"draft": {"length": rule}})
-    for k in (0, 3):
-        with swept_engine(recipe, Path("policy"), Path("draft"), k):
-            pass
-    assert started == list(zip((0, 3), tables, strict=True))
-
-
-def test_a_length_is_switched_by_a_table_of_that_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Sequence[ScheduleEntry]] = []
-    monkeypatch.setattr(RemoteEngine, "draft_by", lambda self, schedule: told.append(schedule))
-    engine = RemoteEngine.__new__(RemoteEngine)
-    switch_length(engine, 0)
-    switch_length(engine, 3)
-    assert told == [constant(0), constant(3)]
 
 
 @pytest.mark.parametrize(("rule", "switch"), [("fixed", None), ("by_batch", switch_length)])
