@@ -115,6 +115,7 @@ def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alon
 def test_nothing_is_drawn_without_prompts() -> None:
     with pytest.raises(ConfigError, match="losslessness must have prompts, got 0"):
         draw(Engine(), [], config=CONFIG, sampling=SAMPLING, batch=3, seed=7)
+    assert draw(Engine(), PROMPTS[:1], config=CONFIG, sampling=SAMPLING, batch=3, seed=7).num_tokens == 12
 
 
 def test_positions_count_from_one_in_each_window_after_the_prefill() -> None:

@@ -312,6 +312,7 @@ def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
     assert list(record.pit_histograms) == ["no draft", "draft position 1", "draft position 2"]
     assert {len(bars) for bars in record.pit_histograms.values()} == {20}
     assert sum(map(sum, record.pit_histograms.values())) == speculative.num_tokens
+    assert min(map(sum, zip(*record.pit_histograms.values(), strict=True))) > 0
 
 
 def test_a_certificate_claims_no_more_than_was_drawn() -> None:
@@ -384,6 +385,27 @@ def test_greedy_responses_may_part_only_at_tokens_that_are_nearly_tied(
             "greedy decoding differs from autoregressive in 1 of 3 responses where no two tokens are within "
             f"{near_tie_nats} nats (largest gap {GAP:.2f})",
         )
+    exactly = replace(config, near_tie_nats=found.largest_gap_nats)
+    assert certificate(drawn, baseline, config=exactly).greedy.num_near_ties == 1
+
+
+class CertainPolicy(Policy):
+    """Gives token 7 no chance at all."""
+
+    def next_token_probabilities(
+        self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> NDArray[np.float64]:
+        probabilities = super().next_token_probabilities(prefixes, sampling)
+        probabilities[:, 7] = 0.0
+        return probabilities
+
+
+def test_a_greedy_token_that_the_policy_gives_no_chance_is_never_nearly_tied() -> None:
+    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(5, 6),))
+    baseline = replace(small(Engine(), seed=2), greedy=(greedy(5, 7),))
+    config = replace(SMALL, near_tie_nats=100.0)
+    record = certify(drawn, baseline, CertainPolicy(), config=config, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
+    assert (record.greedy.num_near_ties, record.greedy.largest_gap_nats) == (0, 1e9)
 
 
 def test_a_greedy_response_that_ends_where_the_other_goes_on_is_never_excused() -> None:
