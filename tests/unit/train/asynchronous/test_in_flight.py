@@ -22,6 +22,7 @@ from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Portion
 from slipstream.rollout.requests import GroupRequest, rollout_seed
+from slipstream.train.asynchronous.pending import Pending
 from slipstream.train.draft import TrainedDraft
 from slipstream.types import RolloutGroup
 from tests.unit.train.asynchronous.world import (
@@ -105,11 +106,23 @@ def test_groups_come_out_of_order_and_rollouts_carry_the_versions_that_gave_thei
 
 def test_what_grows_too_old_starts_anew_where_the_recipe_says_so_and_is_counted() -> None:
     finished, restarted = world(1, seed=4), world(1, seed=4)
-    in_flight(finished, 1)
+    overlaps = [record.overlap for record in in_flight(finished, 1)]
     records = in_flight(restarted, 1, too_old=TooOld.RESTART)
 
     assert finished.num_restarts == 0 < restarted.num_restarts
+    assert [overlap.num_restarted for overlap in overlaps if overlap] == [0] * NUM_STEPS
     assert sum(record.overlap.num_restarted for record in records if record.overlap) == restarted.num_restarts
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_checkpoint_knows_the_versions_that_its_rollouts_may_be_of_and_no_older_ones(
+    tmp_path: Path, lag: int
+) -> None:
+    in_flight(FlightWorld(delays=Delays(), lag=lag), lag, directory=tmp_path)
+    *_, newest = sorted(tmp_path.glob("*.pending"))
+    last = NUM_STEPS - 1
+    assert newest.stem == f"step-{NUM_STEPS:06}"
+    assert Pending.from_bytes(newest.read_bytes()).published == tuple((last - n, None) for n in range(lag, -1, -1))
 
 
 def test_a_group_that_starts_anew_as_a_whole_is_as_young_as_the_newest_version() -> None:
