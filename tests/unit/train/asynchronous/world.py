@@ -28,7 +28,7 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Portion
-from slipstream.rollout.requests import GroupRequest
+from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.train.asynchronous.in_flight import InFlightLoop
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
@@ -36,7 +36,7 @@ from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft
 from slipstream.train.loop import SyncLoop
-from slipstream.train.step import Draft, Trainer, Versions
+from slipstream.train.step import Draft, Trainer, Versions, engine_seed
 from slipstream.types import (
     Arm,
     FinishReason,
@@ -300,6 +300,7 @@ def _restored(
 
     def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
         history.append(record)
+        assert checkpoints is not None or waiting is None, "nobody keeps what was generated and not trained on"
         if checkpoints is not None and waiting is not None:
             checkpoints.save(world, history, waiting.to_bytes())
         on_step(record)
@@ -336,7 +337,9 @@ class FlightWorld(World):
         for request in requests:
             assert request.index < (self.version + self.lag + 1) * PROMPTS_PER_STEP, "further ahead than the lag allows"
             step, place = divmod(request.index, PROMPTS_PER_STEP)
-            assert request.prompt == STREAM.batch(step)[place]
+            seed = engine_seed(CONFIG.seed, Arm.AUTOREGRESSIVE, step)
+            asked = group_requests(STREAM.batch(step), group_size=GROUP_SIZE, seed=seed)[place]
+            assert (request.prompt, request.seeds) == (asked.prompt, asked.seeds)
             self.submitted.append(request.index)
             self.flying[request.index] = _Flying(
                 request=request, versions=[[] for _ in request.seeds], lengths=[length_of(s) for s in request.seeds]
