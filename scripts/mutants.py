@@ -28,6 +28,7 @@ _ACCEPTED = Path("scripts/mutants_accepted.yaml")
 _REPORT = Path("docs/mutants.md")
 _TRIED = _WORK / "tried.json"
 _LEAST_SHARE = 0.92
+_NO_REASON = "No reason yet"
 _FOUND = ("killed", "timeout")
 _COLUMNS = ("not checked", "killed", "survived", "no tests", "timeout")
 _ITEM = re.compile(r"- `(.+):(\d+)` `` (.*) `` becomes `` (.*) ``")
@@ -68,7 +69,7 @@ class Kept:
 
     commit: str
     counts: Counter[str]
-    survivors: list[tuple[str, Survivor]]  # each with its reason
+    survivors: list[Survivor]
 
 
 def results() -> Iterator[tuple[Path, dict[str, str]]]:
@@ -126,15 +127,12 @@ def kept(text: str) -> dict[Path, Kept]:
         assert by_status.total() == num, f"the row of {path} must add up to {num}, got {by_status.total()}"
         if Path(path).exists():
             found[Path(path)] = Kept(commit=commit, counts=by_status, survivors=[])
-    reason = ""
     for line in text.partition("## Survivors")[2].splitlines():
         if match := _ITEM.fullmatch(line):
             path, number, old, new = match.groups()
             each = Survivor(path=Path(path), line=int(number), old=old, new="" if new == "(nothing)" else new)
             if each.path in found:
-                found[each.path].survivors.append((reason, each))
-        elif line:
-            reason = line.removesuffix(":")
+                found[each.path].survivors.append(each)
     return found
 
 
@@ -155,34 +153,29 @@ def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
     return {path: each["commit"] for path, each in noted.items()}
 
 
-def tried() -> tuple[dict[Path, Kept], list[str]]:
-    """What the working directory found of each module that it tried, and the survivors without a reason."""
-    accepted = yaml.safe_load(_ACCEPTED.read_text())
+def tried() -> dict[Path, Kept]:
+    """What the working directory found of each module that it tried."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     before = known()
     found = {path: each for path, each in results() if str(path) in before or set(each.values()) != {"not checked"}}
     commits = tried_at(found, described.stdout.strip())
-    modules, problems = {}, []
+    modules = {}
     for path, statuses in found.items():
-        survivors = []
-        for key, status in statuses.items():
-            if status in _FOUND or status == "not checked":
-                continue
-            survived = survivor(path, key)
-            reason = reason_of(survived, accepted)
-            if reason is None:
-                problems.append(f"{survived.path}:{survived.line} {survived.change}")
-            survivors.append((reason or "No reason yet", survived))
+        keys = [key for key, status in statuses.items() if status not in _FOUND and status != "not checked"]
         counts = Counter(status if status in _COLUMNS else "survived" for status in statuses.values())
+        survivors = [survivor(path, key) for key in keys]
         modules[path] = Kept(commit=commits[str(path)], counts=counts, survivors=survivors)
-    return modules, problems
+    return modules
 
 
 def report() -> list[str]:
     """Write the report; returns what is wrong with the result."""
-    news, problems = tried()
     untried = {path: Kept(commit="-", counts=Counter(statuses.values()), survivors=[]) for path, statuses in results()}
-    modules = dict(sorted((untried | kept(_REPORT.read_text()) | news).items()))
+    modules = dict(sorted((untried | kept(_REPORT.read_text()) | tried()).items()))
+    accepted = yaml.safe_load(_ACCEPTED.read_text())
+    survivors = [each for module in modules.values() for each in module.survivors]
+    listed = [(reason_of(each, accepted) or _NO_REASON, each) for each in survivors]
+    problems = [f"{each.path}:{each.line} {each.change}" for reason, each in listed if reason == _NO_REASON]
     total = sum((module.counts for module in modules.values()), Counter[str]())
     share = sum(total[status] for status in _FOUND) / (total.total() - total["not checked"])
     if share < _LEAST_SHARE or total["not checked"]:
@@ -196,7 +189,6 @@ def report() -> list[str]:
             _row("**all**", "", total),
         ]
     )
-    listed = [each for module in modules.values() for each in module.survivors]
     _REPORT.write_text(f"{_HEAD}{table}\n\n## Survivors\n{_list(listed)}")
     return problems
 

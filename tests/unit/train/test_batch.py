@@ -91,6 +91,9 @@ def test_no_version_comes_before_the_first() -> None:
     with pytest.raises(RuntimeError) as caught:
         _assembled(_spanned((2, None, 2)), policy_version=1, max_lag=3)
     assert str(caught.value) == "rollouts must come from policy versions 0 to 1, got [2]"
+    with pytest.raises(RuntimeError) as caught:
+        _assembled(_spanned((9, None, 2)), policy_version=5, max_lag=3)
+    assert str(caught.value) == "rollouts must come from policy versions 2 to 5, got [9]"
 
 
 def test_a_lag_is_none_unless_it_is_given() -> None:

@@ -21,11 +21,13 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import Portion
-from slipstream.rollout.requests import GroupRequest, rollout_seed
+from slipstream.rollout.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.train.asynchronous.pending import Pending
 from slipstream.train.draft import TrainedDraft
-from slipstream.types import RolloutGroup
+from slipstream.train.step import engine_seed
+from slipstream.types import Arm, RolloutGroup
 from tests.unit.train.asynchronous.world import (
+    CONFIG,
     GROUP_SIZE,
     NUM_STEPS,
     PROMPTS_PER_STEP,
@@ -39,6 +41,12 @@ from tests.unit.train.asynchronous.world import (
 NUM_GROUPS = NUM_STEPS * PROMPTS_PER_STEP
 EVERY_PROMPT = Counter(prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step))
 FAST = 0.002  # longest call: a long rollout takes forty of them
+
+
+def seeds_of(step: int) -> list[tuple[int, ...]]:
+    """Of each group of a batch, as the synchronous loop would have them."""
+    seed = engine_seed(CONFIG.seed, Arm.AUTOREGRESSIVE, step)
+    return [each.seeds for each in group_requests(STREAM.batch(step), group_size=GROUP_SIZE, seed=seed)]
 
 
 def world(lag: int, seed: int) -> FlightWorld:
@@ -55,6 +63,7 @@ def test_every_group_is_trained_on_once_and_no_token_is_older_than_the_lag(
     records = in_flight(flight, lag, too_old=too_old)
 
     assert flight.submitted == list(range(NUM_GROUPS))
+    assert flight.submitted_seeds == [seeds for step in range(NUM_STEPS) for seeds in seeds_of(step)]
     assert sorted(flight.completed) == list(range(NUM_GROUPS))
     assert Counter(flight.trained) == EVERY_PROMPT
     assert [update.batch.policy_version for update in flight.updates] == list(range(NUM_STEPS))

@@ -28,7 +28,7 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.rollout.config import SamplingConfig
 from slipstream.rollout.engine import GenerationResult, Portion
-from slipstream.rollout.requests import GroupRequest, group_requests
+from slipstream.rollout.requests import GroupRequest
 from slipstream.train.asynchronous.in_flight import InFlightLoop
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
@@ -36,7 +36,7 @@ from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft
 from slipstream.train.loop import SyncLoop
-from slipstream.train.step import Draft, Trainer, Versions, engine_seed
+from slipstream.train.step import Draft, Trainer, Versions
 from slipstream.types import (
     Arm,
     FinishReason,
@@ -324,6 +324,7 @@ class FlightWorld(World):
     lag: int = 1
     flying: dict[int, _Flying] = field(default_factory=dict)
     submitted: list[int] = field(default_factory=list)  # group indices, in order
+    submitted_seeds: list[tuple[int, ...]] = field(default_factory=list)  # of the same groups
     completed: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of all rollouts that came back
     num_restarts: int = 0
@@ -337,10 +338,9 @@ class FlightWorld(World):
         for request in requests:
             assert request.index < (self.version + self.lag + 1) * PROMPTS_PER_STEP, "further ahead than the lag allows"
             step, place = divmod(request.index, PROMPTS_PER_STEP)
-            seed = engine_seed(CONFIG.seed, Arm.AUTOREGRESSIVE, step)
-            asked = group_requests(STREAM.batch(step), group_size=GROUP_SIZE, seed=seed)[place]
-            assert (request.prompt, request.seeds) == (asked.prompt, asked.seeds)
+            assert request.prompt == STREAM.batch(step)[place]
             self.submitted.append(request.index)
+            self.submitted_seeds.append(request.seeds)
             self.flying[request.index] = _Flying(
                 request=request, versions=[[] for _ in request.seeds], lengths=[length_of(s) for s in request.seeds]
             )
