@@ -67,6 +67,12 @@ def test_all_groups_are_taken_once_and_in_time_in_whatever_order_they_come(
     assert sorted(trained) == list(range(num_steps * per_step))
 
 
+def test_a_step_that_only_waits_for_a_batch_of_young_groups_misses_none_that_grew_old() -> None:
+    young = dict.fromkeys(range(4), 3)
+    assert num_missing([], young, 3, lag=1, per_step=2) == 0
+    assert num_missing([], {**young, 4: 2}, 3, lag=1, per_step=2) == 1
+
+
 def test_a_step_takes_no_young_group_in_place_of_one_that_a_later_step_would_have_no_room_for() -> None:
     """Version 0 has four left and steps 1 and 2 for them: 9 is there, but step 2 could not take three."""
     started = {3: 0, 4: 0, 5: 0, 6: 0, 9: 1, 10: 1}
