@@ -43,7 +43,8 @@ _SECONDS = {
     "tests/unit/workflows/test_in_pods.py": 45,
     "tests/unit/workflows/test_launch_plans.py": 25,
     "tests/unit/test_recipe_fields.py": 20,
-    "tests/unit/losslessness/test_verdict.py": 20,
+    "tests/unit/drafts/test_online.py": 15,
+    "tests/unit/report/test_report.py": 12,
     "tests/unit/stages/test_prepare_data.py": 20,
 }
 

@@ -18,6 +18,7 @@ from slipstream.records.certificate import Power
 VOCABULARY = 12
 
 
+@pytest.mark.slow  # hundreds of certificates
 def test_an_exact_engine_fails_about_as_often_as_the_family_level_says() -> None:
     """400 families at a level of 10 %: 40 expected at most, and a broken test fails nearly all."""
     random = np.random.default_rng(0)

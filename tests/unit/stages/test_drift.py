@@ -50,6 +50,7 @@ def slower(record: RunRecord) -> RunRecord:
     return replace(record, arms=(base, replace(spec, steps=steps)))
 
 
+@pytest.mark.slow  # five executions with their reports
 def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
     for number in range(3):
         drift, _, _ = execute(stored_root, f"tiny-{number}", RECORD)

@@ -118,6 +118,7 @@ def with_model(recipe: Recipe, source: Path) -> Recipe:
     )
 
 
+@pytest.mark.slow  # at their real sizes
 @pytest.mark.parametrize("workload", list(Workload))
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_recipe_has_the_prompts_that_its_stages_take(name: str, workload: Workload, tmp_path: Path) -> None:
