@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from slipstream.types import Dtype
 
 _ROWS, _INNER, _OUTER = 1024, 128, 384  # a micro-batch through the tiny policy's MLP
 _TOKENS = (1000, 1537, 3000, 4096)  # that a weight's gradient sums over
+_ODD = 53  # of no register's width a multiple
 _NUM_REPEATS = 15
 _MS = 1e3
 _BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
@@ -69,13 +71,23 @@ def learner_keeps_bits(
     for num_tokens in _TOKENS:
         left = torch.randn(_INNER, num_tokens, generator=numbers).to(of_torch)
         right = torch.randn(num_tokens, _OUTER, generator=numbers).to(of_torch)
-        found = []
-        for num_threads in (1, 2):
-            with _threads(num_threads):
-                found.append(product(left, right))
-        if not torch.equal(*found):
+        if not _same_on_threads(partial(product, left, right)):
             return False
     return True
+
+
+def draft_keeps_bits(
+    *, gradient: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = torch._softmax_backward_data
+) -> bool:
+    """Whether the gradient of a softmax is the same bits on one thread and on two, in this process: tried out.
+
+    Unlike the policy's layer for CPUs, a draft that is trained beside the policy computes it with torch's own
+    operation. That one depends on its threads on a processor with AVX2, where a row's length is no multiple of 8.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    chances = torch.randn(_ROWS, _ODD, generator=numbers).softmax(-1)
+    upstream = torch.randn(_ROWS, _ODD, generator=numbers)
+    return _same_on_threads(partial(gradient, upstream, chances, -1, torch.float32))
 
 
 def engine_keeps_bits(dtype: Dtype) -> bool:
@@ -99,6 +111,14 @@ def processor_flags() -> tuple[str, ...]:
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
     return tuple(flag for flag in _FLAGS if flag in flags)
+
+
+def _same_on_threads(compute: Callable[[], torch.Tensor]) -> bool:
+    found = []
+    for num_threads in (1, 2):
+        with _threads(num_threads):
+            found.append(compute())
+    return torch.equal(*found)
 
 
 def _product_ms(dtype: torch.dtype) -> float:

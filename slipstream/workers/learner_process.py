@@ -77,9 +77,9 @@ class LearnerProcess(SendingRank):
             self._share.leave()
         self._share = None
         if slot is not None:
-            from slipstream.policy.numerics import learner_keeps_bits
+            from slipstream.policy.numerics import draft_keeps_bits, learner_keeps_bits
 
-            changes = learner_keeps_bits(self._config.dtype)
+            changes = learner_keeps_bits(self._config.dtype) and (self._online is None or draft_keeps_bits())
             self._share = CoreShare(slot, most=self._config.num_threads or num_cores(), changes=changes)
         self._loaded.around_layers(None if self._share is None else self._share.fit)
 

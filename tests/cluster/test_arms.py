@@ -67,13 +67,17 @@ def test_colocated_engines_are_on_the_hosts_of_the_learners_ranks(arms: dict[str
     [("split", "one host"), ("colocated", "one host"), ("split, one step off", "one rank, one step off")],
 )
 def test_training_over_hosts_is_that_of_one_rank(arms: dict[str, Any], name: str, alike: str) -> None:
+    """Up to rounding, which AdamW's first updates enlarge where a gradient is almost zero.
+
+    A step off its policy shows that in its loss: a mean of ratios times advantages, terms of about 1 that cancel.
+    """
     alone, apart = arms[alike]["steps"], arms[name]["steps"]
 
     assert len(arms[alike]["hosts"]["learner"]) == len(arms[alike]["hosts"]["engines"]) == 1
     for field in ("reward", "num_tokens", "sampled_by"):
         assert [step[field] for step in apart] == [step[field] for step in alone]
     for field in ("loss", "grad_norm"):
-        assert [step[field] for step in apart] == pytest.approx([step[field] for step in alone], rel=1e-4, abs=1e-6)
+        assert [step[field] for step in apart] == pytest.approx([step[field] for step in alone], rel=1e-4, abs=1e-5)
     assert len(alone) == 3
     assert min(step["grad_norm"] for step in alone) > 0
     assert min(step["num_accepted"] for step in apart) > 0

@@ -32,7 +32,7 @@ def test_rollouts_and_updates_are_the_same_bits_on_one_thread_and_on_two(
     engine_config = EngineConfig(
         max_model_len=128, max_num_seqs=16, dtype=dtype, enforce_eager=True, num_threads=2, kv_cache_gib=0.1
     )
-    learner_config = LearnerConfig(dtype=dtype, num_threads=2, max_tokens_per_microbatch=256)
+    learner_config = LearnerConfig(dtype=dtype, num_threads=2, max_tokens_per_microbatch=1024)
     optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
     path = tmp_path / "at_work"
     write_shared(path, 3)

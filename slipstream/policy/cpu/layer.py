@@ -194,10 +194,11 @@ class _Layer(torch.autograd.Function):
         d_y = d_y.add_(grad)
 
         d_mixed = d_y @ p.proj_HO
+        dots_NA = (d_mixed * mixed).view(-1, groups * repeat, dim).sum(-1)
         d_qkv = d_y.new_empty(len(d_y), p.qkv_QH.shape[0])
         for rectangle in plan.rectangles:
             kept = tuple(itertools.islice(attended, 4))
-            _attend_backward(d_mixed, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
+            _attend_backward(d_mixed, dots_NA, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
         d_qk = d_qkv.view(-1, groups, repeat + 2, dim)[..., : repeat + 1, :]
         d_rotated = (d_qk * plan.sin_N11D).roll(dim // 2, -1).addcmul_(d_qk, plan.cos_N11D)
         d_qk[:], d_qk_norm = _norm_backward(d_rotated, qk_normed, _qk_weight(p, repeat), qk_scale)
@@ -260,16 +261,22 @@ def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[T
     return query, key, value, chances
 
 
-def _attend_backward(d_mixed: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor, ...], rectangle: _Rectangle) -> None:
-    """The gradient of `_attend`, written to the rectangle's tokens in `d_qkv_NGXD`."""
+def _attend_backward(
+    d_mixed: Tensor, dots_NA: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor, ...], rectangle: _Rectangle
+) -> None:
+    """The gradient of `_attend`, written to the rectangle's tokens in `d_qkv_NGXD`.
+
+    That of a softmax, (d - sum(d chances)) chances, is not torch's own operation: on a processor with AVX2 its bits
+    depend on the number of threads where a row's length is no multiple of 8. The sum over all keys is the dot product
+    of what came out of a head with its gradient, [N, A] for A heads (Dao et al., FlashAttention, arXiv 2205.14135).
+    """
     query, key, value, chances = attended
     _, groups, width, dim = d_qkv_NGXD.shape
     repeat = width - 2
-    by_cell = d_mixed.new_zeros(len(rectangle.tokens_C), d_mixed.shape[1])  # padding passes nothing on
-    by_cell.index_copy_(0, rectangle.cells_N, d_mixed[rectangle.start : rectangle.end])
-    d_out = _stack(by_cell.view(rectangle.batch, rectangle.num_tokens, groups, repeat, dim))
-    d_chances = torch.bmm(d_out, value.transpose(1, 2))
-    d_scores = torch._softmax_backward_data(d_chances, chances, -1, chances.dtype).mul_(dim**-0.5)
+    d_out = _stack(_cells(d_mixed, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, dim))
+    dots = _stack(_cells(dots_NA, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, 1))
+    scale = dim**-0.5  # on the smaller tensors
+    d_scores = torch.bmm(d_out, value.mul(scale).transpose(1, 2)).sub_(dots.mul_(scale)).mul_(chances)
     d_qkv = torch.cat(
         (
             _unstack(torch.bmm(d_scores, key), rectangle, repeat),
@@ -279,6 +286,12 @@ def _attend_backward(d_mixed: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor
         dim=3,
     )
     d_qkv_NGXD[rectangle.start : rectangle.end] = d_qkv.flatten(0, 1).index_select(0, rectangle.cells_N)
+
+
+def _cells(x_N: Tensor, rectangle: _Rectangle) -> Tensor:
+    """The rows of a rectangle's tokens in its cells; zeros in padding, which passes nothing on."""
+    cells = x_N.new_zeros(len(rectangle.tokens_C), x_N.shape[1])
+    return cells.index_copy_(0, rectangle.cells_N, x_N[rectangle.start : rectangle.end])
 
 
 def _stack(x_BSGRD: Tensor) -> Tensor:

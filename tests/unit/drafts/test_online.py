@@ -19,6 +19,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.online import OnlineDraft, drawn, learned
 from slipstream.drafts.trainer import States
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
+from slipstream.policy import numerics
 from slipstream.policy.config import LearnerConfig, Recompute
 from slipstream.policy.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
@@ -30,6 +31,7 @@ from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
@@ -211,6 +213,35 @@ def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy
     resting.save_checkpoint(tmp_path / "resting", {})
     resting.finish_checkpoint()
     assert draft_bits(resting) == draft_bits(other)
+
+
+@pytest.mark.parametrize(
+    ("online", "keeps", "threads"),
+    [(DraftOnline.ALWAYS, False, 1), (DraftOnline.ALWAYS, True, 2), (DraftOnline.OFF, False, 2)],
+)
+def test_a_learner_takes_an_idle_core_where_neither_its_policy_nor_its_draft_would_round_otherwise(
+    online: DraftOnline,
+    keeps: bool,
+    threads: int,
+    policy: Path,
+    draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numerics, "learner_keeps_bits", lambda dtype: dtype is LEARNER.dtype)
+    monkeypatch.setattr(numerics, "draft_keeps_bits", lambda: keeps)
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    cores.write_shared(tmp_path / "at_work", 2)
+    before = torch.get_num_threads()
+    learner = replace(LEARNER, num_threads=2)
+    process = started(policy, draft, replace(ALWAYS, online=online), learner)
+    process.share_cores(cores.CoreSlot(tmp_path / "at_work", 0))
+    try:
+        with process._at_work():
+            assert torch.get_num_threads() == threads
+    finally:
+        process.share_cores(None)
+        cores.set_threads(before)
 
 
 def test_each_update_of_a_draft_takes_rollouts_of_its_own(policy: Path, draft: Path) -> None:

@@ -312,6 +312,28 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [53, 64])
+def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) -> None:
+    """Large enough to be shared out; torch's own gradient of a softmax fails this at a width of 53 with AVX2."""
+    policy = _policy(dataclasses.replace(SCRATCH, max_position_embeddings=width))
+    layer = policy._gpt.decoder.layers[1]
+    x_TBH = torch.randn(width, 24, SCRATCH.hidden_size, requires_grad=True)
+    upstream = torch.randn_like(x_TBH)
+    with host.cuda_as_cpu():
+        angles = policy._gpt.rotary_pos_emb(width)
+    threads, outcomes = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            with host.cuda_as_cpu():
+                out, _ = layer(hidden_states=x_TBH, attention_mask=None, rotary_pos_emb=angles)
+            outcomes.append((out, *torch.autograd.grad(out, x_TBH, upstream)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
 @pytest.mark.parametrize("is_cpu_layer", [True, False], ids=["the CPU's layer", "Megatron's"])
 @pytest.mark.parametrize("recompute", [Recompute.SELECTIVE, Recompute.FULL])
 def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(

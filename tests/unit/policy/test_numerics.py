@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from slipstream.policy import numerics
-from slipstream.policy.numerics import capabilities, choose_dtype, engine_keeps_bits, learner_keeps_bits
+from slipstream.policy.numerics import (
+    capabilities,
+    choose_dtype,
+    draft_keeps_bits,
+    engine_keeps_bits,
+    learner_keeps_bits,
+)
 from slipstream.types import Dtype
 
 
@@ -63,6 +69,14 @@ def test_a_product_that_its_threads_share_out_does_not_keep_its_bits() -> None:
     assert not learner_keeps_bits(Dtype.FLOAT32, product=shared_out)
     assert learner_keeps_bits(Dtype.FLOAT32, product=lambda left, right: left[:, :1] * right[:1])
     assert torch.get_num_threads() == before
+
+
+def test_a_softmax_whose_gradient_depends_on_the_threads_does_not_keep_a_drafts_bits() -> None:
+    def depends(upstream: torch.Tensor, chances: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return upstream * chances * torch.get_num_threads()
+
+    assert not draft_keeps_bits(gradient=depends)
+    assert draft_keeps_bits(gradient=lambda upstream, chances, dim, dtype: upstream * chances)
 
 
 def test_a_type_that_is_not_settled_is_no_promise() -> None:
