@@ -11,6 +11,12 @@ from hypothesis import settings
 
 from tests.forked.hook import forked_workers
 
+# The same examples each time: no commit fails by luck. No test is judged by absolute time: a first example pays for cold
+# caches, and the machine is shared.
+settings.register_profile("slipstream", derandomize=True, deadline=None)
+settings.load_profile("slipstream")
+# To look for more: `--hypothesis-profile explore` draws others each time.
+settings.register_profile("explore", max_examples=1000, deadline=None)
 # For `make mutants`, which runs every test many times: the same few examples each time.
 settings.register_profile("mutants", derandomize=True, max_examples=10, deadline=None, database=None)
 

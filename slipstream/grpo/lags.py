@@ -89,8 +89,11 @@ def _over_rollouts(
 
 def effective_sample_size(weight_N: NDArray[np.float64]) -> float:
     """(sum w)^2 / (N sum w^2): 1 for equal weights, 1 / N if one token has them all, 0 if none has any."""
-    squares = float((weight_N**2).sum())
-    return float(weight_N.sum()) ** 2 / (len(weight_N) * squares) if squares > 0.0 else 0.0
+    largest = float(weight_N.max(initial=0.0))
+    if largest == 0.0:
+        return 0.0
+    share_N = weight_N / largest  # squares of tiny weights would lose their digits
+    return float(share_N.sum()) ** 2 / (len(weight_N) * float((share_N**2).sum()))
 
 
 def _ratio(log_ratio_N: NDArray[np.float64]) -> NDArray[np.float64]:

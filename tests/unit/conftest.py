@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from slipstream.config import ConfigError
 from slipstream.records.stages import SweepPoint, TuningRecord
@@ -18,10 +17,6 @@ from slipstream.tracking.store import SQLITE, MlflowStore
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
-
-# A first example pays for cold caches, and the machine is shared: no test is judged by absolute time.
-settings.register_profile("slipstream", deadline=None)
-settings.load_profile("slipstream")
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
 Refusal = Callable[..., str]

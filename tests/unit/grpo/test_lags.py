@@ -106,4 +106,12 @@ def test_without_lag_and_with_one_policy_ratios_and_the_sample_are_whole(
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
 def test_the_effective_sample_lies_between_one_token_and_all(weights: list[float]) -> None:
     found = effective_sample_size(np.array(weights))
-    assert found == 0.0 if max(weights) < 1e-150 else 1 / len(weights) - 1e-12 <= found <= 1 + 1e-12
+    assert found == 0.0 if max(weights) == 0.0 else 1 / len(weights) - 1e-12 <= found <= 1 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([0.0, 0.0], 0.0), ([], 0.0), ([2.0, 0.0, 2.0, 0.0], 0.5), ([3e-155], 1.0), ([1e-200, 3e-200], 0.8)],
+)
+def test_the_effective_sample_of_weights_worked_by_hand(weights: list[float], expected: float) -> None:
+    assert effective_sample_size(np.array(weights)) == pytest.approx(expected)
