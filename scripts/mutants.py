@@ -153,11 +153,19 @@ def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
     return {path: each["commit"] for path, each in noted.items()}
 
 
-def tried() -> dict[Path, Kept]:
-    """What the working directory found of each module that it tried."""
+def changed_since(path: Path, commit: str) -> bool:
+    """Whether a file is another one than at a commit; of a commit that is not here too."""
+    return subprocess.run(["git", "diff", "--quiet", commit.removesuffix("-dirty"), "--", path]).returncode != 0
+
+
+def tried(before: dict[Path, Kept]) -> dict[Path, Kept]:
+    """What the working directory found of each module that it tried, and what changed since it was tried `before`."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    before = known()
-    found = {path: each for path, each in results() if str(path) in before or set(each.values()) != {"not checked"}}
+    found = {
+        path: statuses
+        for path, statuses in results()
+        if set(statuses.values()) != {"not checked"} or (path in before and changed_since(path, before[path].commit))
+    }
     commits = tried_at(found, described.stdout.strip())
     modules = {}
     for path, statuses in found.items():
@@ -171,7 +179,8 @@ def tried() -> dict[Path, Kept]:
 def report() -> list[str]:
     """Write the report; returns what is wrong with the result."""
     untried = {path: Kept(commit="-", counts=Counter(statuses.values()), survivors=[]) for path, statuses in results()}
-    modules = dict(sorted((untried | kept(_REPORT.read_text()) | tried()).items()))
+    before = kept(_REPORT.read_text())
+    modules = dict(sorted((untried | before | tried(before)).items()))
     accepted = yaml.safe_load(_ACCEPTED.read_text())
     survivors = [each for module in modules.values() for each in module.survivors]
     listed = [(reason_of(each, accepted) or _NO_REASON, each) for each in survivors]

@@ -11,8 +11,8 @@ from hypothesis import settings
 
 from tests.forked.hook import forked_workers
 
-# The same examples each time: no commit fails by luck. No test is judged by absolute time: a first example pays for cold
-# caches, and the machine is shared.
+# The same examples each time: no commit fails by luck. No test is judged by absolute time: a first example pays for
+# cold caches, and the machine is shared.
 settings.register_profile("slipstream", derandomize=True, deadline=None)
 settings.load_profile("slipstream")
 # To look for more: `--hypothesis-profile explore` draws others each time.
