@@ -165,3 +165,32 @@ def test_the_band_is_of_the_last_twenty_steps() -> None:
     """Of 21 steps the first, which would widen the band, is forgotten."""
     assert falls_out([1.0] + [4.0] * 20, 2.0)  # half of what was accepted is 2.5
     assert not falls_out([1.0] + [4.0] * 19, 2.0)  # a deviation of 0.6708 leaves all that is possible
+
+
+def test_where_a_fall_leads_is_told_by_the_last_four_steps() -> None:
+    """From 4.0 to 3.7 in three steps: twice as fast it is at 3.5 next, and half of what that accepts is 2.25."""
+    history = [4.0, 4.0, 4.1, *[4.0] * 12, 4.1, 4.0, 3.98, 3.9, 3.7]
+    assert not falls_out(history, 2.251)
+    assert falls_out(history, 2.249)
+
+
+def test_a_fall_of_few_drafts_has_six_deviations_of_their_number() -> None:
+    """From 3.0 to 2.5 in three steps leads to 2.167; 17 of 64 drafts of two tokens deviate by 0.1104, six by 0.662."""
+    history = [of_length(length) for length in [*[3.0] * 17, 2.9, 2.7, 2.5]]
+    AcceptanceGuard(history).check(stats(17, 17, num_drafts=64), policy_version=0)  # 1.531, above 1.504
+    with pytest.raises(AcceptanceCollapse, match=r"at least at 1\.52, got 1\.50"):  # 6 x 0.1083 below 2.167
+        AcceptanceGuard(history).check(stats(16, 16, num_drafts=64), policy_version=0)
+
+
+def test_a_second_step_below_the_band_is_not_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+    """After 3.0 the deviation of 20 steps is 0.2236, the band's end 2.658 and half of what is accepted 1.67."""
+    guard = AcceptanceGuard([of_length(4.0)] * 20)
+    for length in (3.0, 2.6):
+        guard.check(of_length(length), policy_version=0)
+    assert len(caplog.records) == 1
+
+
+def test_a_step_at_the_end_of_the_band_is_within_it(caplog: pytest.LogCaptureFixture) -> None:
+    """18 of 36 drafts deviate by 1/12: six of them below 2.0 is where this step lies."""
+    AcceptanceGuard([of_length(2.0)] * 6).check(stats(18, num_drafts=36), policy_version=0)
+    assert not caplog.records

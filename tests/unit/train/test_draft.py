@@ -105,3 +105,9 @@ def test_a_resumed_draft_decides_as_one_that_was_not_interrupted() -> None:
     assert [record.draft_decision is not None and record.draft_decision.trains for record in records] == [
         True, True, False, True, False
     ]  # fmt: skip
+
+
+def test_a_step_that_decided_nothing_about_its_draft_lost_no_time_that_counts() -> None:
+    """Of the rollouts before, which say nothing of their seconds, none; of these a quarter of 3 s."""
+    draft = TrainedDraft(STALE, reference=2.0, history=[trained(1.5)])
+    assert decided(draft, 1.5).lost_s == pytest.approx(0.75, rel=1e-5)
