@@ -41,9 +41,9 @@ below are written by the command itself. What is mutated, and by which tests it 
 in `pyproject.toml`; functions with a decorator and the defaults of config fields are not mutated (mutmut cannot).
 
 A killed mutant stays so while its function is unchanged, so a run tries what is new, and what survived; a run may also
-be of some modules alone, judged by the tests that mirror them: those of the others are then kept as they were. `tried
-at` is the commit at which a module's results last changed. A run counts mutants of functions that changed since then as
-not tried, but only of the modules that it is of.
+be of some modules alone, judged by the tests that mirror them. `tried at` is the commit at which a module's results
+last changed. A run keeps the rows of the other modules whose files are still what was tried; of the rest it says how
+many mutants are not tried.
 
 """
 
@@ -153,19 +153,22 @@ def tried_at(found: dict[Path, dict[str, str]], commit: str) -> dict[str, str]:
     return {path: each["commit"] for path, each in noted.items()}
 
 
-def changed_since(path: Path, commit: str) -> bool:
-    """Whether a file is another one than at a commit; of a commit that is not here too."""
-    return subprocess.run(["git", "diff", "--quiet", commit.removesuffix("-dirty"), "--", path]).returncode != 0
+def is_known(path: Path, statuses: dict[str, str], before: dict[Path, Kept]) -> bool:
+    """Whether the report says as much of a module as the working directory, and its file is still what was tried.
+
+    A run of some modules alone leaves the others, or what survived in them, untried.
+    """
+    num_untried = Counter(statuses.values())["not checked"]
+    if num_untried == 0 or path not in before or before[path].counts["not checked"] > num_untried:
+        return False
+    commit = before[path].commit.removesuffix("-dirty")
+    return subprocess.run(["git", "diff", "--quiet", commit, "--", path]).returncode == 0  # of an unknown one: 128
 
 
 def tried(before: dict[Path, Kept]) -> dict[Path, Kept]:
-    """What the working directory found of each module that it tried, and what changed since it was tried `before`."""
+    """What the working directory found of each module of which the report knew less `before`."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    found = {
-        path: statuses
-        for path, statuses in results()
-        if set(statuses.values()) != {"not checked"} or (path in before and changed_since(path, before[path].commit))
-    }
+    found = {path: statuses for path, statuses in results() if not is_known(path, statuses, before)}
     commits = tried_at(found, described.stdout.strip())
     modules = {}
     for path, statuses in found.items():
