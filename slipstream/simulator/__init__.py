@@ -1,1 +1,1 @@
-"""An open, calibrated simulator of speculative RL steps: numpy and plain Python only. docs/simulator.md derives it."""
+"""An open, calibrated simulator of speculative RL steps, in numpy but for the fits. docs/simulator.md derives it."""
