@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.study import SeedResult, Study, append, gain
 from slipstream import logs
-from slipstream.config import from_mapping
+from slipstream.config import from_mapping, merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import EvaluationRecord, TuningRecord
@@ -52,10 +52,9 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
     start = time.perf_counter()
     context, resolved = start_run(
         study.recipe,
-        workload=study.workload,
         root=root,
         execution=f"seed-{seed}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}",  # one that was interrupted starts afresh
-        overrides=study.overrides_of(seed),
+        overrides=merge(study.overrides_of(seed), {"workload": study.workload.value}),
     )
     recipe = load_recipe(str(resolved))
     data = prepare_data(context, recipe)

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def fill_store(root: Path, *, num_executions: int, runs_per_execution: int) -> int:
     """A SQLite store under `root` as so many executions of the tiny recipe leave it; how many runs it has."""
-    context, path = start_run("tiny", workload=None, root=root, execution="original", overrides={})
+    context, path = start_run("tiny", root=root, execution="original", overrides={})
     recipe = load_recipe(str(path))
     _log_original(context, recipe)
     children = runs_per_execution - 1

@@ -13,12 +13,13 @@ from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
 from slipstream.records.files import read_record
 from slipstream.report.ablation import answer, ranked_table
 from slipstream.report.ablation_records import AblationRecord
-from slipstream.stages.ablation_grid import Grid, variant_recipe
+from slipstream.stages.ablation_grid import Grid, variant_recipes
 from slipstream.stages.context import new_execution
-from slipstream.stages.launch import requested
+from slipstream.stages.launch import handed_on, requested
 from slipstream.types import Workload
 
 _PAGE = "rank_ablation"
+_DRAFT_LENGTHS = (3, 7)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class AblationLaunch:
 
     recipe: str
     grid: Grid
-    num_steps: int  # 0: the recipe's
+    num_steps: int | None  # None keeps the recipe's
     overrides: tuple[str, ...]
     execution: str
     reuse_stored: bool = True
@@ -44,7 +45,7 @@ class AblationLaunch:
             *("--draft_lengths", json.dumps(grid.draft_lengths)),
             *("--seeds", json.dumps(grid.seeds)),
             *("--workloads", json.dumps(grid.workloads)),
-            *("--num_steps", str(self.num_steps)),
+            *demo.given_inputs(num_steps=self.num_steps),
             *("--overrides", json.dumps(self.overrides)),
             *("--run_root", str(root)),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
@@ -52,15 +53,19 @@ class AblationLaunch:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """The grid's lists; the defaults are a small one."""
+    """The grid's lists; without any of them the grid is a small one."""
     command.add_argument("--recipe", default="tiny")
-    command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=FRESH_INITS)
-    command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=[DraftMethod.EAGLE3])
-    command.add_argument("--losses", nargs="+", default=["kl_div"])
-    command.add_argument("--draft-lengths", nargs="+", type=int, default=[3, 7], help="k; 0: by measured time")
-    command.add_argument("--seeds", nargs="+", type=int, default=[0])
-    command.add_argument("--workloads", nargs="+", choices=list(Workload), default=[Workload.RL_ZERO])
-    command.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
+    command.add_argument("--draft-inits", nargs="+", choices=list(DraftInit), default=[])
+    command.add_argument("--methods", nargs="+", choices=list(DraftMethod), default=[])
+    command.add_argument("--losses", nargs="+", default=[])
+    command.add_argument("--draft-lengths", nargs="+", type=int, default=[], help="k; 0: by measured time")
+    command.add_argument("--seeds", nargs="+", type=int, default=[])
+    command.add_argument("--workloads", nargs="+", choices=list(Workload), default=[])
+    command.epilog = (
+        f"A list that is left out keeps what the recipe says. Without any: --draft-inits {' '.join(FRESH_INITS)} "
+        f"--draft-lengths {' '.join(map(str, _DRAFT_LENGTHS))}."
+    )
+    command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
     command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of every variant's recipe")
     command.add_argument("--run-root", default="runs")
     command.add_argument("--fresh", action="store_true", help="make data, policies and drafts anew, though stored")
@@ -80,14 +85,15 @@ def launched(options: argparse.Namespace) -> AblationLaunch:
         seeds=tuple(options.seeds),
         workloads=tuple(map(Workload, options.workloads)),
     )
-    changes = requested(options.overrides, num_steps=options.num_steps, seed=grid.seeds[0])
-    for variant in grid.variants():
-        variant_recipe(options.recipe, variant, changes)
+    if grid == Grid():
+        grid = Grid(draft_inits=FRESH_INITS, draft_lengths=_DRAFT_LENGTHS)
+    overrides = handed_on(options.overrides)
+    variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
     return AblationLaunch(
-        recipe=options.recipe,
+        recipe=demo.handed_on_recipe(options.recipe),
         grid=grid,
         num_steps=options.num_steps,
-        overrides=tuple(options.overrides),
+        overrides=overrides,
         execution=new_execution(f"ablation-{Path(options.recipe).stem}"),
         reuse_stored=not options.fresh,
     )

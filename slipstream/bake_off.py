@@ -17,7 +17,7 @@ from slipstream.report.bake_off_records import BakeOffRecord
 from slipstream.report.reference import read_reference
 from slipstream.stages.bake_off_field import entrant_recipe, entrants
 from slipstream.stages.context import new_execution
-from slipstream.stages.launch import requested
+from slipstream.stages.launch import add_inputs, handed_on, requested
 from slipstream.types import Workload
 
 _PAGE = "bake_off"
@@ -35,9 +35,9 @@ class BakeOffLaunch:
     inits: tuple[DraftInit, ...]
     online: tuple[DraftOnline, ...]
     num_speculative_tokens: int
-    workload: Workload
-    num_steps: int  # 0: the recipe's
-    seed: int
+    workload: Workload | None  # None keeps the recipe's, here and below
+    num_steps: int | None
+    seed: int | None
     overrides: tuple[str, ...]
     execution: str
     reuse_stored: bool = True
@@ -51,9 +51,7 @@ class BakeOffLaunch:
             *("--inits", json.dumps(self.inits)),
             *("--online", json.dumps(self.online)),
             *("--num_speculative_tokens", str(self.num_speculative_tokens)),
-            *("--workload", self.workload.value),
-            *("--num_steps", str(self.num_steps)),
-            *("--seed", str(self.seed)),
+            *demo.given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
             *("--overrides", json.dumps(self.overrides)),
             *("--run_root", str(root)),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
@@ -67,9 +65,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--inits", nargs="+", choices=list(DraftInit), default=list(_INITS))
     command.add_argument("--online", nargs="+", choices=list(DraftOnline), default=list(_ONLINE))
     command.add_argument("--num-speculative-tokens", type=int, default=3, help="k, the same for all drafters")
-    command.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
-    command.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
-    command.add_argument("--seed", type=int, default=0)
+    add_inputs(command)
     command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe")
     command.add_argument("--run-root", default="runs")
     command.add_argument("--fresh", action="store_true", help="make data, policy and drafts anew, though stored")
@@ -82,21 +78,19 @@ def launched(options: argparse.Namespace) -> BakeOffLaunch:
         ConfigError: the recipe refuses a drafter.
     """
     methods, inits = tuple(map(DraftMethod, options.methods)), tuple(map(DraftInit, options.inits))
-    online, workload = tuple(map(DraftOnline, options.online)), Workload(options.workload)
-    changes = requested(options.overrides, num_steps=options.num_steps, seed=options.seed)
-    recipe = load_recipe(options.recipe, workload=workload, overrides=changes)
+    online, overrides = tuple(map(DraftOnline, options.online)), handed_on(options.overrides)
+    inputs = {"workload": options.workload, "num_steps": options.num_steps, "seed": options.seed}
+    recipe = load_recipe(options.recipe, overrides=requested(overrides, **inputs))
     for entrant in entrants(methods, inits, online):
         entrant_recipe(recipe, entrant, options.num_speculative_tokens)
     return BakeOffLaunch(
-        recipe=options.recipe,
+        recipe=demo.handed_on_recipe(options.recipe),
         methods=methods,
         inits=inits,
         online=online,
         num_speculative_tokens=options.num_speculative_tokens,
-        workload=workload,
-        num_steps=options.num_steps,
-        seed=options.seed,
-        overrides=tuple(options.overrides),
+        **inputs,
+        overrides=overrides,
         execution=new_execution(f"bakeoff-{Path(options.recipe).stem}"),
         reuse_stored=not options.fresh,
     )

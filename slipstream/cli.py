@@ -15,11 +15,14 @@ from slipstream.placement.assessment import assess
 from slipstream.placement.cluster import parse_cluster
 from slipstream.placement.plan import make_plan
 from slipstream.placement.table import memory_text, plan_text, table
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import Recipe, load_recipe, resolve_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
+from slipstream.stages.launch import add_inputs
 from slipstream.types import Workload
+
+_RECIPE = "tiny"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,10 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream", description="Speculative rollouts for RL post-training.")
     commands = parser.add_subparsers(required=True, metavar="command")
     chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
-    chain.add_argument("--recipe", default="tiny")
-    chain.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
-    chain.add_argument("--num-steps", type=int, default=0, help="GRPO steps an arm; 0 keeps the recipe's")
-    chain.add_argument("--seed", type=int, default=0)
+    chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
+    add_inputs(chain)
     chain.add_argument("--run-root", default="runs")
     chain.add_argument(
         "--resume",
@@ -97,11 +98,15 @@ def _demo(options: argparse.Namespace) -> int:
     """
     root = Path(options.run_root).resolve()
     if options.resume is not None:
+        for name in ("recipe", "workload", "num_steps", "seed"):
+            value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+            fix = "an execution goes on with the recipe that it recorded"
+            require(value is None, flag, "must be left out with --resume", value, fix)
         launch = demo.resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
         launch = demo.started(
-            options.recipe,
-            Workload(options.workload),
+            options.recipe or _RECIPE,
+            workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
             reuse_stored=not options.fresh,
@@ -145,9 +150,10 @@ def _show(root: Path) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     plans = []
-    for workload in Workload:
-        recipe = load_recipe(options.recipe, workload=workload)
-        print(f"{recipe.name}, {workload.value}: {_sizes(recipe)}")
+    own, origins = resolve_recipe(options.recipe)
+    others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
+    for recipe in (own, *(load_recipe(options.recipe, workload=workload) for workload in others)):
+        print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
         if options.cluster is not None:
             plans.append(_plan(recipe, options.cluster, options.domain_nodes))
     for plan in dict.fromkeys(plans):  # mostly the same for both

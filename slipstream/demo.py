@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.cluster.profile import CLUSTER_VARIABLE
 from slipstream.config import require
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe
+from slipstream.stages.launch import requested
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking import RunStatus, end_open_runs, unsent
 from slipstream.types import Workload
@@ -60,9 +62,9 @@ class Launch:
     """What the workflow is started with."""
 
     recipe: str
-    workload: Workload
-    num_steps: int  # 0: the recipe's
-    seed: int
+    workload: Workload | None = None  # None keeps the recipe's, here and below
+    num_steps: int | None = None
+    seed: int | None = None
     execution: str
     is_resumed: bool = False
     reuse_stored: bool = True
@@ -73,9 +75,7 @@ class Launch:
         return [
             *pyflyte_run(self.workflow),
             *("--recipe", self.recipe),
-            *("--workload", self.workload.value),
-            *("--num_steps", str(self.num_steps)),
-            *("--seed", str(self.seed)),
+            *given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
             *("--run_root", str(root)),
             *(["--resume_execution", self.execution] if self.is_resumed else []),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
@@ -87,10 +87,23 @@ def pyflyte_run(workflow: str) -> list[str]:
     return [str(Path(sys.executable).with_name("pyflyte")), "run", f"workflows/{workflow}.py", workflow]
 
 
+def given_inputs(**inputs: str | int | None) -> list[str]:
+    """Inputs of a workflow as `pyflyte run` takes them; one that was not given is left out."""
+    return [word for name, value in inputs.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def handed_on_recipe(recipe: str) -> str:
+    """A recipe for a process in another working directory: its name, or the absolute path of its file."""
+    return recipe if recipe_path(recipe).parent == CONFIGS else os.path.abspath(recipe)
+
+
 def run(launch: Command, root: Path) -> int:
     """Run the workflow to its end; the exit status. An interrupted or failed one prints how to go on."""
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: launch.execution}
+    profile = environment.get(CLUSTER_VARIABLE, "")
+    if Path(profile).is_file():
+        environment[CLUSTER_VARIABLE] = os.path.abspath(profile)
     with _claimed(root, launch.execution):
         outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
         discard_transfers(outcome.pid)
@@ -121,9 +134,6 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
     recipe = load_recipe(str(path))
     return Launch(
         recipe=str(path),
-        workload=recipe.workload,
-        num_steps=recipe.grpo.num_steps,
-        seed=recipe.grpo.seed,
         execution=name,
         is_resumed=True,
         reuse_stored=reuse_stored,
@@ -131,15 +141,17 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
     )
 
 
-def started(recipe: str, workload: Workload, *, num_steps: int, seed: int, reuse_stored: bool) -> Launch:
-    """What starts a new execution.
+def started(
+    recipe: str, *, workload: Workload | None, num_steps: int | None, seed: int | None, reuse_stored: bool
+) -> Launch:
+    """What starts a new execution; an input that is None keeps the recipe's value.
 
     Raises:
         ConfigError: the recipe breaks a rule.
     """
-    loaded = load_recipe(recipe, workload=workload)
+    loaded = load_recipe(recipe, overrides=requested((), workload=workload, num_steps=num_steps, seed=seed))
     return Launch(
-        recipe=recipe,
+        recipe=handed_on_recipe(recipe),
         workload=workload,
         num_steps=num_steps,
         seed=seed,

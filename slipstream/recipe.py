@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import yaml
 
 import slipstream
 from slipstream.config import ConfigError, from_mapping, merge, read_yaml, require, to_mapping
-from slipstream.data.config import DataConfig
+from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod, Training
@@ -26,7 +28,7 @@ from slipstream.grpo.loop import LoopConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.placement.assessment import assess
 from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.policy.config import LearnerConfig, PolicyConfig
+from slipstream.policy.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
@@ -37,6 +39,14 @@ from slipstream.types import LoopMode, Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
+_PATHS = (
+    *(("data", name) for name in ("train", "draft_in_domain", "draft_general", "validation")),
+    ("policy", "model"),
+    ("draft", "model"),
+    ("tracking", "uri"),
+)
+"""Fields whose values may be paths, by section; those of data are lists of sources."""
+_NO_PATHS = (SYNTHETIC, SCRATCH)
 _GPU_MEMORY = 0.95  # the share of a GPU that engines can have between them
 OPERATION = ("num_kept_idle", "start_timeout_s", "answer_timeout_s", "max_restarts")
 """Fields of engine and learner that say how they are run, and change nothing that they compute."""
@@ -287,33 +297,129 @@ class Recipe:
 
 
 def load_recipe(name: str, *, workload: Workload | None = None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe alone of what `resolve_recipe` resolves."""
+    return resolve_recipe(name, workload=workload, overrides=overrides)[0]
+
+
+def resolve_recipe(
+    name: str, *, workload: Workload | None = None, overrides: Mapping[str, Any] | None = None
+) -> tuple[Recipe, dict[str, str]]:
     """Read `configs/<name>.yaml`, or the file `name`, lay the workload's section and `overrides` over it, check all.
 
-    A recipe file may hold `workloads: {rl_think: {...}}`: overrides that belong to one workload.
+    A recipe file may hold `workloads: {rl_think: {...}}`: overrides that belong to one workload. Relative paths of
+    data, models and databases become absolute: those of the file against its directory, those of `overrides` against
+    the working directory.
 
+    Args:
+        workload: None keeps the recipe's.
+    Returns:
+        The recipe, and for each field that has no default value or was given one: the dotted name, and who gave it
+        (`recipe`, `recipe, workloads.<name>` or `launch`).
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken.
+    """
+    path = recipe_path(name)
+    values = absolute_paths(_read_recipe(path), path.parent)
+    by_workload = values.pop(_WORKLOADS, {})
+    given = {"workload": workload.value} if workload is not None else {}
+    launched = absolute_paths(merge(overrides or {}, given), Path.cwd())
+    chosen = merge(values, launched).get("workload", Workload.RL_ZERO.value)
+    section = absolute_paths(by_workload.get(chosen, {}), path.parent)
+    layers = {"recipe": values, f"recipe, workloads.{chosen}": section, "launch": launched}
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for label, layer in layers.items():
+        merged = merge(merged, layer)
+        origins |= dict.fromkeys(leaves(layer), label)
+    return from_mapping(Recipe, merged), origins
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe that is named, or given as a path.
+
+    Raises:
+        ConfigError: there is none.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
     require(path.is_file(), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
+    return path
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         values = read_yaml(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {path} is not YAML: {error}") from error
     require(isinstance(values, dict), "recipe", "must be a mapping", type(values).__name__)
-    by_workload = values.pop(_WORKLOADS, {})
-    values = merge(values, overrides or {})
-    chosen = Workload(workload or values.get("workload", Workload.RL_ZERO))
-    values = merge(values, {"workload": chosen.value})
-    values = merge(values, by_workload.get(chosen.value, {}))
-    return from_mapping(Recipe, merge(values, overrides or {}))
+    return values
 
 
-def write_recipe(recipe: Recipe, path: Path) -> Path:
-    """Write the whole recipe, defaults included: what `load_recipe` reads back to an equal one."""
-    write_atomic(path, yaml.safe_dump(to_mapping(recipe), sort_keys=False).encode())
+def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """`values` with the relative paths among them made absolute, against the directory `base`.
+
+    What is of the wrong type stays as it is, for whoever checks it.
+    """
+    found = dict(values)
+    for section, key in _PATHS:
+        held = found.get(section)
+        if not isinstance(held, Mapping) or key not in held:
+            continue
+        value = held[key]
+        if isinstance(value, (list, tuple)):  # of data sources
+            value = [
+                {**each, "path": _absolute_path(each.get("path"), base)} if isinstance(each, Mapping) else each
+                for each in value
+            ]
+        else:
+            value = _absolute_path(value, base)
+        found[section] = {**held, key: value}
+    return found
+
+
+def _absolute_path(value: Any, base: Path) -> Any:
+    """A path as an absolute one; a hub id, a server's address and what is no text stay as they are."""
+    if not isinstance(value, str) or value in _NO_PATHS:
+        return value
+    scheme, _, rest = value.rpartition("sqlite:///")
+    if scheme or "://" in rest:
+        return value
+    is_path = rest.startswith((".", "~")) or Path(rest).suffix in DATA_SUFFIXES or rest != value
+    if not rest or not (is_path or (base / rest).exists()):
+        return value
+    return value.removesuffix(rest) + os.path.abspath(base / Path(rest).expanduser())
+
+
+def write_recipe(recipe: Recipe, path: Path, origins: Mapping[str, str] | None = None) -> Path:
+    """Write the whole recipe, defaults included: what `load_recipe` reads back to an equal one.
+
+    Args:
+        origins: who gave a field its value, by its dotted name, as `resolve_recipe` says: a comment behind the field.
+    """
+    text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, width=math.inf)
+    if origins is not None:
+        lines = text.splitlines()
+        for name, line in _field_lines(text).items():
+            lines[line] += f"  # {origins[name]}" if name in origins else ""
+        text = "\n".join(["# Behind each field stands who gave it this value; others have their defaults.", *lines, ""])
+    write_atomic(path, text.encode())
     return path
+
+
+def _field_lines(text: str) -> dict[str, int]:
+    """The line on which each field of a recipe ends, or begins where it is a list."""
+
+    def walk(node: yaml.MappingNode, path: str) -> Iterator[tuple[str, int]]:
+        for key, value in node.value:
+            name = f"{path}{key.value}"
+            if isinstance(value, yaml.MappingNode) and value.value:
+                yield from walk(value, f"{name}.")
+            else:
+                yield name, (value.end_mark if isinstance(value, yaml.ScalarNode) else key.start_mark).line
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)
+    return dict(walk(node, ""))
 
 
 def parameters(recipe: Recipe) -> dict[str, str]:
@@ -321,7 +427,7 @@ def parameters(recipe: Recipe) -> dict[str, str]:
 
     Where a run is tracked is no part of it.
     """
-    values = _leaves(to_mapping(recipe))
+    values = leaves(to_mapping(recipe))
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in values.items()
@@ -334,17 +440,17 @@ def difference(recipe: Recipe, other: Recipe) -> tuple[str, Any, Any] | None:
 
     Where a run is tracked is no part of it.
     """
-    ours, theirs = _leaves(to_mapping(recipe)), _leaves(to_mapping(other))
+    ours, theirs = leaves(to_mapping(recipe)), leaves(to_mapping(other))
     for name in sorted(ours.keys() | theirs.keys()):
         if not name.startswith("tracking.") and ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
 
 
-def _leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Every value under its dotted name."""
-    leaves: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{path}.{key}" if path else key
-        leaves |= _leaves(value, name) if isinstance(value, Mapping) else {name: value}
-    return leaves
+        found |= leaves(value, name) if isinstance(value, Mapping) else {name: value}
+    return found

@@ -39,7 +39,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     draft_lengths: list[int],
     seeds: list[int],
     workloads: list[Workload],
-    num_steps: int,
+    num_steps: int | None,
     overrides: list[str],
     kickoff_time: datetime,
     run_root: str,
@@ -60,7 +60,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
         grid,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution=execution_name(recipe),
-        requested=requested(overrides, num_steps=num_steps, seed=grid.seeds[0]),
+        requested=requested(overrides, num_steps=num_steps),
         cluster=CLUSTER,
         reuse_stored=reuse_stored,
     )

@@ -12,7 +12,7 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
-from slipstream.stages.ablation_grid import chosen_seeds
+from slipstream.stages.ablation_grid import kickoff_day
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 
@@ -48,6 +48,5 @@ def project_request(  # noqa: PLR0913  # one input a line of the launch form
         generation_fraction=generation_fraction,
         mean_tokens=mean_response_tokens,
     )
-    (seed,) = chosen_seeds((), kickoff_time)
-    path = write_request(request, Path(current_context().working_directory), seed=seed)
+    path = write_request(request, Path(current_context().working_directory), seed=kickoff_day(kickoff_time))
     return RequestedProjection(projection=FlyteFile(str(path)))

@@ -51,7 +51,7 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     draft_lengths: list[int],
     seeds: list[int],
     workloads: list[Workload],
-    num_steps: int,
+    num_steps: int | None,
     overrides: list[str],
     kickoff_time: datetime,
     run_root: str,

@@ -31,11 +31,11 @@ class StartedRun(NamedTuple):
 @recoverable
 def start_run(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str,
-    workload: Workload,
-    num_steps: int,
-    seed: int,
+    workload: Workload | None,
+    num_steps: int | None,
+    seed: int | None,
     overrides: list[str],
-    max_off_policy_steps: int,
+    max_off_policy_steps: int | None,
     run_root: str,
     resume_execution: str,
     reuse_stored: bool,
@@ -43,14 +43,14 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
 ) -> StartedRun:
     """Raises before anything expensive starts if the recipe breaks a rule, or the cluster cannot hold it.
 
+    Inputs that are None keep what the recipe says.
     `loop` is what the workflow is there for; None of one that trains no arm.
     """
     logs.configure()
-    changes = launch.requested(overrides, num_steps=num_steps, seed=seed)
-    changes = launch.with_lag(changes, recipe, workload=workload, max_off_policy_steps=max_off_policy_steps, loop=loop)
+    changes = launch.requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
+    changes = launch.with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(
         recipe,
-        workload=workload,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution=resume_execution or execution_name(recipe),
         overrides=changes,

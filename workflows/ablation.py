@@ -44,13 +44,13 @@ def _each(task: Any) -> Any:
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_ablation)
 def ablation(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str = "tiny",
-    draft_inits: list[DraftInit] = [DraftInit.IN_DOMAIN],  # noqa: B006  # flytekit reads the default as a value
-    methods: list[DraftMethod] = [DraftMethod.EAGLE3],  # noqa: B006
-    losses: list[str] = ["kl_div"],  # noqa: B006
-    draft_lengths: list[int] = [0],  # noqa: B006
+    draft_inits: list[DraftInit] = [],  # noqa: B006  # flytekit reads the default as a value
+    methods: list[DraftMethod] = [],  # noqa: B006
+    losses: list[str] = [],  # noqa: B006
+    draft_lengths: list[int] = [],  # noqa: B006
     seeds: list[int] = [],  # noqa: B006
-    workloads: list[Workload] = [Workload.RL_ZERO],  # noqa: B006
-    num_steps: int = 0,
+    workloads: list[Workload] = [],  # noqa: B006
+    num_steps: int | None = None,
     overrides: list[str] = [],  # noqa: B006
     kickoff_time: datetime = datetime(1970, 1, 1, tzinfo=UTC),
     run_root: str = CLUSTER.run_root,
@@ -58,17 +58,19 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
 ) -> Ranking:
     """Train every combination of the lists once, beside the autoregressive arm of its workload and seed, and rank them.
 
-    A variant that fails is in the table with its reason; the others go on. At most 64 variants.
+    An empty list keeps what the recipe says. A variant that fails is in the table with its reason; the others go on.
+    At most 64 variants.
 
     Args:
         recipe: name of a file in configs/ without its ending, or a path to one.
         draft_inits: prompts that drafts are pretrained on: in_domain, general.
         methods: speculation methods, named as in vLLM: eagle3.
         losses: losses that drafts are pretrained with: kl_div, tv, lk.
-        draft_lengths: draft tokens an iteration (k); 0 chooses the length by measured time for each draft.
-        seeds: integers that drafts, prompts, sampling and training are drawn with; empty takes one from kickoff_time.
+        draft_lengths: draft tokens an iteration (k); 0 chooses the length by measured time for each draft, as no list.
+        seeds: integers that drafts, prompts, sampling and training are drawn with; empty takes one from the
+            kickoff_time of a schedule, else the recipe's.
         workloads: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces.
-        num_steps: GRPO steps of each arm; 0 keeps the recipe's.
+        num_steps: GRPO steps of each arm; left out, the recipe's.
         overrides: fields of the recipe as field=value, one an item, for every variant; not those that a list varies.
         kickoff_time: when a schedule started this; without seeds, its days since 1970-01-01 UTC are the seed.
         run_root: absolute directory on the volume that all pods share.

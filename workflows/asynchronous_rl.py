@@ -18,11 +18,11 @@ from workflows.chain import concluded, prepared, trained
 @workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=fail_run)
 def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
     recipe: str = "tiny_async",
-    workload: Workload = Workload.RL_ZERO,
-    num_steps: int = 0,
-    seed: int = 0,
+    workload: Workload | None = None,
+    num_steps: int | None = None,
+    seed: int | None = None,
     overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
-    max_off_policy_steps: int = 0,
+    max_off_policy_steps: int | None = None,
     run_root: str = CLUSTER.run_root,
     resume_execution: str = "",
     reuse_stored: bool = True,
@@ -32,13 +32,14 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
     Args:
         recipe: name of a file in configs/ without its ending, or a path to one; its loop must be asynchronous,
             as tiny_async's is, or become so by max_off_policy_steps.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one that writes reasoning traces.
-        num_steps: GRPO steps of each of the four arms; 0 keeps the recipe's.
-        seed: integer that prompts, sampling and training are drawn with; all arms share it.
+        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one that writes reasoning
+            traces; left out, the recipe's.
+        num_steps: GRPO steps of each of the four arms; left out, the recipe's.
+        seed: integer that prompts, sampling and training are drawn with, shared by all arms; left out, the recipe's.
         overrides: fields of the recipe as field=value, one an item, as in grpo.group_size=16; units are in the
             fields' names. An unknown field or a value that breaks a rule ends the execution within seconds.
-        max_off_policy_steps: steps by which rollouts may lag behind the policy that learns from them; 0 keeps the
-            recipe's. A synchronous recipe becomes one_step_off, unless overrides set loop.mode.
+        max_off_policy_steps: steps by which rollouts may lag behind the policy that learns from them; left out,
+            the recipe's. A synchronous recipe becomes one_step_off, unless overrides set loop.mode.
         run_root: absolute directory on the volume that all pods share; checkpoints and tracking spool lie there.
         resume_execution: name of an execution under run_root to go on with, its finished stages not done again; a
             recipe other than the one that it was started with is refused. Empty starts a new one.

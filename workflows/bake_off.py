@@ -24,9 +24,9 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     inits: list[DraftInit] = [DraftInit.IN_DOMAIN, DraftInit.GENERAL],  # noqa: B006
     online: list[DraftOnline] = [DraftOnline.OFF, DraftOnline.ALWAYS],  # noqa: B006
     num_speculative_tokens: int = 3,
-    workload: Workload = Workload.RL_ZERO,
-    num_steps: int = 0,
-    seed: int = 0,
+    workload: Workload | None = None,
+    num_steps: int | None = None,
+    seed: int | None = None,
     overrides: list[str] = [],  # noqa: B006
     run_root: str = CLUSTER.run_root,
     reuse_stored: bool = True,
@@ -41,9 +41,10 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         inits: prompts that drafts are pretrained on: in_domain, general; methods without pretraining ignore them.
         online: training of the draft during RL: off, always, when_stale; methods without it ignore them.
         num_speculative_tokens: draft tokens an iteration (k), at least 1, the same for all drafters.
-        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces.
-        num_steps: GRPO steps of each arm; 0 keeps the recipe's.
-        seed: integer that prompts, sampling and training are drawn with.
+        workload: what the policy is when RL starts: rl_zero is a base model, rl_think one with reasoning traces;
+            left out, the recipe's.
+        num_steps: GRPO steps of each arm; left out, the recipe's.
+        seed: integer that prompts, sampling and training are drawn with; left out, the recipe's.
         overrides: fields of the recipe as field=value, one an item.
         run_root: absolute directory on the volume that all pods share.
         reuse_stored: take data, policy and drafts from run_root/store where an earlier execution made them alike.
@@ -57,7 +58,7 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         num_steps=num_steps,
         seed=seed,
         overrides=overrides,
-        max_off_policy_steps=0,
+        max_off_policy_steps=None,
         run_root=run_root,
         resume_execution="",
         reuse_stored=reuse_stored,

@@ -21,9 +21,9 @@ def certify(
     policy: FlyteDirectory,
     draft: FlyteDirectory,
     recipe: str = "tiny",
-    workload: Workload = Workload.RL_ZERO,
+    workload: Workload | None = None,
     num_speculative_tokens: int = 3,
-    seed: int = 0,
+    seed: int | None = None,
     overrides: list[str] = [],  # noqa: B006  # flytekit reads the default as a value, and hands on a copy
     run_root: str = CLUSTER.run_root,
 ) -> Report:
@@ -33,9 +33,9 @@ def certify(
         policy: model directory in Hugging Face format, with its tokenizer.
         draft: EAGLE-3 draft as vLLM loads it.
         recipe: name of a file in configs/ without its ending: engine, sampling, prompts, and the certificate's size.
-        workload: which workload's section of the recipe holds: rl_zero or rl_think.
+        workload: which workload's section of the recipe holds: rl_zero or rl_think; left out, the recipe's.
         num_speculative_tokens: draft tokens an iteration (k), at least 1.
-        seed: integer that prompts are drawn with.
+        seed: integer that prompts are drawn with; left out, the recipe's.
         overrides: fields of the recipe as field=value, one an item, as in losslessness.num_tokens=200000; units are in
             the fields' names.
         run_root: absolute directory on the volume that all pods share.
@@ -46,10 +46,10 @@ def certify(
     run = start_run(
         recipe=recipe,
         workload=workload,
-        num_steps=0,
+        num_steps=None,
         seed=seed,
         overrides=overrides,
-        max_off_policy_steps=0,
+        max_off_policy_steps=None,
         run_root=run_root,
         resume_execution="",
         reuse_stored=True,

@@ -8,6 +8,8 @@ from slipstream.config import require
 from slipstream.data.synthetic import SyntheticConfig
 
 SYNTHETIC = "synthetic"
+DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
+"""Endings of the local files that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)

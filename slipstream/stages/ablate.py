@@ -18,7 +18,7 @@ from slipstream.cluster.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
-from slipstream.stages.ablation_grid import Grid, Kind, Part, parts, variant_recipe
+from slipstream.stages.ablation_grid import Grid, Kind, Part, parts, variant_recipes
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.engines import draft_weights
@@ -84,14 +84,14 @@ def plan_ablation(
         ConfigError: the recipe or the cluster refuses a variant, which the error names.
     """
     root = root.resolve()
-    recipes = {
-        variant: on_cluster(variant_recipe(recipe_name, variant, requested), cluster) for variant in grid.variants()
-    }
+    resolved = variant_recipes(recipe_name, grid, requested)
+    recipes = {variant: on_cluster(recipe, cluster) for variant, (recipe, _) in resolved.items()}
     planned = parts(recipes)
     first = next(iter(recipes.values()))
     plan = PlanRecord(execution=execution, recipe=first.name, parts=planned)
     for part in planned:
-        write_recipe(recipes[part.variant], recorded_recipe(root, f"{execution}/{part.name}"))
+        path = recorded_recipe(root, f"{execution}/{part.name}")
+        write_recipe(recipes[part.variant], path, resolved[part.variant][1])
     whole = ablation_context(root, execution, first)
     write_record(plan, whole.directory("plan_ablation") / _PLAN)
     axes = {f"grid.{name}": ", ".join(str(value) for value in getattr(grid, name)) for name in _GRID}

@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream.config import ConfigError, merge, require
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import Recipe, load_recipe, resolve_recipe
 from slipstream.report.ablation_records import Setting, Variant
 from slipstream.stages.launch import require_loop
 from slipstream.types import ArmLoop, Workload
@@ -45,35 +45,41 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Every combination of these is a variant."""
+    """Lists of values to compare: every combination is a variant. An empty list keeps what the recipe says."""
 
-    draft_inits: tuple[DraftInit, ...]
-    methods: tuple[DraftMethod, ...]
-    losses: tuple[str, ...]
-    draft_lengths: tuple[int, ...]  # k; 0: chosen by measured time, as `tune_draft_length` chooses it
-    seeds: tuple[int, ...]
-    workloads: tuple[Workload, ...]
+    draft_inits: tuple[DraftInit, ...] = ()
+    methods: tuple[DraftMethod, ...] = ()
+    losses: tuple[str, ...] = ()
+    draft_lengths: tuple[int, ...] = ()  # k; 0, or no list: chosen by measured time, as `tune_draft_length` chooses it
+    seeds: tuple[int, ...] = ()
+    workloads: tuple[Workload, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("draft_inits", "methods", "losses", "draft_lengths", "seeds", "workloads"):
-            values: tuple[Any, ...] = getattr(self, name)
-            require(bool(values), name, "must name at least one value", values)
+        number = 1
+        for name, values in vars(self).items():
             require(len(set(values)) == len(values), name, "must name each value once", values)
-        require(min(self.draft_lengths) >= 0, "draft_lengths", "must be >= 0", self.draft_lengths, "0 is tuned")
-        require(min(self.seeds) >= 0, "seeds", "must be >= 0", self.seeds)
-        number = len(self.variants())
+            number *= max(1, len(values))
+        require(min(self.draft_lengths, default=0) >= 0, "draft_lengths", "must be >= 0", self.draft_lengths, "0 tunes")
+        require(min(self.seeds, default=0) >= 0, "seeds", "must be >= 0", self.seeds)
         rule = f"must have at most {MAX_VARIANTS} variants"
         require(number <= MAX_VARIANTS, "the grid", rule, number, "shorten one of its lists, or run two ablations")
 
-    def variants(self) -> tuple[Variant, ...]:
-        """All of them; those that share a baseline lie together."""
+    def variants(self, recipes: Iterable[Recipe]) -> tuple[Variant, ...]:
+        """All variants of `recipes`, the ablation's for each workload; those that share a baseline lie together."""
         return tuple(
             Variant(
-                setting=Setting(workload=workload, init=init, method=method, loss=loss, num_speculative_tokens=k),
+                setting=Setting(
+                    workload=recipe.workload, init=init, method=method, loss=loss, num_speculative_tokens=k
+                ),
                 seed=seed,
             )
-            for workload, seed, init, method, loss, k in product(
-                self.workloads, self.seeds, self.draft_inits, self.methods, self.losses, self.draft_lengths
+            for recipe in recipes
+            for seed, init, method, loss, k in product(
+                self.seeds or (recipe.grpo.seed,),
+                self.draft_inits or (recipe.draft.init,),
+                self.methods or (recipe.draft.method,),
+                self.losses or (recipe.draft.loss,),
+                self.draft_lengths or (0,),
             )
         )
 
@@ -112,45 +118,60 @@ def _parts_of(variant: Variant) -> tuple[Part, ...]:
 
 
 def chosen_seeds(seeds: Iterable[int], kickoff_time: datetime) -> tuple[int, ...]:
-    """The seeds that are given, else one that follows from the day of the kickoff, as a schedule has no other.
-
-    It is the number of days since 1970-01-01 in UTC: 0 for the default of the launch form.
-    """
+    """The seeds that are given, else the one of a schedule's kickoff, else none: the recipe's is kept."""
     given = tuple(seeds)
-    if given:
-        return given
+    day = kickoff_day(kickoff_time)
+    return given or ((day,) if day else ())
+
+
+def kickoff_day(kickoff_time: datetime) -> int:
+    """Days from 1970-01-01 to the kickoff in UTC, the seed of what a schedule starts; 0 without a schedule."""
     moment = kickoff_time if kickoff_time.tzinfo is not None else kickoff_time.replace(tzinfo=UTC)
-    return ((moment - _EPOCH).days,)
+    return (moment - _EPOCH).days
 
 
-def variant_recipe(name: str, variant: Variant, requested: Mapping[str, Any]) -> Recipe:
-    """The recipe of one variant.
+def variant_recipes(
+    name: str, grid: Grid, requested: Mapping[str, Any]
+) -> dict[Variant, tuple[Recipe, dict[str, str]]]:
+    """Every variant of an ablation with its recipe, and who gave the recipe's values, as `resolve_recipe` says.
 
     Args:
         name: of the ablation's recipe, or a path to it.
         requested: what the launch overrides for all of them.
     Raises:
-        ConfigError: the recipe refuses the variant, which the error names.
+        ConfigError: the recipe refuses a variant, which the error names.
     """
     require_free(requested)
+    bases = {
+        recipe.workload: recipe
+        for recipe in (load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,))
+    }
+    return {
+        variant: _variant_recipe(
+            name, variant, requested, seeded=variant.seed != bases[variant.setting.workload].grpo.seed
+        )
+        for variant in grid.variants(bases.values())
+    }
+
+
+def _variant_recipe(
+    name: str, variant: Variant, requested: Mapping[str, Any], *, seeded: bool
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe of one variant; `seeded` where its seed is not the recipe's own, which draws the draft by another."""
     setting = variant.setting
     own: dict[str, Any] = {
-        "draft": {
-            "init": setting.init.value,
-            "method": setting.method.value,
-            "loss": setting.loss,
-            "seed": variant.seed,
-        },
-        "grpo": {"seed": variant.seed},
+        "draft": {"init": setting.init.value, "method": setting.method.value, "loss": setting.loss},
     }
+    if seeded:
+        own = merge(own, {"draft": {"seed": variant.seed}, "grpo": {"seed": variant.seed}})
     if setting.num_speculative_tokens:  # the engine must have room for it
         own["tuning"] = {"candidate_ks": [0, setting.num_speculative_tokens]}
     try:
-        recipe = load_recipe(name, workload=setting.workload, overrides=merge(requested, own))
-        require_loop(recipe, ArmLoop.SYNCHRONOUS)
+        resolved = resolve_recipe(name, workload=setting.workload, overrides=merge(requested, own))
+        require_loop(resolved[0], ArmLoop.SYNCHRONOUS)
     except ConfigError as error:
         raise ConfigError(f"variant {variant.name}: {error}") from error
-    return recipe
+    return resolved
 
 
 def require_free(requested: Mapping[str, Any]) -> None:

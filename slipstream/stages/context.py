@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,10 +13,14 @@ from slipstream.types import Arm, ArmLoop, arm_name
 EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
 """Environment variable that names a local execution before it starts."""
 
+_MAX_NAME = 60  # of the part that a recipe's file gives: directories and MLflow's keys hold more than the execution
+
 
 def new_execution(recipe: str) -> str:
-    """A name for a local execution: the recipe's and the time."""
-    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+    """A name for a local execution: the recipe's file and the time, in letters that a directory and MLflow take."""
+    letters = unicodedata.normalize("NFKD", Path(recipe).stem).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", letters).strip("-._")[:_MAX_NAME] or "recipe"
+    return f"{name}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
 
 
 def recorded_recipe(root: Path, execution: str) -> Path:

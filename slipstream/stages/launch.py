@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from slipstream.config import merge, parse_overrides, require
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import Recipe, absolute_paths, leaves, load_recipe
 from slipstream.types import ArmLoop, LoopMode, Workload
 
 _INPUTS = {
@@ -19,41 +22,52 @@ _INPUTS = {
 _IN_BOTH_LOOPS = "launch asynchronous_rl, which trains every arm in both loops"
 
 
-def requested(overrides: Iterable[str], *, num_steps: int, seed: int) -> dict[str, Any]:
-    """What a launch changes in its recipe.
+def add_inputs(command: ArgumentParser) -> None:
+    """The options of a command that are inputs of a workflow; one that is not given keeps the recipe's value."""
+    command.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
+    command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
+    command.add_argument("--seed", type=int, help="of prompts, sampling and training; default: the recipe's")
+
+
+def requested(
+    overrides: Iterable[str], *, workload: Workload | None = None, num_steps: int | None = None, seed: int | None = None
+) -> dict[str, Any]:
+    """What a launch changes in its recipe: an input that is None nothing, every other one wins over the file.
 
     Args:
         overrides: as in `grpo.group_size=16`.
-        num_steps: 0 keeps the recipe's.
     Raises:
         ConfigError: an item that cannot be read or has an input of its own.
     """
-    require(num_steps >= 0, "num_steps", "must be >= 0", num_steps, "0 keeps the recipe's")
     values = parse_overrides(overrides)
     for name, own in _INPUTS.items():
         require(not _holds(values, name), "overrides", f"must leave out {name}", name, f"give the input {own}")
-    return merge(values, {"grpo": {"seed": seed, **({"num_steps": num_steps} if num_steps else {})}})
+    grpo = {name: value for name, value in (("num_steps", num_steps), ("seed", seed)) if value is not None}
+    if workload is not None:
+        values = merge(values, {"workload": workload.value})
+    return merge(values, {"grpo": grpo}) if grpo else values
 
 
 def with_lag(
-    changes: Mapping[str, Any], recipe: str, *, workload: Workload, max_off_policy_steps: int, loop: ArmLoop | None
+    changes: Mapping[str, Any], recipe: str, *, max_off_policy_steps: int | None, loop: ArmLoop | None
 ) -> dict[str, Any]:
     """The changes of a launch, and that rollouts may lag: `one_step_off` where neither they nor the recipe say how.
 
     Args:
         recipe: name of the recipe, or a path to it.
-        max_off_policy_steps: 0 keeps the recipe's.
+        max_off_policy_steps: None keeps the recipe's.
         loop: what the workflow is there for; None of one that trains no arm.
     Raises:
         ConfigError: rollouts are to lag in a workflow that trains synchronously.
     """
     lag = max_off_policy_steps
-    require(lag >= 0, "max_off_policy_steps", "must be >= 0", lag, "0 keeps the recipe's")
-    require(lag == 0 or loop is not ArmLoop.SYNCHRONOUS, "max_off_policy_steps", "must be 0 here", lag, _IN_BOTH_LOOPS)
-    if not lag:
+    if lag is None:
         return dict(changes)
+    rule = "must be left out or 0 here"
+    require(lag == 0 or loop is not ArmLoop.SYNCHRONOUS, "max_off_policy_steps", rule, lag, _IN_BOTH_LOOPS)
     values: dict[str, Any] = {"max_off_policy_steps": lag}
-    if not _holds(changes, "loop.mode") and load_recipe(recipe, workload=workload).loop.is_synchronous:
+    of = {name: changes[name] for name in ("workload",) if name in changes}
+    if lag and not _holds(changes, "loop.mode") and load_recipe(recipe, overrides=of).loop.is_synchronous:
         values["mode"] = LoopMode.ONE_STEP_OFF.value
     return merge(changes, {"loop": values})
 
@@ -80,3 +94,16 @@ def _holds(values: Mapping[str, Any], name: str) -> bool:
             return False
         found = found[part]
     return True
+
+
+def handed_on(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Overrides for a process in another working directory: relative paths in them are absolute.
+
+    Raises:
+        ConfigError: an item that cannot be read.
+    """
+    items = list(overrides)
+    given, absolute = parse_overrides(items), absolute_paths(parse_overrides(items), Path.cwd())
+    if given == absolute:
+        return tuple(items)
+    return tuple(f"{name}={json.dumps(value)}" for name, value in leaves(absolute).items())

@@ -12,22 +12,21 @@ from slipstream.cluster.launch import require_fits
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import require
 from slipstream.drafts.methods import require_package
-from slipstream.recipe import Recipe, difference, load_recipe, parameters, write_recipe
+from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE, started_text
 from slipstream.stages.launch import require_loop
 from slipstream.stages.origin import origin_tags
 from slipstream.stages.runs import execution_run
 from slipstream.tracking import RunStatus
-from slipstream.types import ArmLoop, Workload
+from slipstream.types import ArmLoop
 
 logger = logging.getLogger(__name__)
 
 
-def start_run(  # noqa: PLR0913  # what a launch says
+def start_run(
     recipe_name: str,
     *,
-    workload: Workload | None,
     root: Path,
     execution: str,
     overrides: Mapping[str, Any],
@@ -44,11 +43,12 @@ def start_run(  # noqa: PLR0913  # what a launch says
         cluster: what the recipe must fit on; None, and one without pods: whatever this machine has.
         loop: that the workflow is there for; None of one that trains no arm, or that takes every recipe.
     """
-    recipe = load_recipe(recipe_name, workload=workload, overrides=overrides)
+    recipe, origins = resolve_recipe(recipe_name, overrides=overrides)
     if loop is not None:
         require_loop(recipe, loop)
     if cluster is not None:
-        recipe = on_cluster(recipe, cluster)
+        tracked, recipe = recipe.tracking, on_cluster(recipe, cluster)
+        origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
     if cluster is None or cluster.is_local:  # in a pod it is another image that drafts, and pretraining asks there
         require_package(recipe.draft.method)
     context = RunContext(
@@ -61,7 +61,8 @@ def start_run(  # noqa: PLR0913  # what a launch says
     path = recorded_recipe(root.resolve(), execution)
     if resume:
         _require_same(recipe, path, execution)
-    resolved = write_recipe(recipe, path)
+    is_recorded = recipe_path(recipe_name).resolve() == path  # and says by itself who gave which value
+    resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tracker = execution_run(
         context, recipe, {**origin_tags(), NOTE: started_text(recipe, execution)}, parameters(recipe)
     )

@@ -68,7 +68,7 @@ def log_execution(root: Path, name: str, seed: int, uri: str | None = None) -> N
         uri: the tracking server; None is the SQLite store under `root`.
     """
     overrides = {"tracking": {"uri": uri, "replay_every_s": 0.1, "close_wait_s": 120.0}, "grpo": {"seed": seed}}
-    context, path = start_run("tiny", workload=None, root=root, execution=name, overrides=overrides)
+    context, path = start_run("tiny", root=root, execution=name, overrides=overrides)
     recipe = load_recipe(str(path))
     for record in RECORD.arms:
         length = DraftLength(num_speculative_tokens=record.num_speculative_tokens, schedule=record.schedule)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.stages.context import EXECUTION_VARIABLE
-from slipstream.types import ArmLoop, Workload
+from slipstream.types import ArmLoop
 from tests.integration.small_recipe import write_small_recipe
 
 pytestmark = pytest.mark.slow
@@ -36,11 +36,11 @@ class Executions:
         # flytekit types what a task gives as all that it may give anywhere.
         started: Any = start_run(
             recipe=str(self.recipe),
-            workload=Workload.RL_ZERO,
-            num_steps=0,
-            seed=0,
+            workload=None,
+            num_steps=None,
+            seed=None,
             overrides=list(overrides),
-            max_off_policy_steps=0,
+            max_off_policy_steps=None,
             run_root=str(self.root),
             resume_execution="",
             reuse_stored=True,

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.recipe import CONFIGS, load_recipe, write_recipe
+from slipstream.types import Workload
 
 
 def test_check_accepts_the_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,3 +71,28 @@ def test_an_unknown_recipe_ends_in_one_line_and_status_2(capsys: pytest.CaptureF
     error = capsys.readouterr().err
     assert error.startswith("error: recipe must name a recipe file, got 'huge'; known recipes: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--seed", "0"], "--seed must be left out with --resume, got 0"),
+        (["--num-steps", "3"], "--num-steps must be left out with --resume, got 3"),
+        (["--recipe", "tiny"], "--recipe must be left out with --resume, got 'tiny'"),
+        (["--workload", "rl_zero"], "--workload must be left out with --resume, got <Workload.RL_ZERO: 'rl_zero'>"),
+    ],
+)
+def test_flags_that_a_resume_would_drop_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    assert main(["demo", "--resume", "--run-root", str(tmp_path), *arguments]) == 2
+    fix = "; an execution goes on with the recipe that it recorded"
+    assert capsys.readouterr().err == f"error: {named}{fix}\n"
+
+
+def test_check_takes_a_recipe_that_names_its_workload_at_its_word(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_recipe(load_recipe("qwen3_8b", workload=Workload.RL_THINK), tmp_path / "mine.yaml")
+    assert main(["check", str(path)]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["qwen3_8b, rl_think"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from slipstream import demo
 from slipstream.config import ConfigError
 from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.stages.context import recorded_recipe
+from slipstream.stages.context import new_execution, recorded_recipe
 from slipstream.supervisor import Outcome
+from slipstream.tracking.config import check_key
 from slipstream.types import Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
@@ -40,9 +42,6 @@ def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path)
     launch = demo.resumed(root, demo.LATEST, reuse_stored=True)
     assert launch == Launch(
         recipe=str(root / "b" / "start_run" / "recipe.yaml"),
-        workload=Workload.RL_THINK,
-        num_steps=5,
-        seed=7,
         execution="b",
         is_resumed=True,
     )
@@ -64,18 +63,60 @@ def test_without_an_unfinished_execution_there_is_nothing_to_resume(tmp_path: Pa
 
 def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
     for reuse_stored, flag in ((True, "--reuse_stored"), (False, "--no_reuse_stored")):
-        launch = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=reuse_stored)
+        launch = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=reuse_stored)
         assert launch.command(Path("runs"))[-1] == flag
         assert "--resume_execution" not in launch.command(Path("runs"))
 
 
+def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() -> None:
+    inputs = {"--workload", "--num_steps", "--seed"}
+    plain = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True).command(Path("runs"))
+    assert not inputs & set(plain)
+    given = demo.started("tiny", workload=Workload.RL_THINK, num_steps=2, seed=0, reuse_stored=True)
+    command = given.command(Path("runs"))
+    assert [command[command.index(name) + 1] for name in sorted(inputs)] == ["2", "0", "rl_think"]
+
+
+def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    launch = demo.started("mine.yaml", workload=None, num_steps=None, seed=None, reuse_stored=True)
+    assert launch.recipe == str(tmp_path / "mine.yaml")
+    assert demo.handed_on_recipe("tiny") == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("my recipe (2).yaml", "my-recipe-2"),
+        ("_private.yaml", "private"),
+        ("größe.yaml", "groe"),
+        ("日本.yaml", "recipe"),
+        (".hidden.yaml", "hidden"),
+        ("v1.5_a+b.yml", "v1.5_a-b"),
+        ("long" * 60 + ".yaml", ("long" * 60)[:60]),
+    ],
+)
+def test_a_recipe_file_of_any_name_gives_an_execution_a_name_that_can_be_tracked(file: str, name: str) -> None:
+    execution = new_execution(file)
+    assert re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}.*", execution)
+    check_key(f"{execution}/train_grpo_speculative_asynchronous")
+
+
+def test_a_flag_out_of_range_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"^grpo.num_steps must be .* got 0"):
+        demo.started("tiny", workload=None, num_steps=0, seed=None, reuse_stored=True)
+
+
 def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
     path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
-    begun = demo.started(str(path), Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
-    shipped = demo.started("tiny_async", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    begun = demo.started(str(path), workload=None, num_steps=None, seed=None, reuse_stored=True)
+    shipped = demo.started("tiny_async", workload=None, num_steps=None, seed=None, reuse_stored=True)
     for launch in (begun, shipped, demo.resumed(tmp_path, "e", reuse_stored=True)):
         assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
-    plain = demo.started("tiny", Workload.RL_ZERO, num_steps=0, seed=0, reuse_stored=True)
+    plain = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True)
     assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]
 
 
@@ -99,9 +140,7 @@ def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     ],
 )
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
-    import re
-
-    launch = Launch(recipe="tiny", workload=Workload.RL_ZERO, num_steps=0, seed=0, execution=name)
+    launch = Launch(recipe="tiny", execution=name)
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
     line = demo._last_words(launch, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slipstream.config import ConfigError, merge
-from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, write_recipe
+from slipstream.recipe import CONFIGS, difference, load_recipe, parameters, resolve_recipe, write_recipe
 from slipstream.types import Workload
 
 
@@ -26,6 +27,74 @@ def test_an_unknown_recipe_names_the_known_ones() -> None:
         == "recipe must name a recipe file, got 'tinny'; known recipes: qwen3_8b, qwen3_8b_h200, tiny, "
         "tiny_async"
     )
+
+
+def written(directory: Path, text: str, name: str = "mine.yaml") -> str:
+    """A recipe file: the embedded one with the sections of `text` laid over it."""
+    values = merge(yaml.safe_load((CONFIGS / "tiny.yaml").read_text()), yaml.safe_load(text))
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(yaml.safe_dump(values))
+    return str(directory / name)
+
+
+def test_what_nobody_gave_changes_nothing_and_what_was_given_wins_over_the_file(tmp_path: Path) -> None:
+    name = written(tmp_path, "{workload: rl_think, grpo: {seed: 5}}")
+    kept = load_recipe(name)
+    assert (kept.workload, kept.grpo.seed, kept.engine.max_model_len) == (Workload.RL_THINK, 5, 480)
+    given = load_recipe(name, workload=Workload.RL_ZERO, overrides={"grpo": {"seed": 0}})
+    assert (given.workload, given.grpo.seed, given.engine.max_model_len) == (Workload.RL_ZERO, 0, 256)
+    launched = load_recipe(name, overrides={"workload": "rl_zero"})
+    assert (launched.workload, launched.engine.max_model_len) == (Workload.RL_ZERO, 256)
+
+
+def test_a_written_recipe_says_behind_each_field_who_gave_it_this_value(tmp_path: Path) -> None:
+    name = written(tmp_path, "{workload: rl_think, data: {instruction: 'first # line\n\nlast: {problem}'}}")
+    recipe, origins = resolve_recipe(name, overrides={"grpo": {"seed": 7}, "tuning": {"candidate_ks": [0, 3]}})
+    path = write_recipe(recipe, tmp_path / "resolved.yaml", origins)
+    assert load_recipe(str(path)) == recipe
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    assert "seed: 7  # launch" in lines
+    assert "candidate_ks:  # launch" in lines
+    assert "workload: rl_think  # recipe" in lines
+    assert "max_model_len: 480  # recipe, workloads.rl_think" in lines
+    assert "num_steps: 24  # recipe" in lines
+    assert "clip_low: 0.2" in lines  # the default
+    assert any(line.endswith("last: {problem}'  # recipe") for line in lines)
+    assert "#" not in write_recipe(recipe, tmp_path / "bare.yaml").read_text().replace("first # line", "")
+
+
+def test_relative_paths_of_a_recipe_are_those_beside_its_file_and_of_a_launch_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes" / "sets").mkdir(parents=True)
+    (tmp_path / "caller" / "policy").mkdir(parents=True)
+    text = """
+    data:
+      train: [{path: rows.jsonl}, {path: ../more.parquet, max_rows: 3}, {path: sets}, {path: synthetic}, {path: a/hub}]
+      validation: [{path: /absolute.jsonl}, {path: ~/home.json}]
+    workloads: {rl_zero: {data: {draft_general: [{path: ./chats.jsonl}]}}}
+    tracking: {uri: "sqlite:///runs.db"}
+    """
+    name = written(tmp_path / "recipes", text)
+    monkeypatch.chdir(tmp_path / "caller")
+    launched = {"policy": {"model": "policy", "scratch": None}, "draft": {"init": "from_hub", "model": "./draft"}}
+    recipe = load_recipe("../recipes/mine.yaml", overrides=launched)
+    base = str(tmp_path / "recipes")
+    assert [source.path for source in recipe.data.train] == [
+        f"{base}/rows.jsonl",
+        f"{tmp_path}/more.parquet",
+        f"{base}/sets",
+        "synthetic",
+        "a/hub",
+    ]
+    assert [source.path for source in recipe.data.validation] == ["/absolute.jsonl", str(Path.home() / "home.json")]
+    assert recipe.data.draft_general[0].path == f"{base}/chats.jsonl"
+    assert recipe.tracking.uri == f"sqlite:///{base}/runs.db"
+    assert recipe.policy.model == f"{tmp_path}/caller/policy"
+    assert recipe.draft.model == f"{tmp_path}/caller/draft"
+    assert load_recipe(name, overrides=launched) == recipe
+    server = load_recipe(name, overrides={"tracking": {"uri": "http://127.0.0.1:5000"}})
+    assert server.tracking.uri == "http://127.0.0.1:5000"
 
 
 CRASH = (

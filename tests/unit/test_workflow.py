@@ -5,8 +5,15 @@ To accept a change on purpose: `python -m tests.unit.test_workflow` from the roo
 
 import json
 from collections import OrderedDict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from slipstream.demo import Launch
+from slipstream.recipe import CONFIGS
+from slipstream.types import Workload
 
 GOLDEN = Path(__file__).with_name("golden") / "speculative_rl.json"
 
@@ -49,6 +56,36 @@ def _registered() -> dict[str, Any]:
 
 def test_the_registered_workflow_is_the_golden_one() -> None:
     assert _registered() == json.loads(GOLDEN.read_text())
+
+
+def _inputs_read(monkeypatch: pytest.MonkeyPatch, workflow: str, *arguments: str) -> dict[str, Any]:
+    """What `pyflyte run` reads from its command line, the workflow not run."""
+    from click.testing import CliRunner
+    from flytekit.clis.sdk_in_container import run
+    from flytekit.clis.sdk_in_container.pyflyte import main
+
+    seen: dict[str, Any] = {}
+    monkeypatch.chdir(CONFIGS.parent)
+    monkeypatch.setattr(run, "run_command", lambda *_: lambda **inputs: seen.update(inputs))
+    ended = CliRunner().invoke(main, ["run", f"workflows/{workflow}.py", workflow, *arguments])
+    assert (ended.exit_code, ended.exception) == (0, None), ended.output
+    return seen
+
+
+def test_pyflyte_run_reads_what_a_demo_was_given_and_nothing_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(recipe="tiny", execution="e", workload=Workload.RL_THINK, seed=0)
+    read = _inputs_read(monkeypatch, "speculative_rl", *launch.command(Path("/runs"))[4:])
+    assert (read["workload"], read["seed"], read["num_steps"]) == (Workload.RL_THINK, 0, None)
+
+
+@pytest.mark.parametrize("workflow", ["speculative_rl", "asynchronous_rl", "bake_off", "ablation"])
+def test_inputs_that_are_left_out_say_nothing_of_the_recipe(workflow: str) -> None:
+    inputs = getattr(import_module(f"workflows.{workflow}"), workflow).python_interface.inputs_with_defaults
+    own = {"workload", "num_steps", "seed", "max_off_policy_steps", "overrides", "seeds", "workloads"} & inputs.keys()
+    if workflow == "ablation":
+        own |= {"draft_inits", "methods", "losses", "draft_lengths"}
+    assert len(own) >= 4
+    assert all(inputs[name][1] in (None, []) for name in own)
 
 
 def test_the_store_alone_keeps_outputs_and_every_expensive_task_is_retried() -> None:

@@ -39,7 +39,7 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(runs, "Tracker", Noting)
     path = write_recipe(recipe, tools.directory / "recipe.yaml")
     root = tools.directory / "root"
-    context, _ = start_run.start_run(str(path), workload=None, root=root, execution="e", overrides={})
+    context, _ = start_run.start_run(str(path), root=root, execution="e", overrides={})
     return [str(each).replace(str(root), "root") for each in seen], context.experiment, context.workload
 
 

@@ -32,7 +32,7 @@ DRIFTED = DriftRecord(
 def execute(root: Path, execution: str, record: RunRecord) -> tuple[DriftRecord, RunContext, Recipe]:
     """An execution of the tiny recipe that came to `record`, through the functions that the tasks call."""
     overrides = {"tracking": {"replay_every_s": 0.1, "drift": {"min_executions": 3}}}
-    context, path = start_run("tiny", workload=None, root=root, execution=execution, overrides=overrides)
+    context, path = start_run("tiny", root=root, execution=execution, overrides=overrides)
     recipe, directory = load_recipe(str(path)), root / execution / "report_speedup"
     drift = drift_of(context, recipe, record)
     write_record(record, directory / "run.json")

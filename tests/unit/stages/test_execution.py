@@ -38,7 +38,7 @@ def client(root: Path) -> Any:
 
 
 def start(root: Path, execution: str) -> tuple[RunContext, Recipe]:
-    context, path = start_run("tiny", workload=None, root=root, execution=execution, overrides=FAST)
+    context, path = start_run("tiny", root=root, execution=execution, overrides=FAST)
     return context, load_recipe(str(path))
 
 

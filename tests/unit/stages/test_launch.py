@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, parse_overrides
 from slipstream.recipe import Recipe, load_recipe, write_recipe
-from slipstream.stages.launch import requested, require_loop, with_lag
+from slipstream.stages.launch import handed_on, requested, require_loop, with_lag
 from slipstream.types import ArmLoop, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
 
-def refusal(*overrides: str, num_steps: int = 0) -> str:
+def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        requested(overrides, num_steps=num_steps, seed=1)
+        requested(overrides, seed=1)
     return str(caught.value)
 
 
@@ -27,9 +27,9 @@ def with_loop(directory: Path, **loop: Any) -> Recipe:
 
 
 def lagging(
-    changes: dict[str, Any], recipe: str, lag: int, *, loop: ArmLoop | None = ArmLoop.ASYNCHRONOUS
+    changes: dict[str, Any], recipe: str, lag: int | None, *, loop: ArmLoop | None = ArmLoop.ASYNCHRONOUS
 ) -> dict[str, Any]:
-    return with_lag(changes, recipe, workload=Workload.RL_ZERO, max_off_policy_steps=lag, loop=loop)
+    return with_lag(changes, recipe, max_off_policy_steps=lag, loop=loop)
 
 
 def test_overrides_steps_and_seed_are_laid_together() -> None:
@@ -40,8 +40,21 @@ def test_overrides_steps_and_seed_are_laid_together() -> None:
     }
 
 
-def test_zero_steps_keep_the_recipes() -> None:
-    assert requested([], num_steps=0, seed=0) == {"grpo": {"seed": 0}}
+def test_an_input_that_is_not_given_changes_nothing_and_0_is_given() -> None:
+    assert requested([]) == {}
+    assert requested([], workload=Workload.RL_ZERO, seed=0) == {"workload": "rl_zero", "grpo": {"seed": 0}}
+
+
+def test_overrides_for_a_process_elsewhere_hold_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = ("grpo.group_size=16", "policy.model=Qwen/Qwen3-8B")
+    assert handed_on(plain) == plain
+    handed = handed_on(["draft.model=./draft", "data.train=[{path: a.jsonl, max_rows: 3}]", "name=mine"])
+    assert parse_overrides(handed) == {
+        "draft": {"model": f"{tmp_path}/draft"},
+        "data": {"train": [{"path": f"{tmp_path}/a.jsonl", "max_rows": 3}]},
+        "name": "mine",
+    }
 
 
 @pytest.mark.parametrize(
@@ -60,7 +73,12 @@ def test_a_field_with_an_input_of_its_own_is_refused_among_overrides(item: str, 
 
 def test_a_lag_makes_a_synchronous_recipe_one_step_off() -> None:
     assert lagging({}, "tiny", 2) == {"loop": {"max_off_policy_steps": 2, "mode": "one_step_off"}}
-    assert lagging({"name": "mine"}, "tiny", 0) == {"name": "mine"}
+    assert lagging({"name": "mine"}, "tiny", None) == {"name": "mine"}
+
+
+def test_a_lag_of_0_is_given_and_wins_over_the_recipes(tmp_path: Path) -> None:
+    with_loop(tmp_path, mode="one_step_off", max_off_policy_steps=1)
+    assert lagging({}, str(tmp_path / "recipe.yaml"), 0) == {"loop": {"max_off_policy_steps": 0}}
 
 
 def test_a_lag_leaves_a_loop_as_the_recipe_or_the_overrides_have_it(tmp_path: Path) -> None:
@@ -71,16 +89,16 @@ def test_a_lag_leaves_a_loop_as_the_recipe_or_the_overrides_have_it(tmp_path: Pa
 
 
 def test_a_negative_lag_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^max_off_policy_steps must be >= 0, got -1; 0 keeps the recipe's$"):
-        lagging({}, "tiny", -1)
+    with pytest.raises(ConfigError, match=r"^loop.max_off_policy_steps must be >= 0, got -1$"):
+        load_recipe("tiny", overrides=lagging({}, "tiny", -1))
 
 
 def test_a_lag_is_refused_where_nothing_lags() -> None:
     with pytest.raises(ConfigError) as refused:
         lagging({}, "tiny", 1, loop=ArmLoop.SYNCHRONOUS)
     fix = "launch asynchronous_rl, which trains every arm in both loops"
-    assert str(refused.value) == f"max_off_policy_steps must be 0 here, got 1; {fix}"
-    assert lagging({}, "tiny", 0, loop=ArmLoop.SYNCHRONOUS) == {}
+    assert str(refused.value) == f"max_off_policy_steps must be left out or 0 here, got 1; {fix}"
+    assert lagging({}, "tiny", None, loop=ArmLoop.SYNCHRONOUS) == {}
 
 
 def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
@@ -99,7 +117,3 @@ def test_a_workflow_takes_the_recipes_of_its_loop_alone(tmp_path: Path) -> None:
         "loop.mode must be one_step_off or in_flight here, got 'synchronous'; set it, or max_off_policy_steps at the "
         "launch; speculative_rl trains synchronously"
     )
-
-
-def test_a_negative_number_of_steps_is_refused() -> None:
-    assert refusal(num_steps=-1) == "num_steps must be >= 0, got -1; 0 keeps the recipe's"

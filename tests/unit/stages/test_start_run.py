@@ -20,7 +20,7 @@ UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s":
 
 def start(root: Path, *, resume: bool, **overrides: Any) -> tuple[RunContext, Path]:
     values = {"tracking": UNTRACKED, **overrides}
-    return start_run("tiny", workload=None, root=root, execution="run", overrides=values, resume=resume)
+    return start_run("tiny", root=root, execution="run", overrides=values, resume=resume)
 
 
 def test_a_resumed_execution_keeps_its_directory_and_its_recipe(tmp_path: Path) -> None:
@@ -29,6 +29,15 @@ def test_a_resumed_execution_keeps_its_directory_and_its_recipe(tmp_path: Path) 
     assert again == first
     assert resolved == recorded == tmp_path / "run" / "start_run" / "recipe.yaml"
     assert load_recipe(str(resolved)).tracking.replay_every_s == 0.2  # where it is tracked is no part of it
+
+
+def test_a_recorded_recipe_that_goes_on_says_who_gave_its_values_at_the_start(tmp_path: Path) -> None:
+    _, recorded = start(tmp_path, resume=False, grpo={"seed": 3})
+    before = recorded.read_text()
+    assert "  seed: 3  # launch\n" in before
+    _, resolved = start_run(str(recorded), root=tmp_path, execution="run", overrides={}, resume=True)
+    assert resolved == recorded
+    assert recorded.read_text() == before
 
 
 def test_the_executions_run_stays_open_for_its_tasks(tmp_path: Path) -> None:
@@ -60,9 +69,7 @@ def test_suffix_decoding_is_refused_where_its_package_is_not_installed(tmp_path:
 
 
 def start_on(root: Path, cluster: str, recipe: str, **overrides: Any) -> Path:
-    return start_run(
-        recipe, workload=None, root=root, execution="run", overrides=overrides, cluster=read_profile(cluster)
-    )[1]
+    return start_run(recipe, root=root, execution="run", overrides=overrides, cluster=read_profile(cluster))[1]
 
 
 def test_a_recipe_without_a_server_is_tracked_by_the_clusters(tmp_path: Path) -> None:

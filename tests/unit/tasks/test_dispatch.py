@@ -98,7 +98,7 @@ class Stages:
         return stage
 
     def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
-        self.seen |= {"recipe": recipe, "root": inputs["root"], "workload": inputs["workload"], "loop": inputs["loop"]}
+        self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"], "loop": inputs["loop"]}
         return _context(inputs["root"]), self.recipe
 
     def _fail_run(self, root: Path, execution: str, *, node: str, message: str) -> None:
@@ -119,6 +119,7 @@ class Stages:
 
     def _plan_ablation(self, recipe: str, grid: Grid, **inputs: Any) -> dict[Kind, list[RunContext]]:
         self.seen |= {"recipe": recipe, "grid": grid, "root": inputs["root"], "execution": inputs["execution"]}
+        self.seen["changes"] = inputs["requested"]
         return {kind: [_context(inputs["root"])] for kind in Kind}
 
     def _make_part(self, context: RunContext) -> str:
@@ -179,10 +180,10 @@ def _marks(*names: str) -> dict[str, str]:
 _FORM = {
     "recipe": "tiny",
     "workload": Workload.RL_THINK,
-    "num_steps": 0,
+    "num_steps": None,
     "seed": 0,
     "overrides": [],
-    "max_off_policy_steps": 0,
+    "max_off_policy_steps": None,
     "resume_execution": "",
     "reuse_stored": True,
     "num_speculative_tokens": 3,
@@ -196,7 +197,7 @@ _GRID = {
     "draft_lengths": [3, 7],
     "seeds": [],
     "workloads": [Workload.RL_THINK],
-    "num_steps": 0,
+    "num_steps": 2,
     "overrides": [],
     "kickoff_time": datetime(1970, 1, 3, tzinfo=UTC),
     "reuse_stored": True,
@@ -215,7 +216,11 @@ _ARMS = {"arms": ["arms", "arms"]}
 CASES = {
     "start_run": Case(
         values={**_FORM, "loop": ArmLoop.SYNCHRONOUS},
-        seen={"recipe": "tiny", "workload": Workload.RL_THINK, "loop": ArmLoop.SYNCHRONOUS},
+        seen={
+            "recipe": "tiny",
+            "changes": {"workload": "rl_think", "grpo": {"seed": 0}},  # given is given, 0 too
+            "loop": ArmLoop.SYNCHRONOUS,
+        },
         handed_on=("recipe.yaml",),
     ),
     "prepare_data": Case(seen={}, handed_on=(_DELIVERED, "manifest.json", "tokenizer.json", "train.jsonl")),
@@ -278,6 +283,7 @@ CASES = {
                 seeds=(2,),  # the kickoff's day
                 workloads=(Workload.RL_THINK,),
             ),
+            "changes": {"grpo": {"num_steps": 2}},
         },
         handed_on=(),
     ),

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from slipstream.types import ArmLoop
+from slipstream.recipe import CONFIGS
+from slipstream.types import ArmLoop, Workload
 from tests.forked.tasks import forked
 
 ROOT = Path(__file__).parents[3]
 INPUTS: dict[str, Any] = {
     "recipe": "tiny",
-    "workload": "rl_zero",
-    "num_steps": 0,
-    "seed": 0,
+    "workload": None,
+    "num_steps": None,
+    "seed": None,
     "overrides": [],
-    "max_off_policy_steps": 0,
+    "max_off_policy_steps": None,
     "resume_execution": "",
     "reuse_stored": True,
     "loop": "synchronous",
@@ -39,7 +41,6 @@ def started(directory: Path, *, cluster: str = "local", **changes: Any) -> tuple
 
     kinds = start_run.python_interface.inputs
     given = INPUTS | {"run_root": str(directory / "runs")} | changes
-    given["workload"] = kinds["workload"](given["workload"])
     given["loop"] = ArmLoop(given["loop"])
     literals = TypeEngine.dict_to_literal_map(FlyteContextManager.current_context(), given, kinds)
     inputs, outputs = directory / "inputs.pb", directory / "outputs"
@@ -71,6 +72,24 @@ def test_a_sound_launch_records_its_recipe_in_the_store(tmp_path: Path) -> None:
     assert list((tmp_path / "raw").rglob("recipe.yaml"))
 
 
+def test_the_recorded_recipe_keeps_the_seed_of_the_file_unless_the_launch_gives_one(tmp_path: Path) -> None:
+    values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text()) | {"workload": "rl_think"}
+    values["grpo"]["seed"] = 5
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+
+    def recorded(name: str, **given: Any) -> list[str]:
+        (tmp_path / name).mkdir()
+        message, _ = started(tmp_path / name, recipe=str(tmp_path / "mine.yaml"), overrides=[NO_SERVER], **given)
+        assert message == ""
+        (path,) = (tmp_path / name / "runs").glob("*/start_run/recipe.yaml")
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        return [line for line in lines if line.startswith(("workload:", "seed:")) and "#" in line]
+
+    assert recorded("kept") == ["workload: rl_think  # recipe", "seed: 5  # recipe"]
+    given = recorded("given", seed=0, workload=Workload.RL_ZERO)
+    assert given == ["workload: rl_zero  # launch", "seed: 0  # launch"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -81,7 +100,7 @@ def test_a_sound_launch_records_its_recipe_in_the_store(tmp_path: Path) -> None:
         ({"overrides": ["grpo.group_size=1"]}, "grpo.group_size must be >= 2, got 1"),
         ({"run_root": "runs"}, "run_root must be absolute in pods, got 'runs'"),
         ({"run_root": "s3://bucket/runs"}, "run_root must be a path, not a URI, got 's3://bucket/runs'"),
-        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be 0 here, got 1; launch asynchronous_rl"),
+        ({"max_off_policy_steps": 1}, "max_off_policy_steps must be left out or 0 here, got 1; launch asynchronous_rl"),
         (
             {"max_off_policy_steps": 1, "loop": "asynchronous"},
             "grpo.loss.correction must be given with loop.max_off_policy_steps 1",
