@@ -273,9 +273,16 @@ def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
         Tracker.open(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
 
 
-def test_a_param_that_mlflow_would_cut_is_refused(root: Path) -> None:
-    with pytest.raises(ConfigError, match="param prompt must have <= 6000 characters"):
-        Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params={"prompt": "x" * 6001})
+def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(root: Path, client: Any) -> None:
+    many = {f"p{i}": "\N{SLIGHTLY SMILING FACE}" * 6000 for i in range(40)}  # 12 bytes of JSON each
+    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params=many) as tracker:
+        tracker.log_params({"instruction": "x" * 7000})
+        tracker.set_tags({"mlflow.note.content": "y" * 9000})
+    data = find_run(client, "e12").data
+    assert len(data.params) == 41
+    assert data.params["p39"] == many["p39"]
+    assert data.params["instruction"].endswith("x [cut: 7000 characters in all]")
+    assert data.tags["mlflow.note.content"].endswith("y [cut: 9000 characters in all]")
 
 
 def test_an_empty_uri_is_refused() -> None:
