@@ -220,8 +220,8 @@ def _replay(options: argparse.Namespace) -> int:
     except TrackingError as error:
         print(f"error: nothing more was sent: {error}", file=sys.stderr)
         return 1
-    left_out = f"; {result.num_broken_lines} lines that a crash cut off are lost" if result.num_broken_lines else ""
-    print(f"{result.num_runs} runs are whole on {uri}; {result.num_points} points were sent now{left_out}")
+    left_out = f"; {result.num_broken_lines} line(s) that a crash cut off are lost" if result.num_broken_lines else ""
+    print(f"{result.num_runs} run(s) are whole on {uri}; {result.num_points} points were sent now{left_out}")
     for spool, reason in result.refused.items():
         print(f"error: {spool} has not arrived: {reason}", file=sys.stderr)
     if result.refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.tracking.config import SQLITE, TrackingConfig, check_key, existing_sqlite
+from slipstream.tracking.config import TrackingConfig, check_key, existing_sqlite, is_sqlite
 from slipstream.tracking.store import MlflowStore
 
 
@@ -16,7 +16,7 @@ def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:
         TrackingError: the server does not answer, or lacks the run or the artifact.
     """
     check_key(key)
-    if uri.startswith(SQLITE):
+    if is_sqlite(uri):
         existing_sqlite(uri)
     store = MlflowStore(uri, request_timeout_s=TrackingConfig().request_timeout_s)
     return store.fetch_artifact(key, name, directory)

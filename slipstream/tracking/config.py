@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from slipstream.config import require
 
@@ -25,7 +25,7 @@ _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
 _TIME_UNITS = ("_s", "_ms")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,240}")  # room for the `changed.` of a tag
-SQLITE = "sqlite:///"
+_SQLITE, _QUOTED_SQLITE = "sqlite:///", "sqlite+pysqlite:///"
 
 # Source: MLflow 3.17, `mlflow.utils.validation`.
 _MAX_NAME_CHARACTERS = 250
@@ -85,19 +85,27 @@ def store_uri(config: TrackingConfig, root: Path) -> str:
 
 
 def sqlite_uri(path: Path) -> str:
-    """The address of the SQLite file `path`, quoted as SQLAlchemy (from 2.1 on) reads it: `%` and `?` mean something.
+    """The address of the SQLite file `path`, with `%` and `?` quoted as SQLAlchemy (from 2.1 on) reads it.
+
+    A quoted one names the driver too: without it MLflow makes a directory of the quoted name beside the right one.
 
     Raises:
         ConfigError: a name on the path is not UTF-8, which no address can hold.
     """
     text = str(path)
     require(text.encode(errors="replace").decode() == text, "run root", "must be a path in UTF-8", text, "rename it")
-    return f"{SQLITE}{quote(text)}"
+    quoted = text.replace("%", "%25").replace("?", "%3F")
+    return f"{_SQLITE if quoted == text else _QUOTED_SQLITE}{quoted}"
+
+
+def is_sqlite(uri: str) -> bool:
+    """Whether `uri` stands for a SQLite file."""
+    return uri.startswith((_SQLITE, _QUOTED_SQLITE))
 
 
 def sqlite_path(uri: str) -> Path:
     """The file that `uri`, an address as of `sqlite_uri`, stands for."""
-    return Path(unquote(uri.removeprefix(SQLITE).partition("?")[0]))
+    return Path(unquote(uri.removeprefix(_SQLITE).removeprefix(_QUOTED_SQLITE).partition("?")[0]))
 
 
 def existing_sqlite(uri: str) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import require
-from slipstream.tracking.config import EXECUTION, KIND_TAG, SQLITE, existing_sqlite
+from slipstream.tracking.config import EXECUTION, KIND_TAG, existing_sqlite, is_sqlite
 from slipstream.tracking.store import TrackingError
 
 _PAGE = 1000
@@ -92,7 +92,7 @@ def _source(uri: str) -> _Source:
     if uri.startswith(("http://", "https://")):
         return _Server(uri)
     rule = "must be the address of an MLflow server or sqlite:///FILE"
-    require(uri.startswith(SQLITE), "uri", rule, uri, "start MLflow's server on that store")
+    require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
     return _SqliteFile(existing_sqlite(uri))
 
 

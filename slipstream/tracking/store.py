@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.tracking.config import KEY_TAG, SQLITE, sqlite_path, sqlite_uri
+from slipstream.tracking.config import KEY_TAG, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 from slipstream.tracking.views import experiment_tags
 
@@ -53,7 +53,7 @@ class MlflowStore:
         import_mlflow(request_timeout_s)
         self.uri = uri
         with _translated(uri):
-            self._client = _open_sqlite(uri) if uri.startswith(SQLITE) else _open(uri)
+            self._client = _open_sqlite(uri) if is_sqlite(uri) else _open(uri)
 
     def check(self) -> None:
         """Ask the server something that costs it nothing."""
@@ -145,7 +145,7 @@ class MlflowStore:
             self._offer_views(found.experiment_id, found.tags)
             return found.experiment_id
         location = None
-        if self.uri.startswith(SQLITE):
+        if is_sqlite(self.uri):
             location = (sqlite_path(self.uri).absolute().parent / "artifacts").as_uri()
         try:
             created = self._client.create_experiment(name, artifact_location=location)
