@@ -265,12 +265,22 @@ def _create_sqlite(path: Path) -> None:
 def _translated(uri: str) -> Iterator[None]:
     """Turn whatever MLflow and what lies below it (HTTP client, database, a driver that lacks) raise into one error.
 
-    It names the server, and says the first line of what was raised: a database adds its statement.
+    It names the server, and says the reason on one line.
     """
     try:
         yield
     except TrackingError:
         raise
     except Exception as error:
-        said = str(error).strip().splitlines()
-        raise TrackingError(f"tracking server {uri}: {said[0] if said else type(error).__name__}") from error
+        raise TrackingError(f"tracking server {uri}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, for a database adds its statement; of a connection that failed, why it did."""
+    said: BaseException = error
+    below = error.__cause__ or error.__context__
+    if isinstance(below, OSError):  # what the HTTP client raises is one, and so is what lies at the bottom of it
+        while below is not None:
+            said = below if isinstance(below, OSError) else said
+            below = below.__cause__ or below.__context__
+    return next(iter(str(said).strip().splitlines()), type(said).__name__)
