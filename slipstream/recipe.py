@@ -32,7 +32,7 @@ from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
-from slipstream.tracking.config import TrackingConfig
+from slipstream.tracking.config import TrackingConfig, check_experiment
 from slipstream.types import LoopMode, Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
@@ -67,6 +67,7 @@ class Recipe:
     simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
     def __post_init__(self) -> None:
+        check_experiment(self.name, "name")
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
         self._check_online()

@@ -67,7 +67,8 @@ class Tracker:
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
         self._append(Event(kind="open", time_ms=now_ms(), header=header))
         import_mlflow(config.request_timeout_s)
-        self._thread = _ReplayThread(self._spool, config=config, root=root)
+        command = replay_command(root, config.uri)
+        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
         self._thread.start()
 
     @classmethod
@@ -192,12 +193,12 @@ class Tracker:
 class _ReplayThread(threading.Thread):
     """Replays one spool until told to finish. It alone talks to MLflow; a server that hangs, hangs this thread only."""
 
-    def __init__(self, spool: Spool, *, config: TrackingConfig, root: Path) -> None:
+    def __init__(self, spool: Spool, *, uri: str, config: TrackingConfig, command: str) -> None:
         super().__init__(name=f"replay {spool.path.name}", daemon=True)
         self._spool = spool
-        self._uri = store_uri(config, root)
+        self._uri = uri
         self._config = config
-        self._command = replay_command(root, config.uri)
+        self._command = command  # brings what does not arrive
         self._finishing = threading.Event()
         self._tried = threading.Event()
         self._arrived = threading.Event()

@@ -231,7 +231,7 @@ def test_whatever_fails_is_tried_again(
 
 def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool" / "x.jsonl")
-    thread = _ReplayThread(spool, config=TrackingConfig(), root=tmp_path)
+    thread = _ReplayThread(spool, uri=DEAD, config=TrackingConfig(), command="")
     pauses = []
     for thread._num_failures in (0, 1, 2, 4, 2000):
         pauses.append(thread._pause_s())
