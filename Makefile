@@ -55,7 +55,7 @@ bakeoff: setup ## compare drafters on one policy, their steps in turn (ARGS="--m
 
 mlflow: setup ## open MLflow on runs/: prints the tables of executions and of arms, then serves (PORT=5000)
 	@$(VENV)/bin/slipstream views --run-root runs --server http://127.0.0.1:$(PORT)
-	$(VENV)/bin/mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db
+	$(VENV)/bin/mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///runs/mlflow.db
 
 bench-setup: setup requirements/bench.lock ## lay TRL over the main environment, for the comparison
 	@$(PYTHON_IN_VENV) -m uv pip install --quiet --no-deps --target $(BENCH) -r requirements/bench.lock

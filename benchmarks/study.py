@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from slipstream.config import from_mapping, merge, require, to_mapping
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.records.files import append_line
 from slipstream.report.summary import ArmSummary
 from slipstream.types import Workload
 
@@ -109,11 +110,10 @@ def gain(arm: ArmSummary) -> float:
 
 
 def append(result: SeedResult, path: Path) -> None:
-    """Add one line in one write, so that seeds that finish together do not mix."""
+    """Add one line, mostly in one write, so that seeds that finish together do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(to_mapping(result), allow_nan=False) + "\n"
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode())
+    with path.open("a+b", buffering=0) as file:
+        append_line(file, json.dumps(to_mapping(result), allow_nan=False).encode())
         os.fsync(file.fileno())
 
 
@@ -125,14 +125,22 @@ def finished(path: Path, study: Study, seeds: Sequence[int]) -> dict[int, SeedRe
     """
     if not path.is_file():
         return {}
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    results = [from_mapping(SeedResult, json.loads(line), path.name) for line in lines]
+    results = [from_mapping(SeedResult, values, path.name) for values in _whole_lines(path)]
     keys = {seed: study.key(seed) for seed in seeds}
     return {
         result.seed: result
         for result in results
         if keys.get(result.seed) == result.key and (result.start_accuracy is not None or not study.evaluate)
     }
+
+
+def _whole_lines(path: Path) -> Iterator[Any]:
+    """What the lines say; one that a crash cut off is no JSON, and its seed runs again."""
+    for line in path.read_bytes().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
 
 
 def table(results: Mapping[int, SeedResult]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ def _show(root: Path) -> None:
     print()
     print(speedup_table(record))
     print(f"\nreport: {latest / 'report.html'}")
-    print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {record.tracking_uri}")
+    print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -215,13 +216,23 @@ def _sizes(recipe: Recipe) -> str:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from slipstream.tracking import TrackingConfig, replay, spool_directory, store_uri
+    from slipstream.tracking import TrackingConfig, TrackingError, replay, spool_directory, store_uri
 
     logs.configure()
     root = Path(options.run_root)
-    uri = options.uri or store_uri(TrackingConfig(), root)
-    print(replay(spool_directory(root), uri))
-    return 0
+    uri = store_uri(TrackingConfig(uri=options.uri), root)
+    try:
+        result = replay(spool_directory(root), uri)
+    except TrackingError as error:
+        print(f"error: nothing more was sent: {error}", file=sys.stderr)
+        return 1
+    left_out = f"; {result.num_broken_lines} line(s) that a crash cut off are lost" if result.num_broken_lines else ""
+    print(f"{result.num_runs} run(s) are whole on {uri}; {result.num_points} points were sent now{left_out}")
+    for spool, reason in result.refused.items():
+        print(f"error: {spool} has not arrived: {reason}", file=sys.stderr)
+    if result.refused:
+        print("replay again when that is mended; to give a run up, remove its spool", file=sys.stderr)
+    return 1 if result.refused else 0
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:

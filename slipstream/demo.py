@@ -23,7 +23,7 @@ from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe
 from slipstream.stages.launch import requested
 from slipstream.supervisor import Outcome, supervise
-from slipstream.tracking import RunStatus, end_open_runs, unsent
+from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
 from slipstream.types import Workload
 
 LATEST = ""
@@ -98,7 +98,7 @@ def handed_on_recipe(recipe: str) -> str:
 
 
 def run(launch: Command, root: Path) -> int:
-    """Run the workflow to its end; the exit status. An interrupted or failed one prints how to go on."""
+    """Run the workflow to its end; the exit status. Prints how to go on, and what MLflow has not got."""
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: launch.execution}
     profile = environment.get(CLUSTER_VARIABLE, "")
@@ -109,8 +109,9 @@ def run(launch: Command, root: Path) -> int:
         discard_transfers(outcome.pid)
         if outcome.status:
             end_open_runs(root, launch.execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
-    if outcome.status:
-        print(_last_words(launch, root, outcome), file=sys.stderr, flush=True)
+    words = _last_words(launch, root, outcome)
+    if words:
+        print(words, file=sys.stderr, flush=True)
     return outcome.status
 
 
@@ -194,16 +195,22 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
 
 
 def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
-    """What an interrupted or failed execution leaves to be done; the last line says how to go on."""
+    """What an execution leaves to be done; the last line says how to go on with an interrupted or failed one."""
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
+    recorded = recorded_recipe(root, launch.execution)
     waiting = unsent(root, launch.execution)
     if waiting:
-        replay = shlex.join([*_slipstream(), "replay", str(root)])
-        lines.append(f"{len(waiting)} MLflow run(s) are not up to date; they are when you go on, or by: {replay}")
+        uri = load_recipe(str(recorded)).tracking.uri if recorded.is_file() else None
+        replay = replay_command(root, uri, program=_slipstream())
+        when = "when you go on, or by" if outcome.status else "by"
+        lines.append(f"{len(waiting)} MLflow run(s) are not up to date: {', '.join(waiting)}")
+        lines.append(f"they are {when}: {replay}")
+    if not outcome.status:
+        return "\n".join(lines)
     if _starts_anew(root, launch.execution):
         lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
-    elif recorded_recipe(root, launch.execution).is_file():
+    elif recorded.is_file():
         resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", launch.execution])
         lines.append(f"{what}; go on with: {resume}")
     else:

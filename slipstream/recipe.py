@@ -34,7 +34,7 @@ from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
-from slipstream.tracking.config import TrackingConfig
+from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.types import LoopMode, Workload
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
@@ -77,6 +77,7 @@ class Recipe:
     simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
     def __post_init__(self) -> None:
+        check_experiment(self.name, "name")
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
         self._check_online()
@@ -379,15 +380,14 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 def _absolute_path(value: Any, base: Path) -> Any:
     """A path as an absolute one; a hub id, a server's address and what is no text stay as they are."""
-    if not isinstance(value, str) or value in _NO_PATHS:
+    if not isinstance(value, str) or not value or value in _NO_PATHS:
         return value
-    scheme, _, rest = value.rpartition("sqlite:///")
-    if scheme or "://" in rest:
+    if is_sqlite(value):
+        return sqlite_uri(Path(os.path.abspath(base / sqlite_path(value).expanduser())))
+    is_path = value.startswith((".", "~")) or Path(value).suffix in DATA_SUFFIXES
+    if "://" in value or not (is_path or (base / value).exists()):
         return value
-    is_path = rest.startswith((".", "~")) or Path(rest).suffix in DATA_SUFFIXES or rest != value
-    if not rest or not (is_path or (base / rest).exists()):
-        return value
-    return value.removesuffix(rest) + os.path.abspath(base / Path(rest).expanduser())
+    return os.path.abspath(base / Path(value).expanduser())
 
 
 def write_recipe(recipe: Recipe, path: Path, origins: Mapping[str, str] | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""Records as JSON files, written whole or not at all."""
+"""Records as JSON files and lines of append-only files, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from dataclasses import asdict, is_dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,32 @@ def read_record(cls: type[R], path: Path) -> R:
         ConfigError: the file holds other fields than `cls`.
     """
     return from_mapping(cls, json.loads(path.read_text()), path.name)
+
+
+def append_line(file: FileIO, line: bytes) -> None:
+    """Append `line` with its end, as a line of its own even where a crash cut off the one before.
+
+    Args:
+        file: opened with "a+b" and without a buffer.
+    Raises:
+        OSError: the disk is full or gone; what was written of the line is taken back.
+    """
+    end = file.seek(0, os.SEEK_END)
+    rest = memoryview((b"\n" if is_torn(file) else b"") + line + b"\n")
+    num_written = 0
+    try:
+        while num_written < len(rest):  # a disk that fills up takes a part of a line, and refuses the next write
+            num_written += file.write(rest[num_written:])
+    except BaseException:
+        if os.fstat(file.fileno()).st_size == end + num_written:  # else another process has appended since
+            os.ftruncate(file.fileno(), end)
+        raise
+
+
+def is_torn(file: FileIO) -> bool:
+    """Whether the last line of `file` lacks its end."""
+    end = os.fstat(file.fileno()).st_size
+    return end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ from slipstream.tracking.artifacts import fetch_artifact
 from slipstream.tracking.config import ABLATION, EXECUTION, KIND_TAG, PART, DriftConfig, TrackingConfig, store_uri
 from slipstream.tracking.ending import end_open_runs, has_ended, unsent
 from slipstream.tracking.executions import Execution, experiment_names, read_executions
-from slipstream.tracking.replay import ReplayResult, TrackingError, replay
+from slipstream.tracking.replay import ReplayResult, TrackingError, replay, replay_command
 from slipstream.tracking.spent import GPUS_TAG, Spent, spent
 from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
 from slipstream.tracking.views import view_addresses
@@ -36,6 +36,7 @@ __all__ = [
     "has_ended",
     "read_executions",
     "replay",
+    "replay_command",
     "spent",
     "spool_directory",
     "store_uri",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
 from slipstream.config import require
 
@@ -23,7 +24,12 @@ ABLATION, PART = "ablation", "part"
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
 _TIME_UNITS = ("_s", "_ms")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,249}")
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,240}")  # room for the `changed.` of a tag
+_SQLITE, _QUOTED_SQLITE = "sqlite:///", "sqlite+pysqlite:///"
+
+# Source: MLflow 3.17, `mlflow.utils.validation`.
+_MAX_NAME_CHARACTERS = 250
+_MAX_EXPERIMENT_CHARACTERS = 500
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_TAG_CHARACTERS = 8000
 
@@ -64,7 +70,10 @@ class TrackingConfig:
     drift: DriftConfig = field(default_factory=DriftConfig)
 
     def __post_init__(self) -> None:
-        require(self.uri != "", "tracking.uri", "must name a server or be null", self.uri, "null uses SQLite")
+        if self.uri is not None:
+            check_uri(self.uri, "tracking.uri")
+        if self.experiment is not None:
+            check_experiment(self.experiment, "tracking.experiment")
         require(self.replay_every_s > 0, "tracking.replay_every_s", "must be > 0", self.replay_every_s)
         require(self.request_timeout_s >= 1, "tracking.request_timeout_s", "must be >= 1", self.request_timeout_s)
         require(self.close_wait_s >= 0, "tracking.close_wait_s", "must be >= 0", self.close_wait_s)
@@ -72,7 +81,50 @@ class TrackingConfig:
 
 def store_uri(config: TrackingConfig, root: Path) -> str:
     """The configured server, or the SQLite store under `root`."""
-    return config.uri or f"sqlite:///{root.resolve()}/mlflow.db"
+    return config.uri or sqlite_uri(root.resolve() / "mlflow.db")
+
+
+def sqlite_uri(path: Path) -> str:
+    """The address of the SQLite file `path`, with `%` and `?` quoted as SQLAlchemy (from 2.1 on) reads it.
+
+    A quoted one names the driver too: without it MLflow makes a directory of the quoted name beside the right one.
+
+    Raises:
+        ConfigError: a name on the path is not UTF-8, which no address can hold.
+    """
+    text = str(path)
+    require(text.encode(errors="replace").decode() == text, "run root", "must be a path in UTF-8", text, "rename it")
+    quoted = text.replace("%", "%25").replace("?", "%3F")
+    return f"{_SQLITE if quoted == text else _QUOTED_SQLITE}{quoted}"
+
+
+def is_sqlite(uri: str) -> bool:
+    """Whether `uri` stands for a SQLite file."""
+    return uri.startswith((_SQLITE, _QUOTED_SQLITE))
+
+
+def sqlite_path(uri: str) -> Path:
+    """The file that `uri`, an address as of `sqlite_uri`, stands for."""
+    return Path(unquote(uri.removeprefix(_SQLITE).removeprefix(_QUOTED_SQLITE).partition("?")[0]))
+
+
+def existing_sqlite(uri: str) -> Path:
+    """The file of the store `uri`, which is read: a mistyped one is refused rather than created."""
+    path = sqlite_path(uri)
+    require(path.is_file(), "uri", "must name a store", uri, "no run was tracked there yet")
+    return path
+
+
+def check_uri(uri: str, field: str) -> None:
+    """Refuse what MLflow would take for a directory or for a scheme that nobody knows."""
+    rule, fix = "must name a server or be null", "as http://HOST:PORT; null uses SQLite"
+    require("://" in uri or uri.startswith("databricks"), field, rule, uri, fix)
+
+
+def check_experiment(name: str, field: str) -> None:
+    """Refuse a name that no experiment of MLflow may have."""
+    rule = f"must be 1 to {_MAX_EXPERIMENT_CHARACTERS} characters that are not all blank"
+    require(bool(name.strip()) and len(name) <= _MAX_EXPERIMENT_CHARACTERS, field, rule, name)
 
 
 def check_key(key: str) -> None:
@@ -90,23 +142,37 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
     require(step >= 0, "tracking.step", "must be >= 0", step)
     for name, value in metrics.items():
         require(bool(_METRIC_NAME.fullmatch(name)), "metric name", "must be `area/name` of [a-z0-9_]", name)
+        is_short = len(name) <= _MAX_NAME_CHARACTERS
+        require(is_short, "metric name", f"must have <= {_MAX_NAME_CHARACTERS} characters", name)
         unit_given = not name.startswith("time/") or name.endswith(_TIME_UNITS)
         require(unit_given, "metric name", "must end with its unit, _s or _ms", name)
         require(math.isfinite(value), f"metric {name} of step {step}", "must be finite", value)
 
 
-def check_params(params: Mapping[str, str]) -> None:
-    """Refuse a parameter that MLflow could not store whole."""
-    _check_fields("param", params, _MAX_PARAM_CHARACTERS)
+def fitted_params(params: Mapping[str, object]) -> dict[str, str]:
+    """Parameters as texts that MLflow stores: a longer one is cut and says so, for an artifact has it whole.
+
+    Raises:
+        ConfigError: a name that no parameter may have.
+    """
+    return _fitted("param", params, _MAX_PARAM_CHARACTERS)
 
 
-def check_tags(tags: Mapping[str, str]) -> None:
-    """Refuse a tag that MLflow could not store whole."""
-    _check_fields("tag", tags, _MAX_TAG_CHARACTERS)
+def fitted_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Tags as `fitted_params` are."""
+    return _fitted("tag", tags, _MAX_TAG_CHARACTERS)
 
 
-def _check_fields(kind: str, fields: Mapping[str, str], max_characters: int) -> None:
-    for name, value in fields.items():
+def _fitted(kind: str, fields: Mapping[str, object], max_characters: int) -> dict[str, str]:
+    for name in fields:
         require(bool(_FIELD_NAME.fullmatch(name)), f"{kind} name", "must be letters, digits and _.-", name)
-        fix = "log it as an artifact"
-        require(len(value) <= max_characters, f"{kind} {name}", f"must have <= {max_characters} characters", value, fix)
+    return {name: _cut(str(value), max_characters) for name, value in fields.items()}
+
+
+def _cut(text: str, max_characters: int) -> str:
+    """The text as a database takes it (no NUL, no half of a surrogate pair), its end left out if it is too long."""
+    stored = text.encode(errors="replace").decode().replace("\0", "?")
+    if len(stored) <= max_characters:
+        return stored
+    mark = f" [cut: {len(stored)} characters in all]"
+    return stored[: max_characters - len(mark)] + mark

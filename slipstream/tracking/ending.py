@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.tracking.replay import sent_bytes
+from slipstream.tracking.replay import not_arrived
 from slipstream.tracking.spool import Event, Spool, read_spool, spool_path
 from slipstream.tracking.tracker import RunStatus, now_ms, spool_directory
 
@@ -28,10 +28,11 @@ def has_ended(root: Path, experiment: str, key: str) -> bool:
     return path.is_file() and not _state(path)[1]
 
 
-def unsent(root: Path, execution: str) -> list[Path]:
-    """Spools of `execution` of which the server has not got all."""
-    own = [path for path in sorted(spool_directory(root).glob("*.jsonl")) if _belongs(_state(path)[0], execution)]
-    return [path for path in own if sent_bytes(path) < path.stat().st_size]
+def unsent(root: Path, execution: str) -> list[str]:
+    """Runs of `execution` of which the server has not got all, each with what it lacks."""
+    paths = sorted(spool_directory(root).glob("*.jsonl"))
+    own = {key: path for path in paths if _belongs(key := _state(path)[0], execution)}
+    return [f"{key} ({what})" for key, path in own.items() if (what := not_arrived(path))]
 
 
 def _belongs(key: str, execution: str) -> bool:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import require
-from slipstream.tracking.config import EXECUTION, KIND_TAG
-from slipstream.tracking.store import SQLITE, TrackingError
+from slipstream.tracking.config import EXECUTION, KIND_TAG, existing_sqlite, is_sqlite
+from slipstream.tracking.store import TrackingError
 
 _PAGE = 1000
 _TIMEOUT_S = 30.0
@@ -92,10 +92,8 @@ def _source(uri: str) -> _Source:
     if uri.startswith(("http://", "https://")):
         return _Server(uri)
     rule = "must be the address of an MLflow server or sqlite:///FILE"
-    require(uri.startswith(SQLITE), "uri", rule, uri, "start MLflow's server on that store")
-    path = Path(uri.removeprefix(SQLITE))
-    require(path.is_file(), "uri", "must name a store", uri, "no run was tracked there yet")
-    return _SqliteFile(path)
+    require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
+    return _SqliteFile(existing_sqlite(uri))
 
 
 class _Server:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from slipstream.records.files import write_atomic
+from slipstream.config import ConfigError, from_mapping, require
+from slipstream.records.files import is_torn, write_atomic
 from slipstream.tracking.spool import Event, read_spool
 from slipstream.tracking.store import MlflowStore, TrackingError
 
@@ -21,9 +24,10 @@ log = logging.getLogger(__name__)
 class ReplayResult:
     """What one `replay` sent; points that had arrived before are not counted again."""
 
-    num_runs: int
+    num_runs: int  # that are whole on the server now
     num_points: int
     num_broken_lines: int
+    refused: dict[Path, str] = field(default_factory=dict)  # spools that are not, and why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,7 @@ class _Cursor:
     uri: str
     run_id: str
     offset: int
+    missing: dict[str, str] = field(default_factory=dict)  # artifacts before `offset` that were gone, and their folders
 
 
 class _Points:
@@ -66,6 +71,7 @@ class SpoolReplay:
         self._offset = 0
         self._points = _Points()
         self._attempt = 0  # at `_offset`
+        self._missing: dict[str, str] = {}  # as in the cursor
         self.run_id: str | None = None
         self.num_points = 0
         self.num_broken_lines = 0
@@ -75,12 +81,14 @@ class SpoolReplay:
 
         Raises:
             TrackingError: nothing is lost; the next call sends the same slice again, and the server keeps one copy.
+                Or everything but an artifact has arrived whose copy in the spool is gone.
         """
         if self.run_id is None and not self._attach():
             return False
         assert self.run_id is not None
         part = read_spool(self._path, offset=self._offset)
         if part.end_offset == self._offset:
+            self._send_missing(self.run_id)
             return False
         self._points.attempt, num_points = self._attempt, 0  # a slice that failed is sent again as a whole
         for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
@@ -102,15 +110,23 @@ class SpoolReplay:
         if part.num_broken_lines:
             self.num_broken_lines += part.num_broken_lines
             log.warning("%s: left out %d line(s) that a crash cut off", self._path, part.num_broken_lines)
-        cursor = _Cursor(uri=self._store.uri, run_id=self.run_id, offset=self._offset)
-        write_atomic(_cursor_path(self._path), json.dumps(asdict(cursor)).encode())
+        self._note(self.run_id)
         return True
 
     def finish(self) -> None:
-        """Send all that is left of a spool that nobody writes to; a last line without its end counts as broken."""
+        """Send all that is left of a spool that nobody writes to; a last line without its end counts as broken.
+
+        Raises:
+            TrackingError: as `advance`, or no line says which run it is.
+        """
+        with self._path.open("rb", buffering=0) as file:
+            if is_torn(file):
+                self.num_broken_lines += 1
+                log.warning("%s: left out the last line, which a crash cut off", self._path)
         while self.advance():
             pass
-        self.num_broken_lines += self._path.stat().st_size > self._offset
+        if self.run_id is None and read_spool(self._path).end_offset:
+            raise TrackingError("no line of it says which run it is of")
 
     def _attach(self) -> bool:
         opened = next((event for event in read_spool(self._path).events if event.header is not None), None)
@@ -120,7 +136,13 @@ class SpoolReplay:
         cursor = _read_cursor(self._path)
         if cursor is not None and (cursor.uri, cursor.run_id) == (self._store.uri, self.run_id):
             self._skip(cursor.offset)
+            self._missing = cursor.missing
         return True
+
+    def _note(self, run_id: str) -> None:
+        """Write down how far the spool has arrived."""
+        cursor = _Cursor(uri=self._store.uri, run_id=run_id, offset=self._offset, missing=self._missing)
+        write_atomic(_cursor_path(self._path), json.dumps(asdict(cursor)).encode())
 
     def _skip(self, offset: int) -> None:
         """Go on from `offset`, with what lies before it noted."""
@@ -143,32 +165,74 @@ class SpoolReplay:
             case "tags":
                 self._store.send_tags(run_id, event.fields)
             case "artifact":
-                self._store.send_artifact(run_id, self._path.parent / event.path, folder=event.folder)
+                if not self._send_artifact(run_id, event.path, event.folder):
+                    self._missing[event.path] = event.folder
             case "end":
                 self._store.end(run_id, status=event.status, time_ms=event.time_ms)
 
+    def _send_artifact(self, run_id: str, path: str, folder: str) -> bool:
+        """Send one artifact; False if its copy is gone, which costs nothing else of the spool."""
+        copy = self._path.parent / path
+        if copy.is_file():
+            self._store.send_artifact(run_id, copy, folder=folder)
+        return copy.is_file()
 
-def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 60) -> ReplayResult:
+    def _send_missing(self, run_id: str) -> None:
+        """Send artifacts whose copy was gone and is back."""
+        found = [path for path, folder in self._missing.items() if self._send_artifact(run_id, path, folder)]
+        for path in found:
+            del self._missing[path]
+        if found:
+            self._note(run_id)
+        if self._missing:
+            names = ", ".join(str(self._path.parent / path) for path in self._missing)
+            raise TrackingError(f"all has arrived but files that are gone: {names}; put them back")
+
+
+def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 10) -> ReplayResult:
     """Send every spool under `spool_dir` to `uri`. Doing it twice, or to a server that has a part, duplicates nothing.
 
+    A spool that the server refuses stays as it is and stops no other.
+
     Raises:
+        ConfigError: there is no spool.
         TrackingError: the server does not answer; the spools stay as they are.
     """
+    root, paths = spool_dir.parent, sorted(spool_dir.glob("*.jsonl"))
+    require(root.is_dir(), "run root", "must be a directory", str(root))
+    require(bool(paths), "run root", "must hold spools of runs", str(root), f"{spool_dir} has none")
     store = MlflowStore(uri, request_timeout_s=request_timeout_s)
-    replays = [SpoolReplay(path, store) for path in sorted(spool_dir.glob("*.jsonl"))]
-    for spool in replays:
-        spool.finish()
+    store.check()
+    replays = {path: SpoolReplay(path, store) for path in paths}
+    refused: dict[Path, str] = {}
+    for path, spool in replays.items():
+        try:
+            spool.finish()
+        except (OSError, TrackingError) as error:
+            store.check()  # each spool would wait for a server that has died meanwhile
+            refused[path] = str(error)
     return ReplayResult(
-        num_runs=len(replays),
-        num_points=sum(spool.num_points for spool in replays),
-        num_broken_lines=sum(spool.num_broken_lines for spool in replays),
+        num_runs=len(replays) - len(refused),
+        num_points=sum(spool.num_points for spool in replays.values()),
+        num_broken_lines=sum(spool.num_broken_lines for spool in replays.values()),
+        refused=refused,
     )
 
 
-def sent_bytes(spool: Path) -> int:
-    """How much of a spool has arrived at the server that it was last sent to."""
+def not_arrived(spool: Path) -> str:
+    """What of a spool its server has not got, as in `12 points and 3 other entries`; empty if all has arrived."""
     cursor = _read_cursor(spool)
-    return 0 if cursor is None else cursor.offset
+    offset, num_points, num_others = (0, 0, 0) if cursor is None else (cursor.offset, 0, len(cursor.missing))
+    while (part := read_spool(spool, offset=offset)).end_offset > offset:
+        offset = part.end_offset
+        num_points += sum(len(event.metrics) for event in part.events)
+        num_others += sum(event.kind != "metrics" for event in part.events)
+    return f"{num_points} points and {num_others} other entries" if num_points or num_others else ""
+
+
+def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("slipstream",)) -> str:
+    """What brings the spools under `root` to `uri`, or to the SQLite store there, as it is typed."""
+    return shlex.join([*program, "replay", str(root.resolve()), *([] if uri is None else ["--uri", uri])])
 
 
 def _cursor_path(spool: Path) -> Path:
@@ -176,5 +240,8 @@ def _cursor_path(spool: Path) -> Path:
 
 
 def _read_cursor(spool: Path) -> _Cursor | None:
-    path = _cursor_path(spool)
-    return _Cursor(**json.loads(path.read_text())) if path.exists() else None
+    """None where there is none that can be read: then the spool starts over, and the server keeps one copy of it."""
+    try:
+        return from_mapping(_Cursor, json.loads(_cursor_path(spool).read_bytes()))
+    except (OSError, ValueError, ConfigError):
+        return None

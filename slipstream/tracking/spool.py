@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.config import ConfigError, from_mapping
+from slipstream.records.files import append_line
 
 EventKind = Literal["open", "metrics", "params", "tags", "artifact", "end"]
 
@@ -63,19 +64,17 @@ class Spool:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._lock = threading.Lock()
-        self._file = path.open("ab", buffering=0)
-        if _ends_within_a_line(path):
-            self._file.write(b"\n")  # the broken line stays alone: what follows must not be glued to it
+        self._file = path.open("a+b", buffering=0)
 
     def append(self, event: Event) -> None:
-        """Write one line, in one system call.
+        """Write one line whole, mostly in one system call.
 
         Raises:
             OSError: the disk is full or gone: losing points silently is the one thing the spool must not do.
         """
-        line = json.dumps(_without_defaults(event), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(_without_defaults(event), allow_nan=False, separators=(",", ":")).encode()
         with self._lock:
-            self._file.write(line)
+            append_line(self._file, line)
 
     def sync(self) -> None:
         """Flush to disk; called a batch at a time, off the step loop."""
@@ -126,11 +125,3 @@ def _without_defaults(event: Event) -> Mapping[str, Any]:
     if event.kind != "metrics":
         del values["step"]
     return values
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from slipstream.tracking.config import KEY_TAG
+from slipstream.tracking.config import KEY_TAG, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
 from slipstream.tracking.views import experiment_tags
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, Run
+    from mlflow.tracking import MlflowClient
 
-T = TypeVar("T")
-
-SQLITE = "sqlite:///"
 _MAX_METRICS_A_BATCH = 1000
 _MAX_FIELDS_A_BATCH = 100
+_MAX_CHARACTERS_A_BATCH = 80_000  # a server takes 1 MB of JSON, in which one character can be 12 bytes
 
 
 class TrackingError(RuntimeError):
@@ -40,8 +41,9 @@ def import_mlflow(request_timeout_s: int) -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(request_timeout_s))
     importlib.import_module("mlflow.tracking")
-    for name in ("alembic", "mlflow.store.db.utils", "mlflow.tracking.fluent"):
+    for name in ("alembic", "mlflow.tracking.fluent"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the trace of what it raises
 
 
 class MlflowStore:
@@ -49,18 +51,30 @@ class MlflowStore:
 
     def __init__(self, uri: str, *, request_timeout_s: int) -> None:
         import_mlflow(request_timeout_s)
-        from mlflow.tracking import MlflowClient
-
         self.uri = uri
-        if uri.startswith(SQLITE):
-            Path(uri.removeprefix(SQLITE)).parent.mkdir(parents=True, exist_ok=True)
         with _translated(uri):
-            self._client = MlflowClient(tracking_uri=uri)
+            self._client = _open_sqlite(uri) if is_sqlite(uri) else _open(uri)
+
+    def check(self) -> None:
+        """Ask the server something that costs it nothing."""
+        with _translated(self.uri):
+            self._client.search_experiments(max_results=1)
 
     def attach(self, header: RunHeader, *, start_ms: int) -> str:
-        """Id of the run with `header.key`: the existing one as it is, or a new one that began at `start_ms`."""
+        """Id of the run with `header.key`: the existing one as it is, or a new one that began at `start_ms`.
+
+        Raises:
+            TrackingError: somebody deleted the run on the server; a second one would take the place of what is
+                restored later.
+        """
         with _translated(self.uri):
-            return self._find_or_create(self._experiment(header.experiment), header.key, start_ms=start_ms)
+            run = self._find_or_create(self._experiment(header.experiment), header.key, start_ms=start_ms)
+            if run.info.lifecycle_stage == "deleted":
+                raise TrackingError(
+                    f"run {header.key} was deleted on {self.uri}; "
+                    f"restore it with: {self._mlflow('runs', 'restore', '--run-id', run.info.run_id)}"
+                )
+            return run.info.run_id
 
     def start(self, run_id: str, header: RunHeader) -> None:
         """Set the run running (again), with what the header says of it."""
@@ -69,7 +83,8 @@ class MlflowStore:
             if header.parent_key is not None:
                 # A parent whose own spool was not replayed yet is created here; that replay will find it.
                 experiment_id = self._experiment(header.experiment)
-                tags["mlflow.parentRunId"] = self._find_or_create(experiment_id, header.parent_key, start_ms=None)
+                parent = self._find_or_create(experiment_id, header.parent_key, start_ms=None)
+                tags["mlflow.parentRunId"] = parent.info.run_id
             self._client.update_run(run_id, status="RUNNING", name=header.name)
             self._send_tags(run_id, tags)
             self._send_params(run_id, header.params)
@@ -124,11 +139,14 @@ class MlflowStore:
 
         found = self._client.get_experiment_by_name(name)
         if found is not None:
+            if found.lifecycle_stage == "deleted":
+                restore = self._mlflow("experiments", "restore", "--experiment-id", found.experiment_id)
+                raise TrackingError(f"experiment {name} was deleted on {self.uri}; restore it with: {restore}")
             self._offer_views(found.experiment_id, found.tags)
             return found.experiment_id
         location = None
-        if self.uri.startswith(SQLITE):
-            location = (Path(self.uri.removeprefix(SQLITE)).parent / "artifacts").as_uri()
+        if is_sqlite(self.uri):
+            location = (sqlite_path(self.uri).absolute().parent / "artifacts").as_uri()
         try:
             created = self._client.create_experiment(name, artifact_location=location)
         except MlflowException:
@@ -154,50 +172,115 @@ class MlflowStore:
                 if name not in self._client.get_experiment(experiment_id).tags:
                     raise
 
-    def _find_or_create(self, experiment_id: str, key: str, *, start_ms: int | None) -> str:
+    def _find_or_create(self, experiment_id: str, key: str, *, start_ms: int | None) -> Run:
         existing = self._find(experiment_id, key)
         if existing is not None:
             return existing
         created = self._client.create_run(experiment_id, start_time=start_ms, tags={KEY_TAG: key}, run_name=key)
         # MLflow knows no unique key. Of two tasks that create at the same moment, both keep the older run.
         kept = self._find(experiment_id, key)
-        if kept is not None and kept != created.info.run_id:
+        if kept is not None and kept.info.run_id != created.info.run_id:
             self._client.delete_run(created.info.run_id)
-        return kept or created.info.run_id
+        return kept or created
 
-    def _find(self, experiment_id: str, key: str) -> str | None:
-        runs = self._client.search_runs([experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'")
-        runs = sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
-        return runs[0].info.run_id if runs else None
+    def _find(self, experiment_id: str, key: str) -> Run | None:
+        """The oldest run of that key; a deleted one only if all are."""
+        from mlflow.entities import ViewType
+
+        asked = f"tags.`{KEY_TAG}` = '{key}'"
+        runs = self._client.search_runs([experiment_id], filter_string=asked, run_view_type=ViewType.ALL)
+        return min(
+            runs,
+            key=lambda run: (run.info.lifecycle_stage == "deleted", run.info.start_time, run.info.run_id),
+            default=None,
+        )
+
+    def _mlflow(self, *arguments: str) -> str:
+        """A command of MLflow's on this server, as it is typed."""
+        return f"MLFLOW_TRACKING_URI={shlex.quote(self.uri)} {shlex.join(['mlflow', *arguments])}"
 
     def _send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for batch in _batches(list(tags.items())):
+        for batch in _batches(tags):
             self._client.log_batch(run_id, tags=[RunTag(*tag) for tag in batch])
 
     def _send_params(self, run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
         known = self._client.get_run(run_id).data.params if params else {}
-        for batch in _batches([(name, value) for name, value in params.items() if name not in known]):
+        for batch in _batches({name: value for name, value in params.items() if name not in known}):
             self._client.log_batch(run_id, params=[Param(*param) for param in batch])
         changed = {name: value for name, value in params.items() if known.get(name, value) != value}
         self._send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
 
 
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), _MAX_FIELDS_A_BATCH):
-        yield items[start : start + _MAX_FIELDS_A_BATCH]
+def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
+    """Fields in the order given, as many at a time as a server takes."""
+    batch: list[tuple[str, str]] = []
+    num_characters = 0
+    for name, value in fields.items():
+        size = len(name) + len(value)
+        if batch and (len(batch) == _MAX_FIELDS_A_BATCH or num_characters + size > _MAX_CHARACTERS_A_BATCH):
+            yield batch
+            batch, num_characters = [], 0
+        batch.append((name, value))
+        num_characters += size
+    if batch:
+        yield batch
+
+
+def _open(uri: str) -> MlflowClient:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def _open_sqlite(uri: str) -> MlflowClient:
+    path = sqlite_path(uri).absolute()
+    if not path.exists():
+        _create_sqlite(path)
+    return _open(uri)
+
+
+def _create_sqlite(path: Path) -> None:
+    """Create the store `path`, whole or not at all.
+
+    MLflow makes its tables in about 50 steps that no two processes may take at once, and that it cannot go on with
+    where a process was killed. So one process takes them, in a file beside `path` that is then moved to its place.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process ends
+        if path.exists():
+            return
+        made = path.with_name(f"{path.name}.new")
+        for left in (made, made.with_name(f"{made.name}-journal")):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        _open(sqlite_uri(made))
+        made.replace(path)
 
 
 @contextmanager
 def _translated(uri: str) -> Iterator[None]:
-    """Turn what MLflow, its HTTP client (an OSError) and its database raise into one error that names the server."""
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
+    """Turn whatever MLflow and what lies below it (HTTP client, database, a driver that lacks) raise into one error.
 
+    It names the server, and says the reason on one line.
+    """
     try:
         yield
-    except (MlflowException, OSError, SQLAlchemyError) as error:
-        raise TrackingError(f"tracking server {uri}: {error}") from error
+    except TrackingError:
+        raise
+    except Exception as error:
+        raise TrackingError(f"tracking server {uri}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, for a database adds its statement; of a connection that failed, why it did."""
+    said: BaseException = error
+    below = error.__cause__ or error.__context__
+    if isinstance(below, OSError):  # what the HTTP client raises is one, and so is what lies at the bottom of it
+        while below is not None:
+            said = below if isinstance(below, OSError) else said
+            below = below.__cause__ or below.__context__
+    return next(iter(str(said).strip().splitlines()), type(said).__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -13,8 +12,17 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.config import require
-from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, check_params, check_tags, store_uri
-from slipstream.tracking.replay import SpoolReplay
+from slipstream.records.files import write_atomic
+from slipstream.tracking.config import (
+    TrackingConfig,
+    check_experiment,
+    check_key,
+    check_metrics,
+    fitted_params,
+    fitted_tags,
+    store_uri,
+)
+from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
 from slipstream.tracking.spool import Event, RunHeader, Spool, read_spool, spool_path
 from slipstream.tracking.store import MlflowStore, TrackingError, import_mlflow
 
@@ -28,7 +36,9 @@ _SUMMARISED = {
     "spec/mean_acceptance_length": max,
 }
 _MAX_BACKOFF_S = 60.0
+_LAST_PAUSES_S = (0.3, 0.6, 0.0)  # between the tries at the end: a failure may be one of the moment
 _KILLED_WAIT_S = 1.0
+_SILENT = "no answer yet"
 
 
 class RunStatus(StrEnum):
@@ -51,16 +61,14 @@ class Tracker:
     """
 
     def __init__(self, config: TrackingConfig, header: RunHeader, *, root: Path) -> None:
-        check_key(header.key)
-        check_params(header.params)
-        check_tags(header.tags)
         self._config = config
         self._header = header
         self._root = root
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
         self._append(Event(kind="open", time_ms=now_ms(), header=header))
         import_mlflow(config.request_timeout_s)
-        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config)
+        command = replay_command(root, config.uri)
+        self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
         self._thread.start()
 
     @classmethod
@@ -85,14 +93,19 @@ class Tracker:
             experiment: the recipe's name, used unless the config names an experiment.
             key: `<execution>/<node>`, never of the attempt.
             parent_key: key of the run that this one is shown under.
+            tags, params: longer ones than MLflow stores are cut, and say so.
+        Raises:
+            ConfigError: `key` could not stand in a search filter, or a tag or parameter has a name that MLflow refuses.
         """
+        check_key(key)
+        check_experiment(experiment, "experiment")
         header = RunHeader(
             experiment=config.experiment or experiment,
             key=key,
             name=name,
             parent_key=parent_key,
-            tags=dict(tags or {}),
-            params={name: str(value) for name, value in (params or {}).items()},
+            tags=fitted_tags(tags or {}),
+            params=fitted_params(params or {}),
         )
         return cls(config, header, root=root)
 
@@ -117,15 +130,12 @@ class Tracker:
         self._log(metrics, step or 0, is_result=step is None)
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
-        """Log parameters: one a knob, as they are compared by value."""
-        texts = {name: str(value) for name, value in params.items()}
-        check_params(texts)
-        self._append(Event(kind="params", time_ms=now_ms(), fields=texts))
+        """Log parameters: one a knob, as they are compared by value; a longer text than MLflow stores is cut."""
+        self._append(Event(kind="params", time_ms=now_ms(), fields=fitted_params(params)))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags, replacing what they were."""
-        check_tags(tags)
-        self._append(Event(kind="tags", time_ms=now_ms(), fields=dict(tags)))
+        """Set tags, replacing what they were; a longer text than MLflow stores is cut."""
+        self._append(Event(kind="tags", time_ms=now_ms(), fields=fitted_tags(tags)))
 
     def log_artifact(self, path: Path, *, folder: str = "") -> None:
         """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.
@@ -135,8 +145,7 @@ class Tracker:
         """
         require(path.is_file(), "artifact", "must be a file", str(path))
         copy = self._spool.path.with_suffix(".artifacts") / folder / path.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        write_atomic(copy, path.read_bytes())  # never a half file in the place of one that was not sent yet
         relative = copy.relative_to(self._spool.path.parent)
         self._append(Event(kind="artifact", time_ms=now_ms(), path=str(relative), folder=folder))
 
@@ -184,34 +193,28 @@ class Tracker:
 class _ReplayThread(threading.Thread):
     """Replays one spool until told to finish. It alone talks to MLflow; a server that hangs, hangs this thread only."""
 
-    def __init__(self, spool: Spool, *, uri: str, config: TrackingConfig) -> None:
+    def __init__(self, spool: Spool, *, uri: str, config: TrackingConfig, command: str) -> None:
         super().__init__(name=f"replay {spool.path.name}", daemon=True)
         self._spool = spool
         self._uri = uri
         self._config = config
+        self._command = command  # brings what does not arrive
         self._finishing = threading.Event()
         self._tried = threading.Event()
         self._arrived = threading.Event()
         self._replay: SpoolReplay | None = None
-        self._num_failures = 0
+        self._num_failures, self._failure = 0, _SILENT
 
     def run(self) -> None:
-        """Replay, pause, repeat; after `finish`, once more and stop."""
-        while True:
-            finishing = self._finishing.is_set()
-            self._spool.sync()
-            try:
-                self._advance()
-            except TrackingError as error:
-                self._report_failure(error)
-            else:
-                self._report_success()
-                if finishing:
-                    self._arrived.set()
-            self._tried.set()
-            if finishing:
+        """Replay, pause, repeat; after `finish` once more, or a few times if that fails, and stop."""
+        while not self._finishing.is_set():
+            self._try()
+            self._finishing.wait(self._pause_s())
+        for pause_s in _LAST_PAUSES_S:
+            if self._try():
+                self._arrived.set()
                 return
-            self._finishing.wait(min(self._config.replay_every_s * 2**self._num_failures, _MAX_BACKOFF_S))
+            time.sleep(pause_s)
 
     def finish(self, wait_s: float) -> None:
         """Replay what is left, for at most `wait_s`; what does not arrive stays in the spool."""
@@ -219,9 +222,12 @@ class _ReplayThread(threading.Thread):
         self.join(wait_s)
         if not self._arrived.is_set():
             log.warning(
-                "some points of this run have not reached %s; they are safe in %s: replay them later",
+                "%s have not reached %s (%s); they are safe in %s, and this brings them: %s",
+                not_arrived(self._spool.path) or "some points",
                 self._uri,
+                self._failure,
                 self._spool.path,
+                self._command,
             )
 
     def wait_run_id(self, timeout_s: float) -> str | None:
@@ -236,15 +242,33 @@ class _ReplayThread(threading.Thread):
         while self._replay.advance():
             pass
 
-    def _report_failure(self, error: TrackingError) -> None:
+    def _try(self) -> bool:
+        """Send what there is; whether all of it has arrived."""
+        try:
+            self._spool.sync()
+            self._advance()
+        except Exception as error:  # noqa: BLE001  # whatever it is, this thread must live to try again
+            self._report_failure(error)
+        else:
+            self._report_success()
+        self._tried.set()
+        return self._num_failures == 0
+
+    def _pause_s(self) -> float:
+        """How long to wait for what is logged next: longer after each failure."""
+        every_s = self._config.replay_every_s
+        return min(every_s * 2 ** min(self._num_failures, 10), max(_MAX_BACKOFF_S, every_s))
+
+    def _report_failure(self, error: Exception) -> None:
+        self._failure = str(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
         if self._num_failures == 0:
-            log.warning("%s; training goes on and points wait in %s", error, self._spool.path)
+            log.warning("%s; training goes on and points wait in %s", self._failure, self._spool.path)
         self._num_failures += 1
 
     def _report_success(self) -> None:
         if self._num_failures:
             log.info("tracking server %s answers again; %s has arrived", self._uri, self._spool.path)
-        self._num_failures = 0
+        self._num_failures, self._failure = 0, _SILENT
 
 
 def spool_directory(root: Path) -> Path:

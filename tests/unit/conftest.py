@@ -13,7 +13,8 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.tracking.store import SQLITE, MlflowStore
+from slipstream.tracking.config import sqlite_uri
+from slipstream.tracking.store import MlflowStore
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
@@ -38,7 +39,7 @@ def refusal() -> Refusal:
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Puts an empty MLflow store into a root of runs: its tables take seconds to create, and a copy of them nothing."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowStore(f"{SQLITE}{path}", request_timeout_s=10)
+    MlflowStore(sqlite_uri(path), request_timeout_s=10)
 
     def make(root: Path) -> Path:
         shutil.copy(path, root / path.name)

@@ -15,6 +15,7 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import new_execution, recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
+from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 from slipstream.types import Workload
 from tests.unit.lagging import ONE_STEP_OFF
 
@@ -144,3 +145,19 @@ def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: boo
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
     line = demo._last_words(launch, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
+
+
+@pytest.mark.parametrize(("status", "when"), [(0, "by"), (1, "when you go on, or by")])
+def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path: Path, status: int, when: str) -> None:
+    server = "http://mlflow:5000"
+    write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
+    launch = Launch(recipe="tiny", workload=Workload.RL_ZERO, num_steps=0, seed=0, execution="a")
+    outcome = Outcome(pid=1, status=status, interrupted=False)
+    assert "MLflow" not in demo._last_words(launch, tmp_path, outcome)
+    spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
+    spool.append(Event(kind="open", time_ms=1, header=RunHeader(experiment="tiny", key="a/train", name="train")))
+    spool.append(Event(kind="metrics", time_ms=2, metrics={"train/loss": 1.0, "train/reward": 0.5}))
+    spool.close()
+    what, how = demo._last_words(launch, tmp_path, outcome).splitlines()[:2]
+    assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
+    assert how.startswith(f"they are {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")

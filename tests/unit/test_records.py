@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
 from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
-from slipstream.records.files import read_record, write_atomic, write_record
+from slipstream.records.files import append_line, is_torn, read_record, write_atomic, write_record
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import (
     DataSetRecord,
@@ -230,6 +230,41 @@ def test_failed_write_removes_its_temporary_file(tmp_path: Path):
     with pytest.raises(OSError, match=r"step\.json"):
         write_record(STEP, tmp_path / "step.json")
     assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+
+
+APPENDED = """
+import resource, signal, sys
+from slipstream.records.files import append_line
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is short, as on a disk that fills up
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+with open(sys.argv[1], "a+b", buffering=0) as file:
+    append_line(file, b"abc")
+    try:
+        append_line(file, b"0123456789")
+    except OSError as error:
+        print(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    append_line(file, b"def")
+"""
+
+
+def test_a_line_that_a_full_disk_takes_in_part_is_an_error_and_leaves_nothing(tmp_path: Path):
+    path = tmp_path / "lines"
+    done = subprocess.run([sys.executable, "-c", APPENDED, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "OSError\n"
+    assert path.read_bytes() == b"abc\ndef\n"
+
+
+def test_a_line_after_one_that_another_process_left_torn_stands_alone(tmp_path: Path):
+    path = tmp_path / "lines"
+    with path.open("a+b", buffering=0) as file:
+        append_line(file, b"one")
+        assert not is_torn(file)
+        with path.open("ab") as other:
+            other.write(b'{"tw')
+        assert is_torn(file)
+        append_line(file, b"three")
+    assert path.read_bytes() == b'one\n{"tw\nthree\n'
 
 
 WRITER = """

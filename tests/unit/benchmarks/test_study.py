@@ -101,6 +101,16 @@ def test_a_finished_seed_is_found_again(tmp_path: Path) -> None:
     assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2)}
 
 
+def test_a_line_that_a_crash_cut_off_costs_its_own_seed_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append(result(0), path)
+    with path.open("ab") as file:
+        file.write(b'{"seed": 1, "ga')
+    append(result(2), path)
+
+    assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2)}
+
+
 def test_a_seed_that_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
     append(result(0), tmp_path / "results.jsonl")
 

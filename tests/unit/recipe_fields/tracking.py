@@ -20,7 +20,7 @@ def tracked_run(recipe: Recipe, tools: Tools) -> object:
     seen: list[Any] = []
 
     class Thread:
-        def __init__(self, spool: Any, *, uri: str, config: Any) -> None:
+        def __init__(self, spool: Any, *, uri: str, config: Any, command: str) -> None:
             seen.append(uri)
 
         def start(self) -> None:
@@ -49,7 +49,7 @@ def replay_pauses(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(tracker, "MlflowStore", lambda uri, request_timeout_s: seen.append(request_timeout_s))
     tools.patch.setattr(tracker, "SpoolReplay", lambda path, store: SimpleNamespace(advance=lambda: False))
     spool = SimpleNamespace(path=tools.directory / "spool", sync=lambda: None)
-    thread = tracker._ReplayThread(typing.cast(Any, spool), uri="u", config=recipe.tracking)
+    thread = tracker._ReplayThread(typing.cast(Any, spool), uri="u", config=recipe.tracking, command="")
     waits = SimpleNamespace(is_set=lambda: len(seen) > 1, wait=seen.append)
     thread._finishing = typing.cast(Any, waits)
     thread.run()

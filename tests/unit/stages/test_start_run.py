@@ -46,6 +46,25 @@ def test_the_executions_run_stays_open_for_its_tasks(tmp_path: Path) -> None:
     assert [event.kind for event in read_spool(spool).events] == ["open", "artifact"]
 
 
+def test_an_instruction_that_mlflow_cannot_hold_is_cut_there_and_whole_in_the_recipe(tmp_path: Path) -> None:
+    instruction = "{problem}" + "x" * 7000
+    _, recorded = start(tmp_path, resume=False, data={"instruction": instruction})
+    spool = next((tmp_path / "spool").glob("*.jsonl"))
+    opened, logged = read_spool(spool).events
+    assert opened.header is not None
+    param = opened.header.params["data.instruction"]
+    assert len(param) == 6000 and param.endswith("x [cut: 7009 characters in all]")
+    assert load_recipe(str(recorded)).data.instruction == instruction
+    assert (spool.parent / logged.path).read_bytes() == recorded.read_bytes()
+
+
+@pytest.mark.parametrize("values", [{"name": ""}, {"tracking": {"experiment": ""}}])
+def test_a_name_that_mlflow_refuses_is_refused_before_anything_starts(tmp_path: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^(name|tracking\.experiment) must be 1 to 500 characters that are not all"):
+        start(tmp_path, resume=False, **values)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
     start(tmp_path, resume=False)
     message = r"^grpo\.num_steps must be 24, with which run was started, got 25; give it that value, or start a new"

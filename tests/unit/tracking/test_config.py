@@ -14,8 +14,9 @@ from slipstream.tracking.config import (
     TrackingConfig,
     check_key,
     check_metrics,
-    check_params,
-    check_tags,
+    fitted_params,
+    fitted_tags,
+    sqlite_path,
     store_uri,
 )
 
@@ -23,7 +24,21 @@ from slipstream.tracking.config import (
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"uri": ""}, "tracking.uri must name a server or be null, got ''; null uses SQLite"),
+        (
+            {"uri": ""},
+            "tracking.uri must name a server or be null, got ''; as http://HOST:PORT; null uses SQLite",
+        ),
+        (
+            {"uri": "mlflow.example.com:5000"},
+            "tracking.uri must name a server or be null, got 'mlflow.example.com:5000'; as http://HOST:PORT; "
+            "null uses SQLite",
+        ),
+        ({"experiment": ""}, "tracking.experiment must be 1 to 500 characters that are not all blank, got ''"),
+        ({"experiment": " "}, "tracking.experiment must be 1 to 500 characters that are not all blank, got ' '"),
+        (
+            {"experiment": "x" * 501},
+            f"tracking.experiment must be 1 to 500 characters that are not all blank, got '{'x' * 501}'",
+        ),
         ({"replay_every_s": 0.0}, "tracking.replay_every_s must be > 0, got 0.0"),
         ({"request_timeout_s": 0}, "tracking.request_timeout_s must be >= 1, got 0"),
         ({"close_wait_s": -0.5}, "tracking.close_wait_s must be >= 0, got -0.5"),
@@ -67,6 +82,40 @@ def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> 
     assert store_uri(TrackingConfig(), tmp_path) == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
 
 
+@pytest.mark.parametrize(
+    ("name", "quoted"),
+    [
+        ("runs", "runs"),
+        ("a#b", "a#b"),
+        ("a b", "a b"),
+        ("überlauf", "überlauf"),
+    ],
+)
+def test_the_address_of_a_file_is_its_path(name: str, quoted: str) -> None:
+    _check_address(name, f"sqlite:////srv/{quoted}/mlflow.db")
+
+
+@pytest.mark.parametrize(
+    ("name", "quoted"),
+    [("feature%2Fx", "feature%252Fx"), ("100%", "100%25"), ("a?b=%3F", "a%3Fb=%253F")],
+)
+def test_an_address_in_which_a_character_means_something_is_quoted(name: str, quoted: str) -> None:
+    _check_address(name, f"sqlite+pysqlite:////srv/{quoted}/mlflow.db")
+
+
+def _check_address(name: str, address: str) -> None:
+    root = Path("/srv") / name
+    uri = store_uri(TrackingConfig(), root)
+    assert uri == address
+    assert sqlite_path(uri) == root / "mlflow.db"
+    assert sqlite_path(f"{uri}?timeout=5") == root / "mlflow.db"
+
+
+def test_a_root_that_no_address_can_hold_is_refused(refusal: Callable[..., str]) -> None:
+    message = refusal(store_uri, config=TrackingConfig(), root=Path("/srv/\udcff"))
+    assert message == "run root must be a path in UTF-8, got '/srv/\\udcff/mlflow.db'; rename it"
+
+
 def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
     check_key("run/1.a_b:c-d")
     assert refusal(check_key, key="it's") == 'tracking.key must be up to 200 letters, digits and ._/:-, got "it\'s"'
@@ -79,6 +128,7 @@ def test_a_key_stands_in_a_search_filter(refusal: Callable[..., str]) -> None:
         ({"loss": 1.0}, 0, "metric name must be `area/name` of [a-z0-9_], got 'loss'"),
         ({"time/generation": 1.0}, 0, "metric name must end with its unit, _s or _ms, got 'time/generation'"),
         ({"train/loss": math.nan}, 3, "metric train/loss of step 3 must be finite, got nan"),
+        ({f"a/{'x' * 249}": 1.0}, 0, f"metric name must have <= 250 characters, got 'a/{'x' * 249}'"),
     ],
 )
 def test_a_point_that_nobody_could_read_is_refused(
@@ -91,14 +141,26 @@ def test_a_point_with_its_area_and_unit_is_taken() -> None:
     check_metrics({"train/loss": 1.0, "time/generation_s": 1.0, "time/refit_ms": 2.0}, step=0)
 
 
-def test_params_and_tags_fit_into_the_store(refusal: Callable[..., str]) -> None:
-    check_params({"k.draft-1_a": "x" * 6000})
-    check_tags({"arm": "x" * 8000})
-    assert refusal(check_params, params={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
-    assert refusal(check_tags, tags={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
-    long = "x" * 6001
-    message = f"param k must have <= 6000 characters, got '{long}'; log it as an artifact"
-    assert refusal(check_params, params={"k": long}) == message
-    long = "x" * 8001
-    message = f"tag k must have <= 8000 characters, got '{long}'; log it as an artifact"
-    assert refusal(check_tags, tags={"k": long}) == message
+def test_a_name_that_no_param_or_tag_may_have_is_refused(refusal: Callable[..., str]) -> None:
+    assert refusal(fitted_params, params={"a b": "1"}) == "param name must be letters, digits and _.-, got 'a b'"
+    assert refusal(fitted_tags, tags={"a b": "1"}) == "tag name must be letters, digits and _.-, got 'a b'"
+
+
+def test_what_mlflow_stores_whole_stays_as_it_is() -> None:
+    assert fitted_params({"k.draft-1_a": "x" * 6000, "k": 3, "on": True}) == {
+        "k.draft-1_a": "x" * 6000,
+        "k": "3",
+        "on": "True",
+    }
+    assert fitted_tags({"arm": "ü" * 8000}) == {"arm": "ü" * 8000}
+
+
+def test_what_mlflow_would_not_store_whole_is_cut_and_says_so() -> None:
+    mark = " [cut: 6001 characters in all]"  # 30 characters
+    assert fitted_params({"instruction": "x" * 6001}) == {"instruction": "x" * 5970 + mark}
+    mark = " [cut: 20000 characters in all]"  # 31 characters
+    assert fitted_tags({"mlflow.note.content": "y" * 20_000}) == {"mlflow.note.content": "y" * 7969 + mark}
+
+
+def test_what_no_database_can_hold_is_replaced() -> None:
+    assert fitted_tags({"error": "nul \0, half a pair \ud800"}) == {"error": "nul ?, half a pair ?"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,8 +15,26 @@ from typing import Any
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.tracking import RunStatus, Tracker, TrackingConfig, TrackingError, replay, spool_directory, store_uri
+from slipstream.tracking import (
+    EXECUTION,
+    KIND_TAG,
+    RunStatus,
+    Tracker,
+    TrackingConfig,
+    TrackingError,
+    experiment_names,
+    fetch_artifact,
+    read_executions,
+    replay,
+    spool_directory,
+    store_uri,
+    unsent,
+)
+from slipstream.tracking.replay import SpoolReplay
+from slipstream.tracking.spool import Spool
+from slipstream.tracking.tracker import _ReplayThread
 
 DEAD = "http://127.0.0.1:9"
 LOCAL = TrackingConfig(replay_every_s=0.1)
@@ -171,7 +190,9 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2  # once when it failed, once at the end
     assert DEAD in warnings[0] and "training goes on" in warnings[0] and str(spool_directory(tmp_path)) in warnings[0]
-    assert "are safe in" in warnings[1]
+    what, command = "52 points and 2 other entries have not reached", f"slipstream replay {tmp_path} --uri {DEAD}"
+    assert warnings[1].startswith(f"{what} {DEAD} (tracking server {DEAD}: ") and "Connection refused" in warnings[1]
+    assert warnings[1].endswith(f"and this brings them: {command}")
 
     uri = store_uri(LOCAL, root)
     sent = replay(spool_directory(tmp_path), uri)
@@ -187,6 +208,96 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
     assert run.info.status == "FINISHED"
     assert run.info.start_time <= points[0][1]
     assert run.data.tags["mlflow.parentRunId"] == find_run(client, "e5").info.run_id
+
+
+def test_whatever_fails_is_tried_again(
+    root: Path, client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OverflowError("no TrackingError"), OSError("disk full"), sqlite3.OperationalError("database is locked")]
+    advance = SpoolReplay.advance
+
+    def fails_at_first(replayed: SpoolReplay) -> bool:
+        if failures:
+            raise failures.pop(0)
+        return advance(replayed)
+
+    monkeypatch.setattr(SpoolReplay, "advance", fails_at_first)
+    tracker = Tracker.open(LOCAL, root=root, experiment="tiny", key="e14", name="x")
+    tracker.log({"train/loss": 1.0}, step=0)
+    tracker.close()  # at once: the first failures may be those of the last tries
+    assert "OverflowError: no TrackingError; training goes on" in caplog.text
+    assert find_run(client, "e14").info.status == "FINISHED"
+
+
+def test_a_failure_of_a_whole_day_is_still_tried_again(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool" / "x.jsonl")
+    thread = _ReplayThread(spool, uri=DEAD, config=TrackingConfig(), command="")
+    pauses = []
+    for thread._num_failures in (0, 1, 2, 4, 2000):
+        pauses.append(thread._pause_s())
+    assert pauses == [5.0, 10.0, 20.0, 60.0, 60.0]
+    spool.close()
+
+
+TWO_RUNS = """
+import sys
+from pathlib import Path
+from slipstream.tracking import Tracker, TrackingConfig
+from slipstream.tracking.store import import_mlflow
+import_mlflow(10)
+import mlflow.store.tracking.sqlalchemy_store
+print("ready", flush=True)
+sys.stdin.readline()
+with Tracker.open(TrackingConfig(), root=Path(sys.argv[1]), experiment="tiny", key=sys.argv[2], name="x") as tracker:
+    tracker.log({"train/loss": 1.0}, step=0)
+"""
+
+
+@pytest.mark.slow
+def test_two_executions_that_start_at_once_on_a_fresh_root_both_arrive(tmp_path: Path) -> None:
+    keys = ("first", "second")
+    commands = [[sys.executable, "-c", TWO_RUNS, str(tmp_path), key] for key in keys]
+    runs = [subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for each in commands]
+    assert [run.stdout.readline() for run in runs if run.stdout] == ["ready\n"] * 2
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("\n")
+        run.stdin.flush()
+    assert [run.wait(60) for run in runs] == [0, 0]
+    for run in runs:
+        run.communicate()
+
+    assert [unsent(tmp_path, key) for key in keys] == [[], []]
+    (name,) = set(experiment_names(store_uri(LOCAL, tmp_path)).values()) - {"Default"}
+    assert name == "tiny"
+
+
+def test_tables_that_a_killed_process_left_half_made_are_made_anew(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "mlflow.db.new") as half:
+        half.execute("CREATE TABLE experiments (experiment_id INTEGER)")
+    with Tracker.open(LOCAL, root=tmp_path, experiment="tiny", key="e15", name="x"):
+        pass
+    assert unsent(tmp_path, "e15") == []
+    assert not (tmp_path / "mlflow.db.new").exists()
+
+
+def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: Path) -> None:
+    root = tmp_path / "feature%2Fx ?a=1 #b 100% [c] ü 'd"
+    page = root / "report.html"
+    root.mkdir()
+    page.write_text("fast")
+    tags = {KIND_TAG: EXECUTION}
+    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e16", name="e16", tags=tags) as tracker:
+        tracker.log({"result/hours": 2.0})
+        tracker.log_artifact(page)
+    uri = store_uri(LOCAL, root)
+    assert [(run.name, run.metrics) for run in read_executions(uri)] == [("e16", {"result/hours": 2.0})]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    assert fetch_artifact(uri, key="e16", name="report.html", directory=copy).read_text() == "fast"
+    assert replay(spool_directory(root), uri).num_points == 0
+    assert {path.name for path in tmp_path.iterdir()} == {root.name, "copy"}
+    assert {"mlflow.db", "artifacts", "spool"} <= {path.name for path in root.iterdir()}
 
 
 def test_points_of_a_failed_server_arrive_with_the_next_attempt(root: Path, client: Any) -> None:
@@ -217,6 +328,78 @@ def test_replay_to_a_dead_server_says_so(tmp_path: Path) -> None:
     Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e8", name="x").close()
     with pytest.raises(TrackingError, match=DEAD):
         replay(spool_directory(tmp_path), DEAD)
+
+
+def test_a_dead_server_is_one_line_within_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("e8", "e8/a", "e8/b"):
+        Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key=key, name="x").close()
+    start = time.perf_counter()
+    assert main(["replay", str(tmp_path), "--uri", DEAD]) == 1
+    assert time.perf_counter() - start < 5.0
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+    assert line.startswith(f"error: nothing more was sent: tracking server {DEAD}: ")
+
+
+def test_a_root_without_spools_is_refused_and_nothing_is_made_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, mistyped = tmp_path / "empty", tmp_path / "mistyped"
+    empty.mkdir()
+    assert main(["replay", str(mistyped)]) == 2
+    assert main(["replay", str(empty)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: run root must be a directory, got '{mistyped}'",
+        f"error: run root must hold spools of runs, got '{empty}'; {empty / 'spool'} has none",
+    ]
+    assert main(["replay", str(empty), "--uri", "localhost:5000"]) == 2
+    assert "tracking.uri must name a server or be null, got 'localhost:5000'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [empty] and list(empty.iterdir()) == []
+
+
+def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
+    stored_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(store_uri(LOCAL, stored_root))
+    page = stored_root / "report.html"
+    page.write_text("fast")
+    lost = "deleted", client.create_experiment("deleted")
+    client.delete_experiment(lost[1])
+    keys = {"a": "deleted", "b": "tiny", "c": "tiny", "d": "tiny"}
+    for key, experiment in keys.items():
+        tracker = Tracker.open(UNREACHABLE, root=stored_root, experiment=experiment, key=key, name=key)
+        if key == "c":
+            tracker.log_artifact(page)
+        tracker.log({"train/loss": 1.0}, step=0)
+        tracker.detach()
+    (copy,) = stored_root.glob("spool/c-*.artifacts/report.html")
+    copy.rename(stored_root / "moved.html")
+    (stored_root / "spool" / "e-.jsonl").write_text('{"kind":"metrics","time_ms":1,"metrics":{"train/loss":1.0}}\n')
+    gone = client.create_run(client.create_experiment("tiny"), tags={"slipstream.key": "b"})
+    client.delete_run(gone.info.run_id)
+    capsys.readouterr()
+
+    assert main(["replay", str(stored_root)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("1 run(s) are whole on ") and "; 2 points were sent now" in out  # those of c and d
+    refused = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert [Path(line.split()[1]).name[:2] for line in refused] == ["a-", "b-", "c-", "e-"]
+    uri = f"MLFLOW_TRACKING_URI={store_uri(LOCAL, stored_root)}"
+    assert refused[0].endswith(f"restore it with: {uri} mlflow experiments restore --experiment-id {lost[1]}")
+    assert refused[1].endswith(f"restore it with: {uri} mlflow runs restore --run-id {gone.info.run_id}")
+    assert refused[2].endswith(f"has not arrived: all has arrived but files that are gone: {copy}; put them back")
+    assert refused[3].endswith("no line of it says which run it is of")
+    assert unsent(stored_root, "c") == ["c (0 points and 1 other entries)"]
+
+    client.restore_experiment(lost[1])
+    client.restore_run(gone.info.run_id)
+    (stored_root / "moved.html").rename(copy)
+    (stored_root / "spool" / "e-.jsonl").unlink()
+    assert main(["replay", str(stored_root)]) == 0
+    assert capsys.readouterr().out.startswith("4 run(s) are whole on ")
+    assert all(find_run(client, key).data.metrics == {"train/loss": 1.0} for key in keys)
+    assert unsent(stored_root, "c") == []
 
 
 def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
@@ -273,9 +456,16 @@ def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
         Tracker.open(LOCAL, root=root, experiment="tiny", key="e'1", name="x")
 
 
-def test_a_param_that_mlflow_would_cut_is_refused(root: Path) -> None:
-    with pytest.raises(ConfigError, match="param prompt must have <= 6000 characters"):
-        Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params={"prompt": "x" * 6001})
+def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(root: Path, client: Any) -> None:
+    many = {f"p{i}": "\N{SLIGHTLY SMILING FACE}" * 6000 for i in range(40)}  # 12 bytes of JSON each
+    with Tracker.open(LOCAL, root=root, experiment="tiny", key="e12", name="x", params=many) as tracker:
+        tracker.log_params({"instruction": "x" * 7000})
+        tracker.set_tags({"mlflow.note.content": "y" * 9000})
+    data = find_run(client, "e12").data
+    assert len(data.params) == 41
+    assert data.params["p39"] == many["p39"]
+    assert data.params["instruction"].endswith("x [cut: 7000 characters in all]")
+    assert data.tags["mlflow.note.content"].endswith("y [cut: 9000 characters in all]")
 
 
 def test_an_empty_uri_is_refused() -> None:
