@@ -385,7 +385,7 @@ def _absolute_path(value: Any, base: Path) -> Any:
     if is_sqlite(value):
         return sqlite_uri(Path(os.path.abspath(base / sqlite_path(value).expanduser())))
     is_path = value.startswith((".", "~")) or Path(value).suffix in DATA_SUFFIXES
-    if "://" in value or not (is_path or (base / value).exists()):
+    if "://" in value or not (is_path or os.path.exists(base / value)):
         return value
     return os.path.abspath(base / Path(value).expanduser())
 
