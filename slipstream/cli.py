@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import ablation, bake_off, demo, logs
-from slipstream.config import ConfigError, require
+from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.placement.assessment import assess
 from slipstream.placement.cluster import parse_cluster
@@ -21,15 +24,48 @@ from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.types import Workload
 
+_INTERRUPTED = 128 + signal.SIGINT
+_UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command whose reader has left
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    """Run one command; returns the exit status: 2 for bad input, 130 after Ctrl-C, 141 if nobody reads the output."""
     try:
-        return options.run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        try:
+            options = _parser().parse_args(arguments)
+            return options.run(options)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        finally:
+            if sys.stdout is not None:  # closed by whoever started us
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except OSError as error:
+        if not _is_output_lost():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        if isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _is_output_lost() -> bool:
+    """Whether nobody reads what is printed, or it cannot be written."""
+    if sys.stdout is None:
+        return False
+    poller = select.poll()
+    poller.register(sys.stdout, select.POLLOUT)
+    if any(event & select.POLLERR for _, event in poller.poll(0)):
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,6 +180,8 @@ def _show(root: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    is_used = options.domain_nodes is None or options.cluster is not None
+    require(is_used, "--domain-nodes", "must be left out without --cluster", options.domain_nodes, "as in 8x4")
     plans = []
     for workload in Workload:
         recipe = load_recipe(options.recipe, workload=workload)
@@ -187,6 +225,8 @@ def _preflight(options: argparse.Namespace) -> int:
     from slipstream.cluster.preflight.profile import needs_of
     from slipstream.cluster.profile import read_profile
 
+    seconds = options.timeout_s
+    require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)
     needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
     findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
     print(findings_table(findings))
@@ -243,7 +283,11 @@ def _compare(options: argparse.Namespace) -> int:
     require(bool(executions), "experiment", "must have executions", options.experiment, f"none is on {uri}")
     print(comparison_table(executions))
     page = Path(options.html or f"{options.run_root}/comparison.html")
-    print(f"\npage: {write_comparison(executions, page, uri=uri)}")
+    try:
+        written = write_comparison(executions, page, uri=uri)
+    except OSError as error:
+        raise ConfigError(f"--html must be a path that can be written, got {str(page)!r} ({error.strerror})") from error
+    print(f"\npage: {written}")
     return 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import from_mapping
+from slipstream.config import ConfigError, from_mapping
 
 R = TypeVar("R")
 
@@ -27,9 +27,13 @@ def read_record(cls: type[R], path: Path) -> R:
     """Read what `write_record` wrote.
 
     Raises:
-        ConfigError: the file holds other fields than `cls`.
+        ConfigError: the file holds other fields than `cls`, or no JSON.
     """
-    return from_mapping(cls, json.loads(path.read_text()), path.name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} must be a record in JSON, got other text: {error}") from error
+    return from_mapping(cls, values, path.name)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -13,8 +13,8 @@ EXECUTION_VARIABLE = "SLIPSTREAM_EXECUTION"
 
 
 def new_execution(recipe: str) -> str:
-    """A name for a local execution: the recipe's and the time."""
-    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+    """A name for a local execution: the recipe's and the time, to the microsecond, as two may start in one second."""
+    return f"{Path(recipe).stem}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def recorded_recipe(root: Path, execution: str) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from slipstream import demo
 from slipstream.config import ConfigError
 from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
-from slipstream.stages.context import recorded_recipe
+from slipstream.stages.context import new_execution, recorded_recipe
 from slipstream.supervisor import Outcome
 from slipstream.types import Workload
 from tests.unit.lagging import ONE_STEP_OFF
@@ -82,7 +84,9 @@ def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     with (
         demo._claimed(root, "a"),
-        pytest.raises(ConfigError, match="must name an execution that is not running, got 'a'"),
+        pytest.raises(
+            ConfigError, match="execution must not be running already, got 'a'; wait for it, or interrupt it"
+        ),
         demo._claimed(root, "a"),
     ):
         pass
@@ -99,9 +103,16 @@ def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     ],
 )
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
-    import re
-
     launch = Launch(recipe="tiny", workload=Workload.RL_ZERO, num_steps=0, seed=0, execution=name)
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
     line = demo._last_words(launch, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
+
+
+def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_order() -> None:
+    names = []
+    for _ in range(20):
+        names.append(new_execution("tiny"))
+        time.sleep(0.001)
+    assert sorted(set(names)) == names
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}-\d{6}", names[0])
