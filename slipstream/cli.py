@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except OSError as error:
-        if not _is_output_lost():
+        if sys.stdout is None or not _is_output_lost():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         if isinstance(error, BrokenPipeError):
@@ -55,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_output_lost() -> bool:
     """Whether nobody reads what is printed, or it cannot be written."""
-    if sys.stdout is None:
-        return False
     poller = select.poll()
     poller.register(sys.stdout, select.POLLOUT)
     if any(event & select.POLLERR for _, event in poller.poll(0)):

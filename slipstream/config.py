@@ -143,7 +143,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     got = "an empty file" if values is None else type(values).__name__
     require(isinstance(values, dict), f"{what} {path}", "must hold a mapping of field to value", got)
-    return values
+    return typing.cast(dict[str, Any], values)
 
 
 def check_known(cls: type, values: Any, path: str) -> None:
