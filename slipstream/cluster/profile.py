@@ -238,7 +238,7 @@ def read_profile(name: str) -> ClusterProfile:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.yaml")))
-    require(path.is_file(), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
+    require(os.path.isfile(path), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
     values = read_mapping(path, "cluster profile")
     try:
         profile = from_mapping(ClusterProfile, values)
