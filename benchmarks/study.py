@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from slipstream.config import from_mapping, merge, require, to_mapping
+from slipstream.config import from_mapping, merge, parse_overrides, require, to_mapping
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import append_line
 from slipstream.report.summary import ArmSummary
@@ -71,11 +70,10 @@ class Study:
     def _common(self) -> dict[str, Any]:
         common = {"learner": {"num_threads": 1}, "engine": {"num_threads": 1}} if self.pinned else {}
         for override in self.overrides:
-            field, sign, value = override.partition("=")
+            field, sign, _ = override.partition("=")
             require(bool(field and sign), "--override", "must read section.field=value", override)
             require(field not in _SEEDS, "--override", "must leave the seeds alone", override, "use --seeds")
-            common = merge(common, _nested(field, yaml.safe_load(value)))
-        return common
+        return merge(common, parse_overrides(self.overrides))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import ablation, bake_off, demo, logs
-from slipstream.config import ConfigError, require
+from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.placement.assessment import assess
 from slipstream.placement.cluster import parse_cluster
@@ -24,16 +27,46 @@ from slipstream.stages.launch import add_inputs
 from slipstream.types import Workload
 
 _RECIPE = "tiny"
+_INTERRUPTED = 128 + signal.SIGINT
+_UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command whose reader has left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    """Run one command; returns the exit status: 2 for bad input, 130 after Ctrl-C, 141 if nobody reads the output."""
     try:
-        return options.run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        try:
+            options = _parser().parse_args(arguments)
+            return options.run(options)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        finally:
+            if sys.stdout is not None:  # closed by whoever started us
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except OSError as error:
+        if sys.stdout is None or not _is_output_lost():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        if isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _is_output_lost() -> bool:
+    """Whether nobody reads what is printed, or it cannot be written."""
+    poller = select.poll()
+    poller.register(sys.stdout, select.POLLOUT)
+    if any(event & select.POLLERR for _, event in poller.poll(0)):
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,6 +183,8 @@ def _show(root: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    is_used = options.domain_nodes is None or options.cluster is not None
+    require(is_used, "--domain-nodes", "must be left out without --cluster", options.domain_nodes, "as in 8x4")
     plans = []
     own, origins = resolve_recipe(options.recipe)
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
@@ -194,6 +229,8 @@ def _preflight(options: argparse.Namespace) -> int:
     from slipstream.cluster.preflight.profile import needs_of
     from slipstream.cluster.profile import read_profile
 
+    seconds = options.timeout_s
+    require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)
     needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
     findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
     print(findings_table(findings))
@@ -260,7 +297,11 @@ def _compare(options: argparse.Namespace) -> int:
     require(bool(executions), "experiment", "must have executions", options.experiment, f"none is on {uri}")
     print(comparison_table(executions))
     page = Path(options.html or f"{options.run_root}/comparison.html")
-    print(f"\npage: {write_comparison(executions, page, uri=uri)}")
+    try:
+        written = write_comparison(executions, page, uri=uri)
+    except OSError as error:
+        raise ConfigError(f"--html must be a path that can be written, got {str(page)!r} ({error.strerror})") from error
+    print(f"\npage: {written}")
     return 0
 
 

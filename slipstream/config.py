@@ -5,24 +5,61 @@ Every config class of the library stands beside the code that it configures; thi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
+import math
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 T = TypeVar("T")
 
-_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LARGEST = 2**31 - 1
+"""Of the numbers of a recipe but its seeds: engines count in 32 bits, and no clock waits for more seconds."""
+_LARGEST_SEED = 2**63 - 1  # generators and Flyte take no more
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: several times as fast, and the same values
 
 
 class ConfigError(ValueError):
     """A value that the user gave and that breaks a rule."""
+
+
+class _SafeLoader(_Parser):
+    """Plain values alone, and of unquoted words only what YAML 1.1 and 1.2 read alike.
+
+    `off`, `no`, `010`, `12:30:00` and `2026-11-25` are the words that were typed: YAML 1.1 makes False, 8, 45000 and a
+    date of them. A key that stands twice in a mapping is an error; one that overrides a merged one (`<<`) is none.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {}
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _check_keys(node)
+        return super().construct_document(node)
+
+
+for _tag, _form, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]{0,99}|0x[0-9a-fA-F]{1,16})", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
+        r"|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", r"<<", "<"),
+):
+    _SafeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), list(_first))
 
 
 def require(condition: bool, field: str, rule: str, value: object, fix: str = "") -> None:
@@ -77,12 +114,104 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_yaml(text: str) -> Any:
-    """What a text in YAML says, by the parser in C where PyYAML has it: several times as fast, and the same values.
+    """Read YAML, as `_SafeLoader` says.
 
     Raises:
-        yaml.YAMLError: it is none.
+        yaml.YAMLError: the text is none, or a key stands twice in a mapping.
     """
-    return yaml.load(text, Loader=_SafeLoader)
+    try:
+        return yaml.load(text, Loader=_SafeLoader)
+    except (ValueError, LookupError, AttributeError, RecursionError) as error:  # a value that its tag cannot have
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """Read the mapping that a YAML file holds.
+
+    Args:
+        what: the file's name in errors, as in `recipe`.
+    Raises:
+        ConfigError: the file cannot be read, is not text in UTF-8, is not YAML or holds something else.
+    """
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} must be text in UTF-8, got {error}; save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
+    got = "an empty file" if values is None else type(values).__name__
+    require(isinstance(values, dict), f"{what} {path}", "must hold a mapping of field to value", got)
+    return typing.cast(dict[str, Any], values)
+
+
+def check_known(cls: type, values: Any, path: str) -> None:
+    """Refuse keys that the config `cls` does not have, here and in the configs below it; values are not looked at.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), or a section that is no mapping.
+    """
+    require(isinstance(values, Mapping), path, "must be a mapping of field to value", values)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(_unknown_key(key, fields, path))
+        hint = _hints(cls)[key]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        for nested in (each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)):
+            for item in items:
+                if item is not None:
+                    check_known(typing.cast(type, nested), item, _join(path, key))
+
+
+def require_sizes(config: Any, path: str = "") -> None:
+    """Refuse numbers of a config, or of those below it, that no run could have.
+
+    Raises:
+        ConfigError: a seed outside [0, 2**63), or another number beyond `LARGEST`.
+    """
+    for name, value in _numbers(config, path):
+        if name.rpartition(".")[2] == "seed":
+            require(0 <= value <= _LARGEST_SEED, name, "must lie in [0, 2**63)", value)
+        else:
+            require(abs(value) <= LARGEST, name, f"must be at most {LARGEST}", value)
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Every number of a config and of what it holds, by its dotted name."""
+    if dataclasses.is_dataclass(value):
+        for f in dataclasses.fields(value):
+            yield from _numbers(getattr(value, f.name), _join(path, f.name))
+    elif isinstance(value, (tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(item, f"{path}[{key}]")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+
+
+def _check_keys(root: yaml.Node) -> None:
+    """Refuse a key that stands twice in a mapping, at any depth."""
+    seen: set[int] = set()  # an alias is the very node of its anchor
+    waiting = [(root, "")]
+    while waiting:
+        node, path = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        below: list[tuple[yaml.Node, str]] = []
+        if isinstance(node, yaml.SequenceNode):
+            below = [(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[tuple[str, str], int] = {}
+            for key, item in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if (key.tag, name) in lines:
+                    both = f"in lines {lines[key.tag, name]} and {line}"
+                    raise yaml.YAMLError(f"the key {_join(path, name)!r} stands twice, {both}; leave one of them out")
+                lines[key.tag, name] = line
+                below.append((item, _join(path, name)))
+        waiting += reversed(below)
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
@@ -101,8 +230,9 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         require(well_formed, "overrides", "must read field=value", item, "as in grpo.group_size=16")
         try:
             value = read_yaml(text)
-        except yaml.YAMLError:
-            raise ConfigError(f"overrides must have a YAML value after '=', got {item!r}; quote it") from None
+        except yaml.YAMLError as error:
+            why = " ".join(str(error).split())
+            raise ConfigError(f"overrides must have a YAML value after '=', got {item!r} ({why}); quote it") from None
         section = values
         for part in parts[:-1]:
             section = section.setdefault(part, {})
@@ -141,7 +271,11 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         return value
     if origin is dict:
         require(isinstance(value, Mapping), path, "must be a mapping", value)
-        return {key: _coerce(get_args(hint)[1], item, _join(path, key)) for key, item in value.items()}
+        of_key, of_item = get_args(hint)
+        return {
+            _coerce(of_key, key, f"a key of {path}"): _coerce(of_item, item, _join(path, key))
+            for key, item in value.items()
+        }
     if origin is tuple:
         require(isinstance(value, (list, tuple)), path, "must be a list", value)
         item = get_args(hint)[0]
@@ -169,14 +303,15 @@ def _coerce_union(hint: Any, value: Any, path: str) -> Any:
 
 
 def _coerce_scalar(hint: Any, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         # YAML 1.1 reads `1e-4` (no dot) as a string: a learning rate is the value that people write so.
-        try:
-            return float(value)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(value)
+    if hint is bool and isinstance(value, str) and value.lower() in _YES + _NO:
+        value = value.lower() in _YES
     ok = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-    require(ok, path, f"must be of type {hint.__name__}", value)
+    is_number = isinstance(value, (bool, int, float))
+    fix = "put it in quotes" if hint is str and is_number else ""
+    require(ok, path, f"must be of type {hint.__name__}", value, fix)
+    require(not isinstance(value, float) or math.isfinite(value), path, "must be a finite number", value)
     return value

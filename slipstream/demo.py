@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.cluster.profile import CLUSTER_VARIABLE
-from slipstream.config import require
+from slipstream.config import ConfigError, require
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe
@@ -183,14 +183,19 @@ def _starts_anew(root: Path, execution: str) -> bool:
 def _claimed(root: Path, execution: str) -> Iterator[None]:
     """Keep a second process from going on with an execution that runs; the claim ends with this process."""
     directory = root / execution
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("w")
+    except OSError as error:
+        rule = "must be a directory that can be written"
+        raise ConfigError(f"--run-root {rule}, got {str(root)!r} ({error.strerror}); name another") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = True
         except BlockingIOError:
             is_free = False
-        require(is_free, "--resume", "must name an execution that is not running", execution, "wait or interrupt it")
+        require(is_free, "execution", "must not be running already", execution, "wait for it, or interrupt it")
         yield
 
 

@@ -16,7 +16,7 @@ from slipstream.config import require
 from slipstream.records.stages import EvaluationRecord
 from slipstream.rewards.answers import extract_answer, normalise_answer
 from slipstream.rewards.verifier import Verifier
-from slipstream.rollout.config import SamplingConfig
+from slipstream.rollout.config import SamplingConfig, check_sampling
 from slipstream.rollout.engine import Engine
 from slipstream.types import FinishReason, Prompt
 
@@ -49,10 +49,16 @@ class EvaluationConfig:
             self.temperature,
             "greedy samples are all equal: set num_samples_per_problem to 1",
         )
-        self.sampling()
+        check_sampling(
+            "evaluation",
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_response_tokens=self.max_response_tokens,
+        )
 
     def sampling(self) -> SamplingConfig:
-        """These settings as the engine takes them, with the engine's own checks."""
+        """These settings as the engine takes them."""
         return SamplingConfig(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -5,6 +5,7 @@ A recipe file is sparse: it overrides the defaults that stand on the dataclasses
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -17,7 +18,16 @@ from typing import Any
 import yaml
 
 import slipstream
-from slipstream.config import ConfigError, from_mapping, merge, read_yaml, require, to_mapping
+from slipstream.config import (
+    ConfigError,
+    check_known,
+    from_mapping,
+    merge,
+    read_mapping,
+    require,
+    require_sizes,
+    to_mapping,
+)
 from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
@@ -77,6 +87,7 @@ class Recipe:
     simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
     def __post_init__(self) -> None:
+        require_sizes(self)
         check_experiment(self.name, "name")
         require_groups(self.tuning, self.grpo.group_size)
         self._check_devices()
@@ -321,11 +332,11 @@ def resolve_recipe(
     """
     path = recipe_path(name)
     values = absolute_paths(_read_recipe(path), path.parent)
-    by_workload = values.pop(_WORKLOADS, {})
+    by_workload = values.pop(_WORKLOADS)
     given = {"workload": workload.value} if workload is not None else {}
     launched = absolute_paths(merge(overrides or {}, given), Path.cwd())
     chosen = merge(values, launched).get("workload", Workload.RL_ZERO.value)
-    section = absolute_paths(by_workload.get(chosen, {}), path.parent)
+    section = absolute_paths(by_workload.get(str(chosen), {}), path.parent)
     layers = {"recipe": values, f"recipe, workloads.{chosen}": section, "launch": launched}
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -343,17 +354,31 @@ def recipe_path(name: str) -> Path:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
-    require(path.is_file(), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
+    require(os.path.isfile(path), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
     return path
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        values = read_yaml(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {path} is not YAML: {error}") from error
-    require(isinstance(values, dict), "recipe", "must be a mapping", type(values).__name__)
-    return values
+    """What a recipe file says, with a mapping for each workload that it has a section for.
+
+    Raises:
+        ConfigError: it is no recipe file, or a section is of no workload or has an unknown key, though another workload
+            is run.
+    """
+    values = read_mapping(path, "recipe")
+    sections = values.get(_WORKLOADS) or {}
+    require(isinstance(sections, dict), _WORKLOADS, "must be a mapping of workload to what it changes", sections)
+    known = [workload.value for workload in Workload]
+    for name, section in sections.items():
+        where = f"{_WORKLOADS}.{name}"
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{where} must be of a known workload, got {name!r}; {fix}")
+        check_known(Recipe, section or {}, where)
+        rule = "must be left out: the section is of that workload"
+        require("workload" not in (section or {}), f"{where}.workload", rule, (section or {}).get("workload"))
+    return {**values, _WORKLOADS: {name: section or {} for name, section in sections.items()}}
 
 
 def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:

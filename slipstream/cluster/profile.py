@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-import yaml
-
 import slipstream
-from slipstream.config import ConfigError, from_mapping, read_yaml, require
+from slipstream.config import ConfigError, from_mapping, read_mapping, require, require_sizes
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
 NODE_VARIABLE = "SLIPSTREAM_NODE"
@@ -119,6 +116,7 @@ class SharedStorage:
 
     def __post_init__(self) -> None:
         _check_name("storage.claim", self.claim)
+        require(self.group >= 0, "storage.group", "must be >= 0", self.group)
         is_absolute = PurePosixPath(self.mount_path).is_absolute() and self.mount_path != "/"
         require(is_absolute, "storage.mount_path", "must be an absolute path below /", self.mount_path)
 
@@ -240,12 +238,12 @@ def read_profile(name: str) -> ClusterProfile:
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.yaml")))
-    require(path.is_file(), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
+    require(os.path.isfile(path), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
+    values = read_mapping(path, "cluster profile")
     try:
-        values = read_yaml(path.read_text())
-        require(isinstance(values, Mapping), "profile", "must be a mapping", type(values).__name__)
         profile = from_mapping(ClusterProfile, values)
-    except (yaml.YAMLError, ConfigError) as error:
+        require_sizes(profile)
+    except ConfigError as error:
         raise ConfigError(f"cluster profile {path}: {error}") from error
     rule = f"must be the file's name {path.stem!r}"
     require(profile.name == path.stem, f"cluster profile {path}: name", rule, profile.name)

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.config import require
+from slipstream.config import ConfigError, require
 from slipstream.types import Workload
 
 Split = Literal["train", "draft_in_domain", "draft_general", "validation"]
 Row = dict[str, Any]
 
 MAX_ANSWER = 999
+_MAX_ROWS = 1_000_000
+_MAX_TRIES = 10_000  # without a problem that fits, or a new one
 _VALIDATION_SHARE = 16  # one problem in so many is kept for validation: the corpus never holds it
 _TEXT = (
     "a red fox ran over the old stone bridge while two small birds sang in tall green trees near our house and "
@@ -59,7 +61,9 @@ class SyntheticConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_train_problems", "num_copies", "num_draft_rows", "num_validation_problems"):
-            require(getattr(self, name) > 0, f"data.synthetic.{name}", "must be > 0", getattr(self, name))
+            number: int = getattr(self, name)
+            rule = f"must lie in [1, {_MAX_ROWS}]"
+            require(0 < number <= _MAX_ROWS, f"data.synthetic.{name}", rule, number, "larger sets come from files")
         for name in ("num_conflicting", "num_leaked"):
             require(getattr(self, name) >= 0, f"data.synthetic.{name}", "must be >= 0", getattr(self, name))
         for name in ("one_digit_rate", "subtraction_rate", "noise_rate", "careless_rate", "general_rate"):
@@ -83,7 +87,9 @@ class SyntheticConfig:
             f"must be >= min_terms ({self.min_terms})",
             self.max_terms,
         )
-        require(self.terms_decay > 0, "data.synthetic.terms_decay", "must be > 0", self.terms_decay)
+        rule = f"must be <= {MAX_ANSWER}, the largest answer"
+        require(self.max_terms <= MAX_ANSWER, "data.synthetic.max_terms", rule, self.max_terms)
+        require(0 < self.terms_decay <= 2, "data.synthetic.terms_decay", "must lie in (0, 2]", self.terms_decay)
         require(10 <= self.max_term <= 99, "data.synthetic.max_term", "must lie in [10, 99]", self.max_term)
         require(
             self.min_terms * self.max_term <= MAX_ANSWER,
@@ -214,7 +220,7 @@ def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool
     """Signed terms whose running sums all lie in 0-999, from the share of problems that is (not) for validation."""
     counts = range(config.min_terms, config.max_terms + 1)
     num_terms = rng.choices(counts, [config.terms_decay**n for n in counts])[0]
-    while True:
+    for _ in range(_MAX_TRIES):
         terms: list[int] = []
         total = 0
         for _ in range(num_terms):
@@ -225,6 +231,10 @@ def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool
             total += terms[-1]
         if max(itertools.accumulate(terms)) <= MAX_ANSWER and _is_validation(terms) == validation:
             return tuple(terms)
+    rule = f"must leave sums of so many terms at most {MAX_ANSWER}"
+    raise ConfigError(
+        f"data.synthetic.max_terms {rule}, got {num_terms}; lower it or max_term, or raise one_digit_rate"
+    )
 
 
 def _dapo_row(problem: str, answer: int, index: int) -> Row:
@@ -247,7 +257,15 @@ def _unique_chains(
 ) -> list[tuple[int, ...]]:
     chains: dict[tuple[int, ...], None] = {}
     while len(chains) < num_chains:
-        chains[_draw_terms(rng, config, validation=validation)] = None
+        for _ in range(_MAX_TRIES):
+            chain = _draw_terms(rng, config, validation=validation)
+            if chain not in chains:
+                break
+        else:
+            field = f"data.synthetic.num_{'validation' if validation else 'train'}_problems"
+            rule = f"must be at most about {len(chains)}, as there are hardly more problems of these lengths"
+            raise ConfigError(f"{field} {rule}, got {num_chains}; lower it, or raise max_terms or max_term")
+        chains[chain] = None
     return list(chains)
 
 

@@ -133,14 +133,21 @@ class DraftConfig:
             "num_prompts",
             "samples_per_prompt",
             "num_heldout_prompts",
+            "tokens_per_step",
             "ttt_steps",
             "tokens_per_row",
             "loss_chunk_tokens",
             "online_updates",
             "online_horizon_steps",
+            "clip_grad",
+            "checkpoint_every_steps",
         ):
-            value: int = getattr(self, name)
+            value: float = getattr(self, name)
             require(value > 0, f"draft.{name}", "must be > 0", value)
+        require(0 < self.learning_rate <= 1, "draft.learning_rate", "must lie in (0, 1]", self.learning_rate)
+        decay = self.ttt_step_loss_decay
+        require(0 < decay <= 1, "draft.ttt_step_loss_decay", "must lie in (0, 1]", decay)
+        require(self.warmup_steps >= 0, "draft.warmup_steps", "must be >= 0", self.warmup_steps)
         self._check_given()
         self._check_online()
         require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
@@ -180,7 +187,7 @@ class DraftConfig:
 
     def _check_online(self) -> None:
         rate, passes = self.online_learning_rate, self.online_ttt_steps
-        require(rate > 0.0, "draft.online_learning_rate", "must be > 0", rate)
+        require(0.0 < rate <= 1.0, "draft.online_learning_rate", "must lie in (0, 1]", rate)
         fix = "null takes draft.ttt_steps"
         require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
         tokens, fix = self.online_tokens_per_update, "null takes draft.tokens_per_step"

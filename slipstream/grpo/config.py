@@ -105,7 +105,7 @@ class OptimizerConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "optimizer.learning_rate", "must be > 0", self.learning_rate)
+        require(0 < self.learning_rate <= 1, "optimizer.learning_rate", "must lie in (0, 1]", self.learning_rate)
         require(
             len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
             "optimizer.betas",
@@ -113,7 +113,7 @@ class OptimizerConfig:
             self.betas,
         )
         require(self.eps > 0, "optimizer.eps", "must be > 0", self.eps)
-        require(self.weight_decay >= 0, "optimizer.weight_decay", "must be >= 0", self.weight_decay)
+        require(0 <= self.weight_decay <= 1, "optimizer.weight_decay", "must lie in [0, 1]", self.weight_decay)
         require(self.clip_grad > 0, "optimizer.clip_grad", "must be > 0", self.clip_grad)
         require(self.warmup_steps >= 0, "optimizer.warmup_steps", "must be >= 0", self.warmup_steps)
 

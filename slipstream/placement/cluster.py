@@ -42,7 +42,7 @@ def parse_cluster(text: str, *, domain_nodes: int | None = None) -> Cluster:
     Raises:
         ConfigError: another form, or no GPUs.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,3})", text, re.ASCII)
     require(match is not None, "--cluster", "must read NODESxGPUS", text, "as in 8x4: 8 nodes of 4 GPUs")
     assert match is not None
     num_nodes, num_gpus = int(match[1]), int(match[2])

@@ -55,8 +55,11 @@ class ScratchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "ffn_hidden_size", "max_position_embeddings", "tokens_per_step"):
-            value: int = getattr(self, name)
+        for name in (
+            *("hidden_size", "num_layers", "num_attention_heads", "head_dim", "ffn_hidden_size"),
+            *("max_position_embeddings", "tokens_per_step", "rope_theta"),
+        ):
+            value: float = getattr(self, name)
             require(value > 0, f"policy.scratch.{name}", "must be > 0", value)
         require(
             self.num_query_groups > 0 and self.num_attention_heads % self.num_query_groups == 0,
@@ -72,7 +75,8 @@ class ScratchConfig:
             require(whole, "policy.scratch.head_dim", rule, self.head_dim, "vLLM's MiMo knows no other")
         require(self.init_std > 0, "policy.scratch.init_std", "must be > 0", self.init_std)
         require(self.num_steps >= 0, "policy.scratch.num_steps", "must be >= 0", self.num_steps)
-        require(self.learning_rate > 0, "policy.scratch.learning_rate", "must be > 0", self.learning_rate)
+        rate = self.learning_rate
+        require(0 < rate <= 1, "policy.scratch.learning_rate", "must lie in (0, 1]", rate)
         require(
             0 <= self.warmup_steps <= self.num_steps,
             "policy.scratch.warmup_steps",

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import from_mapping
+from slipstream.config import ConfigError, from_mapping
 
 R = TypeVar("R")
 
@@ -28,9 +28,13 @@ def read_record(cls: type[R], path: Path) -> R:
     """Read what `write_record` wrote.
 
     Raises:
-        ConfigError: the file holds other fields than `cls`.
+        ConfigError: the file holds other fields than `cls`, or no JSON.
     """
-    return from_mapping(cls, json.loads(path.read_text()), path.name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} must be a record in JSON, got other text: {error}") from error
+    return from_mapping(cls, values, path.name)
 
 
 def append_line(file: FileIO, line: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import from_mapping, read_yaml, require
+from slipstream.config import from_mapping, read_mapping, require
 from slipstream.types import Arm, StageTimes
 
 # `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
@@ -76,4 +76,4 @@ def read_reference(path: Path | None = None) -> Reference:
     """
     source = _PAPER if path is None else path
     require(source.is_file(), "report.reference", "must be a file", str(source))
-    return from_mapping(Reference, read_yaml(source.read_text()), "reference")
+    return from_mapping(Reference, read_mapping(source, "reference"), "reference")

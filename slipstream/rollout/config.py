@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from slipstream.config import require
 from slipstream.types import Dtype
 
+_LOWEST_TEMPERATURE = 0.01
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
@@ -21,10 +23,23 @@ class SamplingConfig:
     max_response_tokens: int
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampling.temperature", "must be >= 0", self.temperature)
-        require(0 < self.top_p <= 1, "sampling.top_p", "must lie in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "sampling.top_k", "must be >= 0 (0 means all tokens)", self.top_k)
-        require(self.max_response_tokens > 0, "sampling.max_response_tokens", "must be > 0", self.max_response_tokens)
+        check_sampling(
+            "sampling",
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_response_tokens=self.max_response_tokens,
+        )
+
+
+def check_sampling(section: str, *, temperature: float, top_p: float, top_k: int, max_response_tokens: int) -> None:
+    """Refuse what no engine samples with; `section` of the recipe is what errors name."""
+    fix = "vLLM samples at 0.01 instead of anything between" if temperature > 0 else ""
+    is_sound = temperature == 0 or temperature >= _LOWEST_TEMPERATURE
+    require(is_sound, f"{section}.temperature", f"must be 0 or >= {_LOWEST_TEMPERATURE}", temperature, fix)
+    require(0 < top_p <= 1, f"{section}.top_p", "must lie in (0, 1]", top_p)
+    require(top_k >= 0, f"{section}.top_k", "must be >= 0 (0 means all tokens)", top_k)
+    require(max_response_tokens > 0, f"{section}.max_response_tokens", "must be > 0", max_response_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +65,9 @@ class EngineConfig:
         require(self.max_num_seqs > 0, "engine.max_num_seqs", "must be > 0", self.max_num_seqs)
         require(self.tensor_parallel_size > 0, "engine.tensor_parallel_size", "must be > 0", self.tensor_parallel_size)
         require(self.num_engines > 0, "engine.num_engines", "must be > 0", self.num_engines)
+        require(self.num_threads > 0, "engine.num_threads", "must be > 0", self.num_threads)
+        cache = self.kv_cache_gib
+        require(cache is None or cache > 0, "engine.kv_cache_gib", "must be > 0 or null", cache)
         for name in ("start_timeout_s", "answer_timeout_s"):
             seconds: float = getattr(self, name)
             require(seconds > 0, f"engine.{name}", "must be > 0", seconds)

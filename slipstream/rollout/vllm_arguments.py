@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,18 @@ def device_arguments(config: EngineConfig, *, is_in_flight: bool, can_rest: bool
         # a CPU's generator has none, and the engine would end there.
         "enable_chunked_prefill": False,
     }
+
+
+@contextmanager
+def loadable(model: Path) -> Iterator[Path]:
+    """The directory `model` by a name under which vLLM finds its weights: it searches them by a glob pattern."""
+    if glob.escape(str(model)) == str(model):
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-model-") as directory:
+        link = Path(directory) / "model"
+        link.symlink_to(model.absolute(), target_is_directory=True)
+        yield link
 
 
 def stop_token_ids(policy: Path) -> tuple[int, ...]:

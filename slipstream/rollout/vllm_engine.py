@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from slipstream.rollout.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.rollout.engine import Portion, Trace, WeightFiles
 from slipstream.rollout.requests import GroupRequest, group_requests
-from slipstream.rollout.vllm_arguments import device_arguments, sampling_params, seeded, stop_token_ids
+from slipstream.rollout.vllm_arguments import device_arguments, loadable, sampling_params, seeded, stop_token_ids
 from slipstream.rollout.vllm_cache import CacheMemory
 from slipstream.rollout.vllm_drafting import Drafting
 from slipstream.rollout.vllm_groups import Drawn, GroupsUnderWay
@@ -82,23 +82,27 @@ class VllmEngine(VllmWeights):
             from slipstream.refit.engine_transfer import BACKEND
 
         self._stop_token_ids = stop_token_ids(policy)
-        llm = LLM(
-            str(policy),
-            dtype=config.dtype.value,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            enforce_eager=config.enforce_eager,
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend=executor,
-            skip_tokenizer_init=True,
-            disable_log_stats=False,  # the acceptance counters live there
-            logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution
-            speculative_config=speculative_config,
-            weight_transfer_config={"backend": BACKEND},
-            worker_extension_cls=_PROBE,
-            seed=0,  # of what no rollout sees: each has a seed of its own
-            **device_arguments(config, is_in_flight=is_in_flight, can_rest=can_rest),
-        )
+        with ExitStack() as links:
+            if speculative_config is not None and "model" in speculative_config:
+                draft = links.enter_context(loadable(Path(speculative_config["model"])))
+                speculative_config = {**speculative_config, "model": str(draft)}
+            llm = LLM(
+                str(links.enter_context(loadable(policy))),
+                dtype=config.dtype.value,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                enforce_eager=config.enforce_eager,
+                tensor_parallel_size=config.tensor_parallel_size,
+                distributed_executor_backend=executor,
+                skip_tokenizer_init=True,
+                disable_log_stats=False,  # the acceptance counters live there
+                logprobs_mode="processed_logprobs",  # at temperature != 1 raw ones are of another distribution
+                speculative_config=speculative_config,
+                weight_transfer_config={"backend": BACKEND},
+                worker_extension_cls=_PROBE,
+                seed=0,  # of what no rollout sees: each has a seed of its own
+                **device_arguments(config, is_in_flight=is_in_flight, can_rest=can_rest),
+            )
         super().__init__(llm, has_draft=speculative_config is not None and "model" in speculative_config)
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)

@@ -17,10 +17,10 @@ _MAX_NAME = 60  # of the part that a recipe's file gives: directories and MLflow
 
 
 def new_execution(recipe: str) -> str:
-    """A name for a local execution: the recipe's file and the time, in letters that a directory and MLflow take."""
+    """A name for a local execution: the recipe's file and the time to the microsecond, in letters that MLflow takes."""
     letters = unicodedata.normalize("NFKD", Path(recipe).stem).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", letters).strip("-._")[:_MAX_NAME] or "recipe"
-    return f"{name}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S}"
+    return f"{name}-{datetime.now(tz=UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def recorded_recipe(root: Path, execution: str) -> Path:

@@ -33,7 +33,7 @@ def models(
     make_policy: Callable[[Path, int], Path],
     make_draft: Callable[[Path, Path, int], Path],
 ) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("models [a]*")  # vLLM searches weights by a glob pattern
     policies = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
     drafts = {f"{name}_draft": make_draft(root / f"{name}_draft", policies[name], 5) for name in policies}
     return policies | drafts

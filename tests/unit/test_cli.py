@@ -1,13 +1,19 @@
 """The command line refuses bad input in one line before anything starts."""
 
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from slipstream import cli, demo
 from slipstream.cli import main
 from slipstream.recipe import CONFIGS, load_recipe, write_recipe
 from slipstream.types import Workload
+
+PROJECT = ["simulate", "project", "--model", "qwen3-8b", "--gpus", "32", "--k", "3", "--acceptance-length", "2"]
 
 
 def test_check_accepts_the_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,3 +102,137 @@ def test_check_takes_a_recipe_that_names_its_workload_at_its_word(
     path = write_recipe(load_recipe("qwen3_8b", workload=Workload.RL_THINK), tmp_path / "mine.yaml")
     assert main(["check", str(path)]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["qwen3_8b, rl_think"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must hold a mapping of field to value, got 'an empty file'"),
+        (
+            "käse: [\n".encode("latin-1"),
+            "must be text in UTF-8, got 'utf-8' codec can't decode byte 0xe4 ",
+        ),
+        ("a: [\n", "is not YAML: while parsing "),
+        ("name: a\nname: b\n", "is not YAML: the key 'name' stands twice, in lines 1 and 2; leave one of them out"),
+    ],
+)
+def test_a_file_that_is_no_recipe_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes, message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["check", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: recipe {path} {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+@pytest.mark.parametrize("command", [["check"], ["preflight", "--cluster"]])
+def test_what_is_no_file_is_no_recipe_and_no_profile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, command: list[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    if kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert main([*command, str(path)]) == 2
+    assert f"must name a {'recipe file' if len(command) == 1 else 'cluster profile'}, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "ablation", "bakeoff"])
+@pytest.mark.parametrize("root", ["file", "file/below", "/proc/none/below"])
+def test_a_run_root_that_cannot_be_written_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, root: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([command, "--run-root", str(tmp_path / root)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --run-root must be a directory that can be written, got ")
+    assert error.count("\n") == 1
+
+
+def test_records_that_are_no_json_end_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    assert main(["simulate", "calibrate", "--run", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'run.json'} must be a record in JSON, got other text: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["check", "tiny", "--domain-nodes", "2"],
+            "--domain-nodes must be left out without --cluster, got 2; as in 8x4",
+        ),
+        (
+            ["check", "qwen3_8b", "--cluster", "9999999x4"],
+            "--cluster must read NODESxGPUS, got '9999999x4'; as in 8x4: 8 nodes of 4 GPUs",
+        ),
+        (
+            ["preflight", "--cluster", "gb200", "--timeout-s", "nan"],
+            "--timeout-s must lie in (0, 2147483647], got nan",
+        ),
+        (
+            [*PROJECT, "--rollouts", "1000001"],
+            "num_rollouts must be at most 1000000, each of which is simulated, got 1000001",
+        ),
+        (
+            [*PROJECT, "--lag", str(2**31)],
+            "lag must be at most 2147483647, got 2147483648",
+        ),
+        (["bakeoff", "--seed", "-1"], "grpo.seed must lie in [0, 2**63), got -1"),
+        (["ablation", "--seeds", "-1"], "seeds must be >= 0, got (-1,)"),
+    ],
+)
+def test_numbers_that_no_command_can_use_end_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["check", "tiny"], ["--help"]])
+def test_a_reader_that_leaves_early_ends_a_command_without_a_word(unbuffered: str, arguments: list[str]) -> None:
+    """141 is what a shell says of a command whose reader has left; with `--help` argparse hides it where it can."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "slipstream.cli", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) in [(141, ""), *([(0, "")] if arguments == ["--help"] else [])]
+
+
+def test_an_output_that_is_full_is_an_error() -> None:
+    command = [sys.executable, "-m", "slipstream.cli", "check", "tiny"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+
+
+def test_an_interrupt_ends_a_command_in_one_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_recipe", interrupted)
+    assert main(["check", "tiny"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_error_of_a_command_that_can_print_is_not_taken_for_one_of_its_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "a socket's")
+
+    monkeypatch.setattr(demo, "resumed", broken)
+    with pytest.raises(BrokenPipeError, match="a socket's"):
+        main(["demo", "--resume"])

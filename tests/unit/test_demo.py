@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,9 @@ def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
     with (
         demo._claimed(root, "a"),
-        pytest.raises(ConfigError, match="must name an execution that is not running, got 'a'"),
+        pytest.raises(
+            ConfigError, match="execution must not be running already, got 'a'; wait for it, or interrupt it"
+        ),
         demo._claimed(root, "a"),
     ):
         pass
@@ -151,7 +154,7 @@ def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: boo
 def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path: Path, status: int, when: str) -> None:
     server = "http://mlflow:5000"
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
-    launch = Launch(recipe="tiny", workload=Workload.RL_ZERO, num_steps=0, seed=0, execution="a")
+    launch = Launch(recipe="tiny", execution="a")
     outcome = Outcome(pid=1, status=status, interrupted=False)
     assert "MLflow" not in demo._last_words(launch, tmp_path, outcome)
     spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
@@ -161,3 +164,12 @@ def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path:
     what, how = demo._last_words(launch, tmp_path, outcome).splitlines()[:2]
     assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
     assert how.startswith(f"they are {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
+
+
+def test_executions_that_start_in_one_second_have_names_of_their_own_in_their_order() -> None:
+    names = []
+    for _ in range(20):
+        names.append(new_execution("tiny"))
+        time.sleep(0.001)
+    assert sorted(set(names)) == names
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}-\d{6}", names[0])

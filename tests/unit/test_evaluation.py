@@ -166,7 +166,7 @@ def test_an_evaluation_without_problems_is_refused() -> None:
             "evaluation.temperature must be > 0 with more than one sample a problem, got 0.0; "
             "greedy samples are all equal: set num_samples_per_problem to 1",
         ),
-        ({"top_p": 2.0}, "sampling.top_p must lie in (0, 1], got 2.0"),
+        ({"top_p": 2.0}, "evaluation.top_p must lie in (0, 1], got 2.0"),
     ],
 )
 def test_an_evaluation_outside_its_bounds_is_refused(

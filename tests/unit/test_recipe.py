@@ -262,7 +262,10 @@ def test_a_recipe_may_be_any_yaml_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n", "recipe must be a mapping, got 'list'"), ("a: [", "recipe {path} is not YAML: while parsing")],
+    [
+        ("- a\n", "recipe {path} must hold a mapping of field to value, got 'list'"),
+        ("a: [", "recipe {path} is not YAML: while parsing"),
+    ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
@@ -270,6 +273,85 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message:
     with pytest.raises(ConfigError) as caught:
         load_recipe(str(path))
     assert str(caught.value).startswith(message.format(path=path))
+
+
+def tiny_with(directory: Path, workloads: str) -> str:
+    """The path of a recipe like tiny whose section `workloads` is another."""
+    text = (CONFIGS / "tiny.yaml").read_text().partition("\nworkloads:")[0]
+    path = directory / "mine.yaml"
+    path.write_text(f"{text}\n{workloads}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("workloads", "message"),
+    [
+        (
+            "workloads: {rl_thnk: {grpo: {seed: 1}}}",
+            "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; did you mean 'rl_think'?",
+        ),
+        (
+            "workloads: {sft: {}}",
+            "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think",
+        ),
+        ("workloads: {1: {}}", "workloads.1 must be of a known workload, got 1; known: rl_zero, rl_think"),
+        ("workloads: [rl_think]", "workloads must be a mapping of workload to what it changes, got ['rl_think']"),
+        ("workloads: {rl_think: off}", "workloads.rl_think must be a mapping of field to value, got 'off'"),
+        (
+            "workloads: {rl_think: {grpo: {gruop_size: 4}}}",
+            "unknown key 'workloads.rl_think.grpo.gruop_size'; did you mean 'workloads.rl_think.grpo.group_size'?",
+        ),
+        (
+            "workloads: {rl_think: {data: {train: [{path: a, splt: b}]}}}",
+            "unknown key 'workloads.rl_think.data.train.splt'; did you mean 'workloads.rl_think.data.train.split'?",
+        ),
+        (
+            "workloads: {rl_think: {workload: rl_zero}}",
+            "workloads.rl_think.workload must be left out: the section is of that workload, got 'rl_zero'",
+        ),
+    ],
+)
+def test_a_workloads_section_is_checked_though_another_workload_is_run(
+    tmp_path: Path, workloads: str, message: str
+) -> None:
+    path = tiny_with(tmp_path, workloads)
+    for workload in (None, Workload.RL_ZERO, Workload.RL_THINK):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(path, workload=workload)
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "workloads", ["", "workloads:", "workloads: {}", "workloads: {rl_think: }", "workloads: {rl_think: {}, rl_zero: ~}"]
+)
+def test_an_empty_section_of_workloads_changes_nothing(tmp_path: Path, workloads: str) -> None:
+    path = tiny_with(tmp_path, workloads)
+    assert load_recipe(path, workload=Workload.RL_THINK).sampling.max_response_tokens == 160
+    assert load_recipe(path) == load_recipe("tiny")
+
+
+def test_words_that_yaml_1_1_reads_as_switches_are_words_in_a_recipe(tmp_path: Path) -> None:
+    text = "workloads: {rl_think: {draft: {online: off}, data: {train: [{path: a.jsonl, split: on, subset: no}]}}}"
+    recipe = load_recipe(tiny_with(tmp_path, text), workload=Workload.RL_THINK)
+    (source,) = recipe.data.train
+    assert (recipe.draft.online.value, source.split, source.subset) == ("off", "on", "no")
+    assert load_recipe(str(write_recipe(recipe, tmp_path / "written.yaml"))) == recipe
+
+
+@pytest.mark.parametrize("name", ["off", "1e-4", "2026-11-25", "010", "12:30", "null", "a: b", "-", "x # y", "käse\n"])
+def test_a_recipe_is_read_back_as_it_was_written_whatever_its_words(tmp_path: Path, name: str) -> None:
+    source = {"path": name, "subset": name, "split": name}
+    changes = {"name": name, "data": {"train": [source], "instruction": f"{name} {{problem}}"}}
+    recipe = load_recipe("tiny", overrides=changes)
+    assert load_recipe(str(write_recipe(recipe, tmp_path / "mine.yaml"))) == recipe
+
+
+def test_a_key_that_stands_twice_in_a_recipe_is_refused_by_name(tmp_path: Path) -> None:
+    path = tiny_with(tmp_path, "draft: {num_steps: 1}")
+    with pytest.raises(
+        ConfigError, match=r"mine.yaml is not YAML: the key 'draft' stands twice, in lines 30 and \d+; "
+    ):
+        load_recipe(path)
 
 
 def test_a_recipe_without_workloads_is_whole(tmp_path: Path) -> None:
@@ -378,7 +460,7 @@ def test_one_draft_token_needs_room_for_two() -> None:
             {"draft": {"method": "mtp", "online_optimizer": "muon"}},
             r"draft.online_optimizer must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an",
         ),
-        ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must be > 0, got 0.0"),
+        ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must lie in \(0, 1\], got 0.0"),
     ],
 )
 def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: dict, message: str) -> None:

@@ -7,14 +7,16 @@ whose change its probe does not see, fails. `Recipe.fingerprint` is no probe: it
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slipstream.config import ConfigError
-from slipstream.recipe import Recipe
+from slipstream.cluster.profile import ClusterProfile
+from slipstream.config import ConfigError, from_mapping, merge, require_sizes
+from slipstream.recipe import Recipe, load_recipe
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
 from tests.unit.recipe_fields.base import Tools, outcome, recipe_with
 
@@ -73,3 +75,121 @@ def test_a_field_that_others_follow_is_refused_alone(field: str) -> None:
 def test_a_field_with_one_right_value_refuses_every_other(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         recipe_with({field: REFUSED[field]})
+
+
+MAY_BE_0 = {
+    "policy.scratch.num_mtp_layers",
+    "policy.scratch.warmup_steps",
+    "learner.num_kept_idle",
+    "learner.max_restarts",
+    "engine.num_kept_idle",
+    "engine.max_restarts",
+    "sampling.top_k",
+    "placement.gpus_per_node",
+    "placement.generation_nodes",
+    "placement.training_nodes",
+    "data.synthetic.num_conflicting",
+    "data.synthetic.num_leaked",
+    "data.synthetic.one_digit_rate",
+    "data.synthetic.subtraction_rate",
+    "data.synthetic.noise_rate",
+    "data.synthetic.careless_rate",
+    "data.synthetic.general_rate",
+    "draft.autopilot.margin",
+    "draft.suffix_max_cached_requests",
+    "draft.suffix_min_token_prob",
+    "draft.states_cache_gib",
+    "draft.warmup_steps",
+    "grpo.optimizer.weight_decay",
+    "grpo.optimizer.warmup_steps",
+    "grpo.loss.kl_coefficient",
+    "loop.max_off_policy_steps",
+    "evaluation.top_k",
+    "losslessness.near_tie_nats",
+    "tracking.close_wait_s",
+    "tracking.drift.min_change",
+    "storage.group",
+    "cpu.shared_memory_gib",
+    "head.shared_memory_gib",
+}
+NO_NUMBER_OF_A_RUN = (-1, math.nan, math.inf, -math.inf, 2**63, 10**30, 1e300)
+SHARES = ("_rate", "_prob", "_utilization", "top_p", "power", "family_level", "max_detectable_bias", "clip_low")
+PROFILE = {
+    "name": "own",
+    "run_root": "/shared/runs",
+    "cpu": {"cpus": 4, "memory_gib": 16},
+    "head": {"cpus": 4, "memory_gib": 16},
+    "gpu": {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "product": "GB200",
+        "architecture": "arm64",
+        "pod": {"cpus": 4, "memory_gib": 16, "shared_memory_gib": 4},
+        "rdma_resources": {"rdma/ib": 4},
+    },
+    "storage": {"claim": "runs", "mount_path": "/shared"},
+    "ray_token_secret": "token",
+}
+
+
+def numbers(cls: type) -> dict[str, typing.Any]:
+    """Dotted names of a config's numbers, and their types."""
+    found = {}
+    for name in leaves(cls):
+        hint: typing.Any = cls
+        for part in name.replace("[]", "").split("."):
+            nested = next(each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each))
+            hint = typing.get_type_hints(nested)[part]
+        inside = [
+            hint,
+            *typing.get_args(hint),
+            *(each for arg in typing.get_args(hint) for each in typing.get_args(arg)),
+        ]
+        if int in inside or float in inside:
+            found[name] = hint
+    return found
+
+
+def with_number(name: str, hint: typing.Any, value: float) -> dict[str, typing.Any]:
+    """What a recipe or a profile says that gives one of its numbers this value."""
+    held: typing.Any = value
+    if "dict[" in str(hint):
+        held = {"rdma/ib": value}
+    elif "tuple[" in str(hint):
+        held = [value]
+    for part in reversed(name.split(".")):
+        held = {part: held} if "[]" not in part else {part.removesuffix("[]"): [{"path": "synthetic", **held}]}
+    return held
+
+
+def read_with(cls: type, changes: dict[str, typing.Any]) -> None:
+    if cls is Recipe:
+        load_recipe("tiny", overrides=changes)
+    else:
+        require_sizes(from_mapping(cls, merge(PROFILE, changes)))
+
+
+def test_the_numbers_of_recipes_and_profiles_are_found() -> None:
+    assert len(numbers(Recipe)) > 150
+    assert {"grpo.seed", "tuning.candidate_ks", "grpo.loss.mask_band", "data.train[].max_rows"} <= numbers(
+        Recipe
+    ).keys()
+    assert {"gpu.rdma_resources", "storage.group", "parallel_parts"} <= numbers(ClusterProfile).keys()
+    assert {*numbers(Recipe), *numbers(ClusterProfile)} >= MAY_BE_0
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "hint"),
+    [(cls, name, hint) for cls in (Recipe, ClusterProfile) for name, hint in numbers(cls).items()],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_number_is_taken_that_no_run_could_have(cls: type, name: str, hint: typing.Any) -> None:
+    may_be_0 = name in MAY_BE_0 or name.endswith("seed")
+    bad = [*NO_NUMBER_OF_A_RUN, *([] if may_be_0 else [0]), *([1.5] if name.endswith(SHARES) else [])]
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            read_with(cls, with_number(name, hint, value))
+        leaf = name.rpartition(".")[2]
+        assert leaf in str(caught.value), f"{value}: the error names another field"
+    if may_be_0:
+        read_with(cls, with_number(name, hint, 0))

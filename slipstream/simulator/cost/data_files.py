@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import from_mapping, read_yaml, require
+from slipstream.config import from_mapping, read_mapping, require
 
 T = TypeVar("T")
 
@@ -41,4 +41,4 @@ def section_names(kind: str) -> tuple[str, ...]:
 
 @cache
 def _sections(kind: str) -> dict[str, Any]:
-    return read_yaml((CONFIGS / "sim" / f"{kind}.yaml").read_text())
+    return read_mapping(CONFIGS / "sim" / f"{kind}.yaml", "simulator data")

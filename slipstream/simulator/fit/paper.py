@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from slipstream.config import from_mapping, read_yaml
+from slipstream.config import from_mapping, read_mapping
 from slipstream.simulator.cost.data_files import CONFIGS
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.settings import load_setting
@@ -48,7 +48,7 @@ class SimulatorReference:
 
 def read_simulator_reference() -> SimulatorReference:
     """The paper's n-gram and asynchronous times, and its projections."""
-    return from_mapping(SimulatorReference, read_yaml(_MORE.read_text()), "paper_simulator")
+    return from_mapping(SimulatorReference, read_mapping(_MORE, "reference"), "paper_simulator")
 
 
 def paper_cells() -> tuple[Cell, ...]:
@@ -91,7 +91,7 @@ def paper_learner() -> Learner:
 
 @cache
 def _workloads() -> dict[str, Any]:
-    return read_yaml(_REFERENCE.read_text())["workloads"]
+    return read_mapping(_REFERENCE, "reference")["workloads"]
 
 
 def _group(workload: str) -> Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slipstream.config import require
+from slipstream.config import require, require_sizes
 from slipstream.simulator.cost.hardware import BYTES, Precision, load_hardware
 from slipstream.simulator.cost.models import load_model
 from slipstream.simulator.cost.rollout import RolloutShape
@@ -14,6 +14,7 @@ from slipstream.simulator.fit.paper import PAPER_SETTING
 
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200
 _LARGE_SETTING = "paper-235b"
+_MAX_ROLLOUTS = 1_000_000
 _GENERATION_FRACTION = 0.75  # arXiv 2604.26779 has 12 of 16 nodes
 _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
 
@@ -72,6 +73,9 @@ class ProjectionRequest:
         require(self.gpus_per_engine >= 0, "gpus_per_engine", "must be >= 0", self.gpus_per_engine)
         require(self.num_rollouts >= 0, "num_rollouts", "must be >= 0", self.num_rollouts)
         require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
+        rule = f"must be at most {_MAX_ROLLOUTS}, each of which is simulated"
+        require(self.num_rollouts <= _MAX_ROLLOUTS, "num_rollouts", rule, self.num_rollouts)
+        require_sizes(self)
 
     def scenario(self) -> Scenario:
         """The request on the layout that comes nearest to its model.

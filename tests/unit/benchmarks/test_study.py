@@ -78,6 +78,12 @@ def test_an_override_reaches_the_recipe_as_yaml_reads_it() -> None:
     ).grpo.optimizer.learning_rate == pytest.approx(1e-4)
 
 
+def test_an_override_with_a_word_for_off_reaches_the_recipe_as_that_word() -> None:
+    changes = ("draft.online=off", "tracking.experiment=no")
+    recipe = replace(STUDY, overrides=changes).recipe_of(0)
+    assert (recipe.draft.online.value, recipe.tracking.experiment) == ("off", "no")
+
+
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [(("grpo.num_steps",), "--override"), (("grpo.seed=1",), "--override"), (("grpo.nun_steps=1",), "grpo.nun_steps")],

@@ -134,11 +134,50 @@ def test_an_unknown_profile_is_refused_with_those_that_are_known() -> None:
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml: profile must be a mapping, got 'list'"):
+    with pytest.raises(ConfigError, match=r"a\.yaml must hold a mapping of field to value, got 'list'"):
         read_profile(str(tmp_path / "a.yaml"))
     (tmp_path / "b.yaml").write_text("{")
-    with pytest.raises(ConfigError, match=r"b\.yaml: "):
+    with pytest.raises(ConfigError, match=r"b\.yaml is not YAML: "):
         read_profile(str(tmp_path / "b.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: mine\nname: other\n",
+            "is not YAML: the key 'name' stands twice, in lines 1 and 2; leave one of them out",
+        ),
+        (
+            "gpu: {nodes: 1, pod: {cpus: 1, cpus: 2}}\n",
+            "is not YAML: the key 'gpu.pod.cpus' stands twice, in lines 1 and",
+        ),
+        ("", "must hold a mapping of field to value, got 'an empty file'"),
+    ],
+)
+def test_a_profile_in_which_something_stands_twice_or_nothing_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_profile(str(path))
+    assert str(caught.value).startswith(f"cluster profile {path} {message}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": {"group": -1}}, "storage.group must be >= 0, got -1"),
+        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be at most 2147483647, got 2147483648"),
+        ({"labels": {"pool": True}}, "labels.pool must be of type str, got True; put it in quotes"),
+        ({"labels": {2024: "a"}}, "a key of labels must be of type str, got 2024; put it in quotes"),
+    ],
+)
+def test_a_profile_of_values_that_no_cluster_has_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    assert refusal(tmp_path, changes) == message
 
 
 def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

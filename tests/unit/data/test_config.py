@@ -63,10 +63,19 @@ def test_data_on_their_bounds_are_taken() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_train_problems": 0}, "data.synthetic.num_train_problems must be > 0, got 0"),
-        ({"num_copies": 0}, "data.synthetic.num_copies must be > 0, got 0"),
-        ({"num_draft_rows": 0}, "data.synthetic.num_draft_rows must be > 0, got 0"),
-        ({"num_validation_problems": 0}, "data.synthetic.num_validation_problems must be > 0, got 0"),
+        (
+            {"num_train_problems": 0},
+            "data.synthetic.num_train_problems must lie in [1, 1000000], got 0; larger sets come from files",
+        ),
+        ({"num_copies": 0}, "data.synthetic.num_copies must lie in [1, 1000000], got 0; larger sets come from files"),
+        (
+            {"num_draft_rows": 0},
+            "data.synthetic.num_draft_rows must lie in [1, 1000000], got 0; larger sets come from files",
+        ),
+        (
+            {"num_validation_problems": 0},
+            "data.synthetic.num_validation_problems must lie in [1, 1000000], got 0; larger sets come from files",
+        ),
         ({"num_conflicting": -1}, "data.synthetic.num_conflicting must be >= 0, got -1"),
         ({"num_leaked": -1}, "data.synthetic.num_leaked must be >= 0, got -1"),
         ({"one_digit_rate": 1.5}, "data.synthetic.one_digit_rate must lie in [0, 1], got 1.5"),
@@ -81,7 +90,7 @@ def test_data_on_their_bounds_are_taken() -> None:
         ),
         ({"min_terms": 1}, "data.synthetic.min_terms must be >= 2, got 1"),
         ({"max_terms": 2}, "data.synthetic.max_terms must be >= min_terms (3), got 2"),
-        ({"terms_decay": 0.0}, "data.synthetic.terms_decay must be > 0, got 0.0"),
+        ({"terms_decay": 0.0}, "data.synthetic.terms_decay must lie in (0, 2], got 0.0"),
         ({"max_term": 9}, "data.synthetic.max_term must lie in [10, 99], got 9"),
         ({"max_term": 100}, "data.synthetic.max_term must lie in [10, 99], got 100"),
         (

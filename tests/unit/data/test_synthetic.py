@@ -123,3 +123,20 @@ def test_the_corpus_holds_no_validation_problem_of_any_seed() -> None:
 def test_answers_that_could_exceed_999_are_refused_with_the_mend() -> None:
     with pytest.raises(ConfigError, match=r"data\.synthetic\.min_terms times max_term must be <= 999.*lower min_terms"):
         SyntheticConfig(min_terms=11, max_terms=12, max_term=99)
+
+
+def test_more_problems_than_there_are_end_in_an_error_rather_than_never() -> None:
+    """Two digits from 1 to 9 make 81 problems, of which validation keeps a few."""
+    config = SyntheticConfig(
+        num_train_problems=82, num_conflicting=0, min_terms=2, max_terms=2, one_digit_rate=1.0, num_leaked=0
+    )
+    with pytest.raises(ConfigError, match=r"data.synthetic.num_train_problems must be at most about 7\d, .*, got 82; "):
+        dapo_rows(config, split="train", seed=0)
+
+
+def test_sums_that_never_fit_end_in_an_error_rather_than_never() -> None:
+    config = SyntheticConfig(num_train_problems=8, max_terms=900, terms_decay=1.0, one_digit_rate=0.0)
+    with pytest.raises(
+        ConfigError, match=r"data.synthetic.max_terms must leave sums of so many terms at most 999, got "
+    ):
+        dapo_rows(config, split="train", seed=0)

@@ -67,7 +67,7 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
         ({"loss": "mse"}, "draft.loss must be one of kl_div, tv, lk, lk_hybrid, got 'mse'"),
         ({"online_updates": 0}, "draft.online_updates must be > 0, got 0"),
         ({"online_horizon_steps": 0}, "draft.online_horizon_steps must be > 0, got 0"),
-        ({"online_learning_rate": 0.0}, "draft.online_learning_rate must be > 0, got 0.0"),
+        ({"online_learning_rate": 0.0}, "draft.online_learning_rate must lie in (0, 1], got 0.0"),
         ({"online_ttt_steps": 0}, "draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps"),
         (
             {"online_tokens_per_update": 0},
@@ -202,11 +202,11 @@ def test_training_beside_the_policy_is_as_long_and_as_deep_as_pretraining_unless
 
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth() -> None:
     """Four steps of warmup; of the eight after them half is gone at step 8, where a cosine has 0.1 + 0.9 / 2."""
-    config = Draft(learning_rate=2.0, warmup_steps=4, num_steps=12)
-    assert [config.learning_rate_at(step) for step in range(5)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-    assert [config.learning_rate_at(step) for step in (6, 8)] == pytest.approx([0.2 + 0.9 * (1 + 0.5**0.5), 1.1])
-    assert [config.learning_rate_at(step) for step in (12, 99)] == pytest.approx([0.2, 0.2])
-    assert Draft(learning_rate=2.0, warmup_steps=4, num_steps=4).learning_rate_at(5) == pytest.approx(0.2)
+    config = Draft(learning_rate=0.2, warmup_steps=4, num_steps=12)
+    assert [config.learning_rate_at(step) for step in range(5)] == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.2])
+    assert [config.learning_rate_at(step) for step in (6, 8)] == pytest.approx([0.02 + 0.09 * (1 + 0.5**0.5), 0.11])
+    assert [config.learning_rate_at(step) for step in (12, 99)] == pytest.approx([0.02, 0.02])
+    assert Draft(learning_rate=0.2, warmup_steps=4, num_steps=4).learning_rate_at(5) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(

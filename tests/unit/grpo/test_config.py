@@ -75,12 +75,12 @@ def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"learning_rate": 0.0}, "optimizer.learning_rate must be > 0, got 0.0"),
+        ({"learning_rate": 0.0}, "optimizer.learning_rate must lie in (0, 1], got 0.0"),
         ({"betas": (0.9,)}, "optimizer.betas must be two numbers in [0, 1), got (0.9,)"),
         ({"betas": (0.9, 1.0)}, "optimizer.betas must be two numbers in [0, 1), got (0.9, 1.0)"),
         ({"betas": (-0.1, 0.9)}, "optimizer.betas must be two numbers in [0, 1), got (-0.1, 0.9)"),
         ({"eps": 0.0}, "optimizer.eps must be > 0, got 0.0"),
-        ({"weight_decay": -0.1}, "optimizer.weight_decay must be >= 0, got -0.1"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay must lie in [0, 1], got -0.1"),
         ({"clip_grad": 0.0}, "optimizer.clip_grad must be > 0, got 0.0"),
         ({"warmup_steps": -1}, "optimizer.warmup_steps must be >= 0, got -1"),
     ],

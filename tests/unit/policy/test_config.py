@@ -29,7 +29,7 @@ from slipstream.policy.config import LearnerConfig, ParallelConfig, PolicyConfig
         ),
         ({"init_std": 0.0}, "policy.scratch.init_std must be > 0, got 0.0"),
         ({"num_steps": -1, "warmup_steps": 0}, "policy.scratch.num_steps must be >= 0, got -1"),
-        ({"learning_rate": 0.0}, "policy.scratch.learning_rate must be > 0, got 0.0"),
+        ({"learning_rate": 0.0}, "policy.scratch.learning_rate must lie in (0, 1], got 0.0"),
         ({"warmup_steps": -1}, "policy.scratch.warmup_steps must lie in [0, num_steps 400], got -1"),
         ({"warmup_steps": 401}, "policy.scratch.warmup_steps must lie in [0, num_steps 400], got 401"),
     ],

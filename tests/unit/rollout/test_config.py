@@ -17,7 +17,11 @@ Engine = partial(EngineConfig, max_model_len=1, max_num_seqs=1)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "sampling.temperature must be >= 0, got -0.1"),
+        ({"temperature": -0.1}, "sampling.temperature must be 0 or >= 0.01, got -0.1"),
+        (
+            {"temperature": 0.009},
+            "sampling.temperature must be 0 or >= 0.01, got 0.009; vLLM samples at 0.01 instead of anything between",
+        ),
         ({"top_p": 0.0}, "sampling.top_p must lie in (0, 1], got 0.0"),
         ({"top_p": 1.5}, "sampling.top_p must lie in (0, 1], got 1.5"),
         ({"top_k": -1}, "sampling.top_k must be >= 0 (0 means all tokens), got -1"),
