@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Parseable = Callable[[Sequence[str]], Sequence[bool]]
-"""Says of each answer whether responses can be scored against it: `Verifier.parseable`."""
+"""Says of each answer whether responses can be scored against it: `Verifier.gradable`."""
 
 # A set gives up the rows that an earlier one has: training has the most rows to spare.
 _ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
