@@ -57,6 +57,7 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
     arguments = _local_arguments(source, field) if local else _hub_arguments(source, field)
     try:
         rows: Any = datasets.load_dataset(**arguments)
+        rows.data.validate(full=True)  # text that is not UTF-8 is otherwise met when its row is read
     except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
         fix = "is it JSON Lines in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
         cause = str(error.__cause__ or error).split("\n")[0]
