@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC, DataConfig, SourceConfig
-from slipstream.data.schemas import Item, NoProblemError, Schema, Turn, normalise, read_item, recognise
+from slipstream.data.schemas import Item, NoProblemError, Turn, check_asks, normalise, read_item, recognise
 from slipstream.data.synthetic import Split, write_split
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import DataSetRecord
@@ -243,24 +243,20 @@ class _SetReader:
         first = ""
         for number, row in enumerate(rows.select_columns(list(schema.columns))):
             try:
-                item = self._item(schema, row)
+                item = read_item(schema, row)
+                id_ = prompt_id(item.text)
+                if id_ not in groups:  # millions of rows repeat some thousand prompts
+                    check_asks(item, instruction=self.config.instruction)
+                    groups[id_] = _Group(item=item)
+                groups[id_].rows[index, item.answer] += 1
             except NoProblemError as error:
                 first = first or f"row {number} of {source.path}, got {row!s:.300}; {error}"
                 counts["num_empty"] += 1
-                continue
-            group = groups.setdefault(prompt_id(item.text), _Group(item=item))
-            group.rows[index, item.answer] += 1
         if counts["num_empty"] == len(rows):
             raise ConfigError(f"{name} must follow the schema {schema.name} in {first}")
         if first:
             logger.warning("%s: %d rows have no usable problem, the first: %s", name, counts["num_empty"], first)
         return counts
-
-    def _item(self, schema: Schema, row: Any) -> Item:
-        item = read_item(schema, row)
-        if normalise(item.problem) == normalise(self.config.instruction.replace("{problem}", "")):
-            raise NoProblemError("the problem is data.instruction alone")
-        return item
 
     def _scorable(self, sources: Sequence[SourceConfig], groups: dict[str, _Group]) -> frozenset[str]:
         """Answers that responses can be scored against; all of a set that is not scored."""

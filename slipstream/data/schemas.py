@@ -180,16 +180,24 @@ def read_item(schema: Schema, row: Any) -> Item:
     """Read one row.
 
     Raises:
-        NoProblemError: a column holds something else than its schema says, or a user or assistant turn says nothing.
+        NoProblemError: a column holds something else than its schema says, or there is no user turn.
     """
     if not isinstance(row, Mapping):
         raise NoProblemError(f"a row must have columns, got {row!r}")
     turns = schema.turns(row)
     if not turns:
         raise NoProblemError("there is no user turn")
-    if any(is_blank(said) for _, said in turns):
-        raise NoProblemError("a turn is empty" if len(turns) > 1 else "the problem is empty")
     return Item(context=tuple(turns[:-1]), problem=turns[-1][1], answer=_answer(schema, row))
+
+
+def check_asks(item: Item, *, instruction: str) -> None:
+    """Raise a NoProblemError where a turn says nothing, or the problem only repeats the words of `instruction`."""
+    if is_blank(item.problem):
+        raise NoProblemError("the problem is empty")
+    if any(is_blank(said) for _, said in item.context):
+        raise NoProblemError("a turn before the problem is empty")
+    if normalise(item.problem) == normalise(instruction.replace("{problem}", "")):
+        raise NoProblemError("the problem is data.instruction alone")
 
 
 def normalise(text: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, is_blank, normalise, read_item
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item
 
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
@@ -152,8 +152,8 @@ def test_speakers_of_sharegpt_are_those_of_every_chat() -> None:
         ([("system", "Be brief."), ("assistant", "Hello")], "there is no user turn"),
         ([("user", "")], "the problem is empty"),
         ([("user", DAPO_AROUND_NOTHING)], "the problem is empty"),
-        ([("user", "\u200b"), ("assistant", "Hello"), ("user", "1+1=?")], "a turn is empty"),
-        ([("user", "1+1=?"), ("assistant", " "), ("user", "why?")], "a turn is empty"),
+        ([("user", "\u200b"), ("assistant", "Hello"), ("user", "1+1=?")], "a turn before the problem is empty"),
+        ([("user", "1+1=?"), ("assistant", " "), ("user", "why?")], "a turn before the problem is empty"),
         ([("user", None)], "content of a turn must be text"),
         ([("user", [{"type": "text", "text": "1+1=?"}])], "content of a turn must be text"),
         ([("tool", "2"), ("user", "1+1=?")], "role of a turn must be one of system, user"),
@@ -162,7 +162,13 @@ def test_speakers_of_sharegpt_are_those_of_every_chat() -> None:
 )
 def test_a_chat_that_asks_nothing_gives_the_reason(said: list[tuple[str, Any]], message: str) -> None:
     with pytest.raises(NoProblemError, match=message):
-        dapo(*said)
+        check_asks(dapo(*said), instruction="{problem}")
+
+
+def test_the_instruction_around_nothing_asks_nothing() -> None:
+    with pytest.raises(NoProblemError, match=r"data\.instruction alone"):
+        check_asks(dapo(("user", "Solve  this:")), instruction="Solve this: {problem}")
+    check_asks(dapo(("user", "Solve this: 1")), instruction="Solve this: {problem}")
 
 
 @pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True])

@@ -57,8 +57,8 @@ def test_sets_that_just_suffice_are_accepted() -> None:
             {"num_draft_prompts": 11},
             r"^draft\.num_prompts \+ draft\.num_heldout_prompts must be <= 10, the number of distinct prompts in "
             r"data\.draft_in_domain, got 11; of 15 rows read 3 duplicates, 2 in another set, 1 without a usable "
-            r"problem were dropped: lower it, or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; else "
-            r"add a source or raise its max_rows\)$",
+            r"problem were dropped: lower it, or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; "
+            r"else add a source or raise its max_rows\)$",
         ),
         (
             {"draft_set": "draft_general", "num_draft_prompts": 7},
