@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ _SPELLINGS = {
 }
 _SPLITS = {spelling: split for split, spellings in _SPELLINGS.items() for spelling in spellings}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # trainSet and train_set are two words, TRAIN is one
-_SHARD_OF_HUB = re.compile(r"(\w+)-\d{5}-of-\d{5}.*")
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5}).*")
 _COUNTERS = (
     re.compile(r"-[0-9a-f]{16}$"),
     re.compile(r"(?:[-_. ]+(?:part|shard|chunk|file|rank|of|no)?[-_. ]*\d+)+$", re.IGNORECASE),
@@ -89,6 +90,7 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as from the hub
     if path.is_dir():
         files = _declared_files(path, source, split, field) or _named_files(path, source, split, field)
+        _check_shards(files, field)
     else:
         require(source.subset is None, f"subset of {field}", "must not be set for a file", source.subset)
         files = [path]
@@ -180,6 +182,15 @@ def _named_files(directory: Path, source: SourceConfig, split: str, field: str) 
     return [file.path for file in chosen]
 
 
+def _check_shards(files: Sequence[Path], field: str) -> None:
+    """Refuse a split of which some `-00000-of-00003` are there and others are not."""
+    shards = [(file.parent, match) for file in files if (match := _SHARD.fullmatch(file.stem))]
+    found = Counter((folder / match[1], int(match[2])) for folder, match in shards)
+    for (name, num), num_found in found.items():
+        fix = "fetch the others, or name the files one by one as sources"
+        require(num_found == num, field, f"must have all {num} files of {name}-*", num_found, fix)
+
+
 def _is_data(path: Path) -> bool:
     is_hidden = any(part.startswith((".", "__")) for part in path.parts)
     return path.suffix in _KINDS and not is_hidden and path.name not in FILES_TO_IGNORE
@@ -205,8 +216,9 @@ def _of_split(files: Sequence[_DataFile], split: str) -> list[_DataFile]:
 def _data_file(path: Path, directory: Path) -> _DataFile:
     folders = path.relative_to(directory).parent.parts
     splits = [folder for folder in folders if _meanings(folder)]
-    shard = _SHARD_OF_HUB.fullmatch(path.stem)
-    is_shard = shard is not None and (bool(_meanings(shard[1])) or path.parent.name == "data")
+    shard = _SHARD.fullmatch(path.stem)
+    is_name = shard is not None and re.fullmatch(r"\w+", shard[1]) is not None
+    is_shard = shard is not None and is_name and (bool(_meanings(shard[1])) or path.parent.name == "data")
     own = shard[1] if shard and is_shard else _without_counter(path.stem)
     meanings = _meanings(own).union(*map(_meanings, splits))
     names = [*splits, own] if len(meanings) > 1 else (splits[-1:] or [own])

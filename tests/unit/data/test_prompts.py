@@ -211,12 +211,11 @@ def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
         max_prompt_tokens=128,
     )
     assert record(sets, "train").num_kept == 2  # they differ in their system turns: no conflict
-    text = {TOKENIZER.decode(list(p.token_ids)) for p in sets.train if p.answer == "4"}
-    assert text == {
+    (brief,) = [p for p in sets.train if p.answer == "4"]
+    assert TOKENIZER.decode(list(brief.token_ids)) == (
         "<|im_start|><|system|>be brief<|im_end|><|im_start|><|user|>1+1=?<|im_end|>"
         "<|im_start|><|assistant|>2<|im_end|><|im_start|><|user|>solve 2+2=?<|im_end|><|im_start|><|assistant|>"
-    }
-    (brief,) = [p for p in sets.train if p.answer == "4"]
+    )
     assert brief.text == "system: be brief\n\nuser: 1+1=?\n\nassistant: 2\n\nuser: 2+2=?"
     assert brief.id == prompt_id(brief.text)
 
@@ -313,7 +312,7 @@ def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Pat
     ],
     ids=["ultrachat", "magpie"],
 )
-def test_chat_schemas_give_the_first_user_turn(tmp_path: Path, row: Row) -> None:
+def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
     sets = load(tmp_path / "out", draft_general=write(tmp_path / "rows.jsonl", [row]))
     assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
 

@@ -14,7 +14,7 @@ from slipstream.data.config import SourceConfig
 from slipstream.data.sources import read_rows
 
 ULTRACHAT = [
-    f"data/{split}-0000{i}-of-00002-a3ecf92756993583.parquet"
+    f"data/{split}-0000{i}-of-00002-a3ecf9275699358{i}.parquet"
     for split in ("train_sft", "train_gen", "test_sft", "test_gen")
     for i in range(2)
 ]
@@ -74,6 +74,7 @@ def read(path: Path, **values: Any) -> list[str]:
         ("TRAIN.jsonl", "DEV.jsonl", "dev"),
         ("trainset.jsonl", "evalset.jsonl", "eval"),
         ("trainSet.jsonl", "testSet.jsonl", "test"),
+        ("mathTrain.jsonl", "mathTest.jsonl", "test"),
         ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "test"),
         ("0-train.jsonl", "1-held-out.jsonl", "heldout"),
         ("train.jsonl", "valid.jsonl", "validation"),
@@ -94,6 +95,19 @@ def test_one_split_is_read_however_it_is_spelled(tmp_path: Path, train: str, tes
 def test_all_files_of_a_split_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     names = ["train-2.jsonl", "train-0.jsonl", "test.jsonl", "train-1.jsonl"]
     assert read(lay(tmp_path, names)) == ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl"]
+
+
+def test_a_file_whose_directory_names_another_split_is_of_neither(tmp_path: Path) -> None:
+    assert read(lay(tmp_path, ["train/test-0.jsonl", "train/x.jsonl"]), split="train") == ["train/x.jsonl"]
+
+
+def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
+    directory = lay(tmp_path, ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])
+    with pytest.raises(
+        ConfigError, match=r"^data\.train must have all 3 files of .*/data/train-\*, got 2; fetch the others"
+    ):
+        read(directory)
+    assert read(directory / "data/train-00002-of-00003.parquet") == ["data/train-00002-of-00003.parquet"]
 
 
 def test_files_that_name_no_split_are_read_as_train_alone(tmp_path: Path) -> None:
@@ -120,6 +134,7 @@ def test_files_that_name_no_split_are_read_as_train_alone(tmp_path: Path) -> Non
         (["mathtrain.jsonl", "mathtest.jsonl"], "train"),  # no word of its own, and yet a pair
         (["train.jsonl", "test.jsonl"], "train+test"),
         (ULTRACHAT, "train"),  # the hub knows train_sft and train_gen alone
+        (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"], "train"),
     ],
 )
 def test_a_split_that_names_do_not_decide_is_refused_with_what_is_there(
@@ -261,7 +276,7 @@ def test_local_files_are_read_without_the_hub(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise AssertionError("a local data set asked the network")
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert len(read(lay(tmp_path, ULTRACHAT, ULTRACHAT_README), split="test_sft")) == 2
