@@ -18,7 +18,7 @@ class SourceConfig:
 
     path: str
     subset: str | None = None  # the hub's configuration name, as `en` of open-r1/DAPO-Math-17k-Processed
-    split: str = "train"  # `train_sft` for HuggingFaceH4/ultrachat_200k
+    split: str | None = None  # `train_sft` for HuggingFaceH4/ultrachat_200k; None: train, or a file whatever its name
     max_rows: int | None = None  # read only so many rows, chosen by seed; None reads all
 
     def __post_init__(self) -> None:
@@ -29,6 +29,11 @@ class SourceConfig:
             "must be > 0 or null",
             self.max_rows,
         )
+        for name in ("subset", "split"):
+            value = getattr(self, name)
+            require(value != "", f"{name} of data source {self.path}", "must not be empty", value)
+            is_given = value is not None and self.path == SYNTHETIC
+            require(not is_given, f"{name} of data source {self.path}", "must not be set: there is one", value)
 
 
 _SYNTHETIC_SOURCE = (SourceConfig(path=SYNTHETIC),)
@@ -42,7 +47,7 @@ class DataConfig:
     draft_in_domain: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
     draft_general: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
     validation: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
-    num_validation_problems: int | None = 30  # refuse any other number of unique problems; None takes any
+    num_validation_problems: int | None = None  # refuse any other number of unique problems; None takes any
     max_prompt_tokens: int  # longer prompts are dropped and counted
     instruction: str = "{problem}"  # what the user turn says; `{problem}` stands for the problem
     seed: int = 0

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jinja2 import TemplateError
 
 from slipstream.config import ConfigError, require
 from slipstream.data.config import SYNTHETIC, DataConfig, SourceConfig
-from slipstream.data.schemas import Item, normalise, read_item, recognise
+from slipstream.data.schemas import Item, NoProblemError, Turn, check_asks, normalise, read_item, recognise
 from slipstream.data.synthetic import Split, write_split
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import DataSetRecord
@@ -24,13 +28,26 @@ from slipstream.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Parseable = Callable[[Sequence[str]], Sequence[bool]]
-"""Says of each answer whether responses can be scored against it: `Verifier.parseable`."""
+logger = logging.getLogger(__name__)
+
+
+class Answers(Protocol):
+    """How the scorer reads reference answers: `Verifier`."""
+
+    def gradable(self, references: Sequence[str]) -> Sequence[bool]:
+        """Whether responses can be scored against each of `references`."""
+        ...
+
+    def equal(self, pairs: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        """Whether the two answers of each pair are the same to the scorer."""
+        ...
+
 
 # A set gives up the rows that an earlier one has: training has the most rows to spare.
 _ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
+_COUNTERS = tuple(name for name in DataSetRecord.__dataclass_fields__ if name.startswith("num_"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +103,7 @@ class PromptStream:
 
 
 def load_prompt_sets(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, parseable: Parseable, directory: Path
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, answers: Answers, directory: Path
 ) -> PromptSets:
     """Read, filter, deduplicate and tokenize all sets.
 
@@ -98,16 +115,15 @@ def load_prompt_sets(
     """
     require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", tokenizer.name_or_path)
     prompts: dict[Split, tuple[Prompt, ...]] = {}
+    problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
     for split in _ORDER:
-        taken = {prompt.id for other in _rivals(split) for prompt in prompts[other]}
-        reader = _SetReader(config=config, split=split, tokenizer=tokenizer, parseable=parseable, held_out=taken)
-        kept: dict[str, Prompt] = {}
-        for source in _resolve(config, split, directory):
-            records.append(reader.read(source, kept))
-        own = [record for record in records if record.name == split]
-        require(bool(kept), f"data.{split}", "must leave at least one prompt", 0, f"found {own}")
-        prompts[split] = _ordered(kept.values(), split, config.seed)
+        taken = set().union(*(problems[other] for other in _rivals(split)))
+        reader = _SetReader(config=config, split=split, tokenizer=tokenizer, answers=answers, held_out=taken)
+        kept, own = reader.read(list(_resolve(config, split, directory)))
+        records += own
+        problems[split] = {prompt_id(item.problem) for item, _ in kept}
+        prompts[split] = _ordered([prompt for _, prompt in kept], split, config.seed)
     _check_num_problems(prompts["validation"], records, config.num_validation_problems)
     return PromptSets(**prompts, records=tuple(records))
 
@@ -138,14 +154,20 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     return tuple(Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in rows)
 
 
-def prompt_id(problem: str) -> str:
-    """Content hash of the normalised problem: equal in every data set that has the problem."""
-    return hashlib.sha256(normalise(problem).encode()).hexdigest()[:16]
+def prompt_id(text: str) -> str:
+    """Content hash of the normalised prompt: equal in every data set that has the prompt."""
+    return hashlib.sha256(normalise(text).encode()).hexdigest()[:16]
 
 
-def render(problem: str, *, tokenizer: PreTrainedTokenizerBase, instruction: str = "{problem}") -> tuple[int, ...]:
-    """Tokens of the chat up to where the policy's response begins."""
-    messages = [{"role": "user", "content": instruction.replace("{problem}", problem)}]
+def render(
+    problem: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    instruction: str = "{problem}",
+    context: Sequence[Turn] = (),
+) -> tuple[int, ...]:
+    """Tokens of the chat up to where the policy's response begins; `context` are the turns before the problem."""
+    messages = _messages(problem, instruction, context)
     encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return tuple(encoded["input_ids"])
 
@@ -160,73 +182,144 @@ def check_disjoint(sets: dict[str, Sequence[Prompt]]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Group:
+    """The rows of one prompt, of all sources of a set."""
+
+    item: Item  # the first
+    rows: Counter[tuple[int, str]] = field(default_factory=Counter)  # by index of the source and answer, as they came
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _SetReader:
-    """Reads the sources of one set; `held_out` are ids that other sets already have."""
+    """Reads the sources of one set; `held_out` are ids of problems that other sets already have."""
 
     config: DataConfig
     split: Split
     tokenizer: PreTrainedTokenizerBase
-    parseable: Parseable
+    answers: Answers
     held_out: Collection[str]
 
-    def read(self, source: SourceConfig, kept: dict[str, Prompt]) -> DataSetRecord:
-        """Add the new prompts of `source` to `kept` and account for each of its rows."""
-        items = list(self._items(source))
-        scorable = self._scorable(items)
-        groups: dict[str, list[Item]] = {}
-        for item in items:
-            if item.answer in scorable:
-                groups.setdefault(prompt_id(item.problem), []).append(item)
-        dropped = {"num_duplicates": 0, "num_conflicting": 0, "num_too_long": 0, "num_held_out": 0}
-        num_before = len(kept)
+    def read(self, sources: Sequence[SourceConfig]) -> tuple[list[tuple[Item, Prompt]], list[DataSetRecord]]:
+        """The prompts of a set, and one record a source that accounts for each of its rows."""
+        groups: dict[str, _Group] = {}
+        counts = [self._collect(source, index, groups) for index, source in enumerate(sources)]
+        scorable = self._scorable(sources, groups)
+        conflicting = self._conflicting(groups, scorable)
+        kept: list[tuple[Item, Prompt]] = []
+        refused: list[str] = []
         for id_, group in groups.items():
-            reason, num_dropped = self._judge(id_, group, kept)
-            dropped[reason] += num_dropped
-        num_scorable = sum(len(group) for group in groups.values())
-        return DataSetRecord(
-            name=self.split,
-            source=source.path,
-            num_read=len(items),
-            num_kept=len(kept) - num_before,
-            num_unparseable=len(items) - num_scorable,
-            **dropped,
-        )
+            usable = [(key, num) for key, num in group.rows.items() if key[1] in scorable]
+            for (source, answer), num in group.rows.items():
+                counts[source]["num_unparseable"] += num if answer not in scorable else 0
+            if not usable:
+                continue
+            (first, answer), _ = usable[0]
+            made = "num_conflicting" if id_ in conflicting else self._prompt(id_, group.item, answer, refused)
+            for (source, _), num in usable:
+                counts[source]["num_duplicates" if isinstance(made, Prompt) else made] += num
+            if isinstance(made, Prompt):
+                kept.append((group.item, made))
+                counts[first].update(num_kept=1, num_duplicates=-1)
+        records = [
+            DataSetRecord(name=self.split, source=source.path, **{name: count[name] for name in _COUNTERS})
+            for source, count in zip(sources, counts, strict=True)
+        ]
+        if refused:
+            logger.warning("data.%s: %d prompts are left out, the first: %s", self.split, len(refused), refused[0])
+        found = "; ".join((f"found {records}", *refused[:1]))
+        require(bool(kept), f"data.{self.split}", "must leave at least one prompt", 0, found)
+        return kept, records
 
-    def _items(self, source: SourceConfig) -> Iterator[Item]:
+    def _collect(self, source: SourceConfig, index: int, groups: dict[str, _Group]) -> Counter[str]:
+        """Put the rows of `source` that have a problem into `groups`, and count all rows and those that have none."""
         from slipstream.data.sources import read_rows  # `datasets` takes seconds; readers of prompts need none of it
 
-        field = f"data.{self.split}"
-        rows = read_rows(source, field=field, seed=self.config.seed)
-        schema = recognise(rows.column_names, field=field, source=source.path)
+        name = f"data.{self.split}"
+        rows = read_rows(source, field=name, seed=self.config.seed)
+        schema = recognise(rows.column_names, field=name, source=source.path)
         if schema.answer is None and self.split in _SCORED:
-            raise ConfigError(f"{field} must have answers, got {source.path!r} with the schema {schema.name}")
-        for index, row in enumerate(rows.select_columns(list(schema.columns))):
-            assert isinstance(row, dict)
-            yield read_item(schema, row, field=field, where=f"row {index} of {source.path}")
+            raise ConfigError(f"{name} must have answers, got {source.path!r} with the schema {schema.name}")
+        counts = Counter(num_read=len(rows))
+        first = ""
+        for number, row in enumerate(rows.select_columns(list(schema.columns))):
+            try:
+                item = read_item(schema, row)
+                id_ = prompt_id(item.text)
+                if id_ not in groups:  # millions of rows repeat some thousand prompts
+                    check_asks(item, instruction=self.config.instruction)
+                    groups[id_] = _Group(item=item)
+                groups[id_].rows[index, item.answer] += 1
+            except NoProblemError as error:
+                first = first or f"row {number} of {source.path}, got {row!s:.300}; {error}"
+                counts["num_empty"] += 1
+        if counts["num_empty"] == len(rows):
+            raise ConfigError(f"{name} must follow the schema {schema.name} in {first}")
+        if first:
+            logger.warning("%s: %d rows have no usable problem, the first: %s", name, counts["num_empty"], first)
+        return counts
 
-    def _scorable(self, items: Sequence[Item]) -> frozenset[str]:
-        answers = sorted({item.answer for item in items})
+    def _scorable(self, sources: Sequence[SourceConfig], groups: dict[str, _Group]) -> frozenset[str]:
+        """Answers that responses can be scored against; all of a set that is not scored."""
+        keys = {key for group in groups.values() for key in group.rows}
+        answers = sorted({answer for _, answer in keys})
         if self.split not in _SCORED:
             return frozenset(answers)
-        scorable = frozenset(answer for answer, ok in zip(answers, self.parseable(answers), strict=True) if ok)
-        fix = "no response could be scored against any of them"
-        require(bool(scorable), f"data.{self.split}", "must have parseable answers", answers[:5], fix)
+        scorable = frozenset(a for a, ok in zip(answers, self.answers.gradable(answers), strict=True) if ok)
+        for index, source in enumerate(sources):
+            own = sorted(answer for source_index, answer in keys if source_index == index)
+            fix = f"no response could be scored against any of them in {source.path}"
+            require(not scorable.isdisjoint(own), f"data.{self.split}", "must have parseable answers", own[:5], fix)
         return scorable
 
-    def _judge(self, id_: str, group: Sequence[Item], kept: dict[str, Prompt]) -> tuple[str, int]:
-        """Keep one row of a group of equal problems or none; say why, and how many, of the others are dropped."""
-        if id_ in kept:
-            return "num_duplicates", len(group)
-        if len({normalise(item.answer) for item in group}) > 1:
-            return "num_conflicting", len(group)
-        if id_ in self.held_out:
-            return "num_held_out", len(group)
-        item = group[0]
-        token_ids = render(item.problem, tokenizer=self.tokenizer, instruction=self.config.instruction)
+    def _conflicting(self, groups: dict[str, _Group], scorable: Collection[str]) -> set[str]:
+        """Ids of the prompts whose scorable answers are not all equal to the first, as the scorer compares them."""
+        owners: list[str] = []
+        pairs: list[tuple[str, str]] = []
+        for id_, group in groups.items():
+            spellings: dict[str, str] = {}
+            for _, answer in group.rows:
+                if answer in scorable:
+                    spellings.setdefault(normalise(answer), answer)
+            first, *others = spellings.values() or ("",)
+            owners += [id_] * len(others)
+            pairs += [(first, other) for other in others]
+        equal = self.answers.equal(pairs) if pairs else ()
+        return {id_ for id_, is_equal in zip(owners, equal, strict=True) if not is_equal}
+
+    def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:
+        """The prompt of a group, or the counter of the reason why there is none."""
+        if prompt_id(item.problem) in self.held_out:
+            return "num_held_out"
+        try:
+            token_ids = self._tokens(item)
+        except NoProblemError as error:
+            refused.append(f"{error}, in {item.text!r:.300}")
+            return "num_empty"
         if len(token_ids) > self.config.max_prompt_tokens:
-            return "num_too_long", len(group)
-        kept[id_] = Prompt(id=id_, text=item.problem, token_ids=token_ids, answer=item.answer)
-        return "num_duplicates", len(group) - 1
+            return "num_too_long"
+        return Prompt(id=id_, text=item.text, token_ids=token_ids, answer=answer)
+
+    def _tokens(self, item: Item) -> tuple[int, ...]:
+        """Tokens of the prompt; a NoProblemError where the chat template refuses a turn or leaves one out."""
+        try:
+            if item.context:
+                messages = _messages(item.problem, self.config.instruction, item.context)
+                text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+                # Templates that know no system role say so or leave it out; the thoughts of earlier replies they may.
+                lost = [role for role, said in item.context if role != "assistant" and said.strip() not in text]
+                if lost:
+                    raise NoProblemError(f"the policy's chat template leaves out the {lost[0]} turn")
+            return render(
+                item.problem, tokenizer=self.tokenizer, instruction=self.config.instruction, context=item.context
+            )
+        except TemplateError as error:
+            roles = ", ".join([*(role for role, _ in item.context), "user"])
+            raise NoProblemError(f"the policy's chat template refuses the turns {roles} ({error})") from error
+
+
+def _messages(problem: str, instruction: str, context: Sequence[Turn]) -> list[dict[str, str]]:
+    asked = instruction.replace("{problem}", problem)
+    return [{"role": role, "content": said} for role, said in (*context, ("user", asked))]
 
 
 def _rivals(split: Split) -> tuple[Split, ...]:

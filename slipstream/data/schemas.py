@@ -1,4 +1,8 @@
-"""The schemas of the data sets that Slipstream reads: known by their columns, never by their name."""
+"""The schemas of the data sets that Slipstream reads: known by their columns, never by their name.
+
+The prompt of a chat is all of it up to its last user turn: the system message and earlier exchanges are its context,
+the last user turn is its problem. What follows is a response of another model, which the policy gives anew.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from typing import Any
 from slipstream.config import ConfigError
 
 Row = Mapping[str, Any]
+Turn = tuple[str, str]
+"""Who speaks (`system`, `user` or `assistant`), and the text."""
 
 # What DAPO-Math-17k puts around each problem; the policy gets `data.instruction` instead.
 _DAPO_WRAPPER = re.compile(
@@ -19,57 +25,121 @@ _DAPO_WRAPPER = re.compile(
     r"(?:Remember to put your answer on its own line after \"Answer:\"\.)?\s*\Z",
     re.DOTALL,
 )
+# What is left of a row whose problem is missing: labels, instructions and marks around nothing.
+_FRAME = re.compile(
+    r"\b(?:problem|question|answer|solution|user|assistant|human|q|a)\s*:"
+    r"|(?:please |let'?s )?(?:think|reason|solve (?:it|this)?) ?step[ -]by[ -]step"
+    r"|,? ?(?:and )?(?:put|output|give|write) (?:your|the) final answer (?:with)?in \\boxed\{\}"
+    r"|,? ?(?:and )?output the final answer after \W*####\W*"
+    r"|\\[()\[\]]|</?\w+\s*/?>|&nbsp;|&#160;|&#xa0;|[$*_`#\"]",
+    re.IGNORECASE,
+)
+_SPEAKERS = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+}
+# Letters of no width (fillers of Hangul) and the blank of Braille.
+_FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+# Spaces, joiners and marks of direction without a width. Invisible operators (U+2062, times) mean something.
+_ZERO_WIDTH = frozenset("\u00ad\u180e\u200b\u200c\u200d\u200e\u200f\u2060\u2066\u2067\u2068\u2069\ufeff")
+# Compatibility forms that differ in their looks alone; superscripts, fractions and circled digits do not.
+_LOOKS = ("<wide>", "<narrow>", "<small>", "<noBreak>", "<initial>", "<medial>", "<final>", "<isolated>")
+_LONGEST_FRAME = 400  # characters; a longer text is a problem unless all of it is invisible
+
+
+class NoProblemError(ValueError):
+    """A row from which no prompt can be made; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """How to read a problem and, where the set has one, its answer from a row with these columns."""
+    """How to read the turns of a prompt and, where the set has one, its answer from a row with these columns."""
 
     name: str
     columns: tuple[str, ...]
-    problem: Callable[[Row], Any]
+    turns: Callable[[Row], list[Turn]]
     answer: Callable[[Row], Any] | None
 
 
-def _first_user_turn(turns: Any, *, speaker: str, text: str, user: str) -> Any:
-    return next(turn[text] for turn in turns if turn[speaker] == user)
+def _text(column: str) -> Callable[[Row], list[Turn]]:
+    """One user turn, the text in `column`."""
+
+    def turns(row: Row) -> list[Turn]:
+        text = row.get(column)
+        if not isinstance(text, str):
+            raise NoProblemError(f"{column} must be text, got {text!r}")
+        return [("user", _bare(text))]
+
+    return turns
+
+
+def _chat(column: str, *, speaker: str, text: str) -> Callable[[Row], list[Turn]]:
+    """All turns of the chat in `column` up to the last user turn, but for system turns that say nothing."""
+
+    def turns(row: Row) -> list[Turn]:
+        chat = row.get(column)
+        if not isinstance(chat, list):
+            raise NoProblemError(f"{column} must be a list of turns, got {chat!r}")
+        speakers = [_SPEAKERS.get(str(turn.get(speaker))) if isinstance(turn, Mapping) else None for turn in chat]
+        end = max((index + 1 for index, role in enumerate(speakers) if role == "user"), default=0)
+        found = [_turn(turn, speaker=speaker, text=text) for turn in chat[:end]]
+        return [turn for turn in found if turn[0] != "system" or not is_blank(turn[1])]
+
+    return turns
+
+
+def _turn(turn: Any, *, speaker: str, text: str) -> Turn:
+    role, said = (turn.get(speaker), turn.get(text)) if isinstance(turn, Mapping) else (None, None)
+    known = _SPEAKERS.get(role) if isinstance(role, str) else None
+    if known is None:
+        raise NoProblemError(f"{speaker} of a turn must be one of {', '.join(_SPEAKERS)}, got {turn!r}")
+    if not isinstance(said, str):
+        if known == "system" and said is None:
+            return known, ""
+        raise NoProblemError(f"{text} of a turn must be text, got {turn!r}")
+    return known, _bare(said) if known == "user" else said
 
 
 SCHEMAS = (
     Schema(
         name="DAPO-Math-17k, processed (open-r1)",
         columns=("prompt", "solution", "source_prompt"),
-        problem=lambda row: row["prompt"],
+        turns=_text("prompt"),
         answer=lambda row: row["solution"],
     ),
     Schema(
         name="DAPO-Math-17k (BytedTsinghua)",
         columns=("prompt", "reward_model"),
-        problem=lambda row: _first_user_turn(row["prompt"], speaker="role", text="content", user="user"),
+        turns=_chat("prompt", speaker="role", text="content"),
         answer=lambda row: row["reward_model"]["ground_truth"],
     ),
     Schema(
         name="UltraChat-200k",
         columns=("prompt", "prompt_id", "messages"),
-        problem=lambda row: _first_user_turn(row["messages"], speaker="role", text="content", user="user"),
+        turns=_chat("messages", speaker="role", text="content"),
         answer=None,
     ),
     Schema(
         name="Magpie",
         columns=("conversations",),
-        problem=lambda row: _first_user_turn(row["conversations"], speaker="from", text="value", user="human"),
+        turns=_chat("conversations", speaker="from", text="value"),
         answer=None,
     ),
     Schema(
         name="AIME-2024 (HuggingFaceH4)",
         columns=("problem", "answer"),
-        problem=lambda row: row["problem"],
+        turns=_text("problem"),
         answer=lambda row: row["answer"],
     ),
     Schema(
         name="AIME-2024 (Maxwell-Jia)",
         columns=("Problem", "Answer"),
-        problem=lambda row: row["Problem"],
+        turns=_text("Problem"),
         answer=lambda row: row["Answer"],
     ),
 )
@@ -78,10 +148,18 @@ SCHEMAS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One row as every schema gives it: `answer` is "" for a set without answers."""
+    """One row as every schema gives it: `answer` is "" for a set without answers, and for a row without one."""
 
+    context: tuple[Turn, ...]  # turns before the problem
     problem: str
     answer: str
+
+    @property
+    def text(self) -> str:
+        """The problem, behind the turns before it where there are any."""
+        if not self.context:
+            return self.problem
+        return "\n\n".join(f"{role}: {said}" for role, said in (*self.context, ("user", self.problem)))
 
 
 def recognise(columns: Collection[str], *, field: str, source: str) -> Schema:
@@ -98,26 +176,81 @@ def recognise(columns: Collection[str], *, field: str, source: str) -> Schema:
     raise ConfigError(f"{field} must have the columns of a known schema, got {found} in {source}; known: {known}")
 
 
-def read_item(schema: Schema, row: Row, *, field: str, where: str) -> Item:
+def read_item(schema: Schema, row: Any) -> Item:
     """Read one row.
 
     Raises:
-        ConfigError: a column holds something else than its schema says.
+        NoProblemError: a column holds something else than its schema says, or there is no user turn.
     """
-    try:
-        problem = schema.problem(row)
-        answer = "" if schema.answer is None else schema.answer(row)
-    except (KeyError, TypeError, StopIteration) as error:
-        found = {name: row[name] for name in schema.columns}
-        raise ConfigError(f"{field} must follow the schema {schema.name}, got {found!r} in {where}") from error
-    if not isinstance(problem, str):
-        raise ConfigError(f"{field} must have text as its problems, got {problem!r} in {where}")
-    return Item(problem=_bare(problem), answer="" if answer is None else str(answer).strip())
+    if not isinstance(row, Mapping):
+        raise NoProblemError(f"a row must have columns, got {row!r}")
+    turns = schema.turns(row)
+    if not turns:
+        raise NoProblemError("there is no user turn")
+    return Item(context=tuple(turns[:-1]), problem=turns[-1][1], answer=_answer(schema, row))
+
+
+def check_asks(item: Item, *, instruction: str) -> None:
+    """Raise a NoProblemError where a turn says nothing, or the problem only repeats the words of `instruction`."""
+    if is_blank(item.problem):
+        raise NoProblemError("the problem is empty")
+    if any(is_blank(said) for _, said in item.context):
+        raise NoProblemError("a turn before the problem is empty")
+    if normalise(item.problem) == normalise(instruction.replace("{problem}", "")):
+        raise NoProblemError("the problem is data.instruction alone")
 
 
 def normalise(text: str) -> str:
-    """Text with equal content spelled equally: Unicode NFKC, and one space for each run of white space."""
-    return " ".join(unicodedata.normalize("NFKC", text).split())
+    """Text with equal content spelled equally: NFC, one space for each run of white space, no zero-width characters.
+
+    Full-width and other forms of mere looks become plain ones. Superscripts, fractions and what else NFKC would take
+    apart keep their meaning: `2\u00b3` is not `23`, and `1\u00bd` is not `11/2`.
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.translate(_PLAIN))
+    return " ".join(text.split())
+
+
+def is_blank(text: str) -> bool:
+    """Whether `text` shows nothing, or only the marks, labels and instructions that stand around a problem."""
+    if len(text) > _LONGEST_FRAME:
+        return all(map(_is_invisible, text))
+    bare = _FRAME.sub("", text)
+    framed = bare != text
+    return all(_is_invisible(char) or (framed and unicodedata.category(char)[0] == "P") for char in bare)
+
+
+class _PlainForms(dict[int, str]):
+    """What `normalise` puts in the place of each character, found when it is first met."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        tag = unicodedata.decomposition(char).partition(" ")[0]
+        plain = unicodedata.normalize("NFKC", char)
+        if char in _ZERO_WIDTH:
+            char = ""
+        elif tag in _LOOKS or (tag == "<compat>" and char.isalpha() and plain.isalpha()):  # the latter: ligatures
+            char = plain
+        self[code] = char
+        return char
+
+
+_PLAIN = _PlainForms({ord("\u2212"): "-", ord("\u2010"): "-", ord("\u2011"): "-", ord("\u2026"): "..."})
+
+
+def _is_invisible(char: str) -> bool:
+    return unicodedata.category(char)[0] in "ZM" or unicodedata.category(char) in ("Cc", "Cf") or char in _FILLERS
+
+
+def _answer(schema: Schema, row: Row) -> str:
+    """The answer of a row; "" where it has none, or one that is neither text nor a number."""
+    if schema.answer is None:
+        return ""
+    try:
+        answer = schema.answer(row)
+    except (KeyError, TypeError, IndexError):
+        return ""
+    return str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else ""
 
 
 def _bare(problem: str) -> str:

@@ -21,6 +21,7 @@ _REASONS = {
     "num_unparseable": "without a usable answer",
     "num_too_long": "too long",
     "num_held_out": "in another set",
+    "num_empty": "without a usable problem",
 }
 
 

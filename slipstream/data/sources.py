@@ -1,19 +1,50 @@
-"""Read rows from the hub or from local files through `datasets` (the only import of it)."""
+"""Read rows from the hub or from local files through `datasets` (the only import of it).
+
+Of a local directory the files of one split and one subset are read, as from the hub: by the `configs` in its README.md,
+else by the names of files and directories (`data/train_sft-00000-of-00003.parquet`, `en/test-0.jsonl`). Where names do
+not decide, the source is refused: a mixture of splits would be trained on without a word.
+"""
 
 from __future__ import annotations
 
+import glob
+import logging
 import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import yaml
+from datasets.data_files import FILES_TO_IGNORE, sanitize_patterns
 from datasets.exceptions import DatasetGenerationError
 
-from slipstream.config import ConfigError, require
+from slipstream.config import ConfigError, read_yaml, require
 from slipstream.data.config import SourceConfig
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_TRAIN = "train"
+_DEFAULT = "default"
+_SPELLINGS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "devel", "development"),
+    "test": ("test", "testing"),
+    "eval": ("eval", "evaluation"),
+    "heldout": ("heldout", "holdout"),
+}
+_SPLITS = {spelling: split for split, spellings in _SPELLINGS.items() for spelling in spellings}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # trainSet and train_set are two words, TRAIN is one
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5}).*")
+_COUNTERS = (
+    re.compile(r"-[0-9a-f]{16}$"),
+    re.compile(r"(?:[-_. ]+(?:part|shard|chunk|file|rank|of|no)?[-_. ]*\d+)+$", re.IGNORECASE),
+    re.compile(r"^\d+[-_. ]+"),
+)
 
 
 def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Dataset:
@@ -27,14 +58,26 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> datasets.Datase
     arguments = _local_arguments(source, field) if local else _hub_arguments(source, field)
     try:
         rows: Any = datasets.load_dataset(**arguments)
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        fix = "is it JSON Lines or Parquet?" if local else "is the hub reachable and the split right?"
+        rows.data.validate(full=True)  # text that is not UTF-8 is otherwise met when its row is read
+    except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
+        fix = "is it JSON Lines in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
         cause = str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
     if source.max_rows is not None and source.max_rows < len(rows):
         rows = rows.shuffle(seed=seed).select(range(source.max_rows))
     return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DataFile:
+    """A file of a local data set, and what its path says of it."""
+
+    path: Path
+    subset: str  # "" for files of the directory itself
+    split: str | None  # as it is spelled, without a counter; None: no split is named
+    meanings: frozenset[str]  # keys of `_SPELLINGS` that stand for what is named
+    is_shard: bool  # of a data set of the hub: then `split` is its whole name
 
 
 def _is_local(path: str) -> bool:
@@ -44,12 +87,169 @@ def _is_local(path: str) -> bool:
 def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     path = Path(source.path).expanduser()
     require(path.exists(), field, "must be a file or directory that exists", source.path)
-    files = sorted(file for file in path.iterdir() if file.suffix in _KINDS) if path.is_dir() else [path]
-    require(bool(files), field, f"must hold {', '.join(_KINDS)} files", source.path)
+    split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as from the hub
+    if path.is_dir():
+        files = _declared_files(path, source, split, field) or _named_files(path, source, split, field)
+        _check_shards(files, field)
+    else:
+        require(source.subset is None, f"subset of {field}", "must not be set for a file", source.subset)
+        files = [path]
+        lone = _data_file(path, path.parent)
+        if source.split is not None and lone.split is not None and not _of_split([lone], split):
+            raise ConfigError(
+                f"split of {field} must be {lone.split!r}, which {source.path} names, got {split!r}; leave it out to "
+                "read the file whatever its name is"
+            )
+    for file in files:
+        require(file.is_file(), field, "must be a file that exists", str(file), "is it a link to what is gone?")
     require(all(file.stat().st_size > 0 for file in files), field, "must have rows", source.path, "a file is empty")
     kinds = {_KINDS.get(file.suffix) for file in files}
     require(len(kinds) == 1 and None not in kinds, field, f"must be of one kind of {', '.join(_KINDS)}", source.path)
-    return {"path": kinds.pop(), "data_files": [str(file) for file in files], "split": "train"}
+    names = [glob.escape(str(file)) for file in files]
+    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}"}
+
+
+def _declared_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
+    """Files that the `configs` of the directory's README.md declare for the split; none without `configs`."""
+    configs = _readme_configs(directory, field)
+    if not configs:
+        return []
+    names = [config.get("config_name", _DEFAULT) for config in configs]
+    defaults = [name for name, config in zip(names, configs, strict=True) if config.get("default") is True]
+    chosen = source.subset or (names if len(names) == 1 else [*defaults, _DEFAULT])[0]
+    known = f"must be one of {', '.join(map(str, names))}, the configs in {directory}/README.md"
+    require(chosen in names, f"subset of {field}", known, source.subset)
+    config = configs[names.index(chosen)]
+    folder = str(config.get("data_dir") or "")
+    try:
+        patterns: dict[str, list[str]] = sanitize_patterns(config.get("data_files", []))
+    except (TypeError, ValueError) as error:
+        rule = f"{field} must have data_files of split and path in {directory}/README.md"
+        raise ConfigError(f"{rule}, got {config!r}") from error
+    for name in (folder, *(str(pattern) for own in patterns.values() for pattern in own)):
+        is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        require(is_inside, f"README.md of {directory}", "must declare files of its own directory", name)
+    base = directory / folder
+    if "data_files" not in config:
+        return _named_files(base, SourceConfig(path=str(base)), split, field)
+    rule = f"must be one of {', '.join(patterns)}, the splits of {chosen} in {directory}/README.md"
+    require(split in patterns, f"split of {field}", rule, split)
+    found = {base / name for own in patterns[split] for name in glob.glob(str(own), root_dir=base, recursive=True)}
+    files = sorted(file for file in found if not file.is_dir())
+    rule = f"must hold files of the split {split}, {patterns[split]} in its README.md"
+    require(bool(files), field, rule, source.path, "was it copied in part?")
+    return files
+
+
+def _readme_configs(directory: Path, field: str) -> list[dict[str, Any]]:
+    """The `configs` of the block of YAML that a README.md of the hub begins with."""
+    path = directory / "README.md"
+    if not path.is_file():
+        return []
+    try:
+        block = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|\Z)", path.read_text(encoding="utf-8-sig"), re.DOTALL)
+        values = read_yaml(block[1]) if block else None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        cause = str(error).split("\n")[0]
+        raise ConfigError(f"{field} must have a README.md with valid YAML, got {str(path)!r} ({cause})") from error
+    configs = values.get("configs") if isinstance(values, dict) else None
+    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+
+
+def _named_files(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:
+    """Files whose names, or those of their directories, say that they are of the split and the subset."""
+    paths = sorted(path for path in directory.rglob("*") if _is_data(path.relative_to(directory)) and not path.is_dir())
+    require(bool(paths), field, f"must hold {', '.join(_KINDS)} files", source.path)
+    files = [_data_file(path, directory) for path in paths]
+    subsets = sorted({file.subset or _DEFAULT for file in files})
+    if source.subset is not None:
+        rule = f"must be one of {', '.join(subsets)}, the directories of data in {directory}"
+        require(source.subset in subsets, f"subset of {field}", rule, source.subset)
+        files = [file for file in files if (file.subset or _DEFAULT) == source.subset]
+    chosen = _of_split(files, split)
+    if not chosen:
+        known = ", ".join(sorted({file.split or "none" for file in files}))
+        names = ", ".join(str(file.path.relative_to(directory)) for file in files[:5])
+        raise ConfigError(
+            f"split of {field} must be one that the names in {source.path} decide ({known}: {names}, ...), got "
+            f"{split!r}; set it, or name the files one by one as sources"
+        )
+    subsets = sorted({file.subset or _DEFAULT for file in chosen})
+    fix = f"set it: files of the split {split} lie in each of them ({_DEFAULT}: {directory} itself)"
+    require(len(subsets) == 1, f"subset of {field}", f"must be one of {', '.join(subsets)}", source.subset, fix)
+    if len(chosen) < len(paths):
+        logger.info("%s: %d of the %d files in %s are of the split", field, len(chosen), len(paths), directory)
+    return [file.path for file in chosen]
+
+
+def _check_shards(files: Sequence[Path], field: str) -> None:
+    """Refuse a split of which some `-00000-of-00003` are there and others are not."""
+    shards = [(file.parent, match) for file in files if (match := _SHARD.fullmatch(file.stem))]
+    found = Counter((folder / match[1], int(match[2])) for folder, match in shards)
+    for (name, num), num_found in found.items():
+        fix = "fetch the others, or name the files one by one as sources"
+        require(num_found == num, field, f"must have all {num} files of {name}-*", num_found, fix)
+
+
+def _is_data(path: Path) -> bool:
+    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
+    return path.suffix in _KINDS and not is_hidden and path.name not in FILES_TO_IGNORE
+
+
+def _of_split(files: Sequence[_DataFile], split: str) -> list[_DataFile]:
+    """The files of `split`; none where names do not say which they are.
+
+    A name is a split of its own (`train_sft`), or stands for one (`gsm8k_train`, `dev` for validation) where no
+    other does. Files without any split's name are of `train`, where no file has one.
+    """
+    named = [file for file in files if file.split is not None]
+    if not named:
+        return list(files) if split == _TRAIN and not _is_pair([file.path.stem for file in files]) else []
+    exact = [file for file in named if str(file.split).casefold() == split.casefold()]
+    if exact:
+        return exact
+    meaning = {_SPLITS.get(split.casefold())}
+    alike = [file for file in named if file.meanings == meaning and not file.is_shard]
+    return alike if len({str(file.split).casefold() for file in alike}) == 1 else []
+
+
+def _data_file(path: Path, directory: Path) -> _DataFile:
+    folders = path.relative_to(directory).parent.parts
+    splits = [folder for folder in folders if _meanings(folder)]
+    shard = _SHARD.fullmatch(path.stem)
+    is_name = shard is not None and re.fullmatch(r"\w+", shard[1]) is not None
+    is_shard = shard is not None and is_name and (bool(_meanings(shard[1])) or path.parent.name == "data")
+    own = shard[1] if shard and is_shard else _without_counter(path.stem)
+    meanings = _meanings(own).union(*map(_meanings, splits))
+    names = [*splits, own] if len(meanings) > 1 else (splits[-1:] or [own])
+    return _DataFile(
+        path=path,
+        subset="/".join(folder for folder in folders if folder not in (*splits, "data")),
+        split="/".join(names) if meanings or is_shard else None,
+        meanings=meanings,
+        is_shard=is_shard and not splits,
+    )
+
+
+def _meanings(name: str) -> frozenset[str]:
+    """The splits that the words of a name stand for: `trainset`, `held-out` and `TEST` name one each."""
+    words = _WORD.findall(re.sub(r"(?i)(held|hold)[-_ ]out", r"\1out", name))
+    bare = (re.sub(r"(?<=.)(?:sets?|data|splits?)$", "", word.casefold()) for word in words)
+    return frozenset(_SPLITS[word] for word in bare if word in _SPLITS)
+
+
+def _without_counter(name: str) -> str:
+    for counter in _COUNTERS:
+        name = counter.sub("", name)
+    word = re.sub(r"\d+$", "", name)
+    return word if _meanings(word) and _meanings(_WORD.findall(word)[-1]) else name
+
+
+def _is_pair(names: Sequence[str]) -> bool:
+    """Whether some of the names hold `train` and others the word of another split, as `mathtrain` and `mathtest`."""
+    trains = [name for name in names if _TRAIN in name.casefold()]
+    others = [name for name in names if re.search(r"test|eval|valid|dev", name.casefold())]
+    return bool(trains and others)
 
 
 def _hub_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
@@ -59,4 +259,4 @@ def _hub_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
         "must be a hub id (owner/name), a local file or directory, or `synthetic`",
         source.path,
     )
-    return {"path": source.path, "name": source.subset, "split": source.split}
+    return {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}

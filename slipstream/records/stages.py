@@ -110,6 +110,7 @@ class DataSetRecord:
     num_unparseable: int
     num_too_long: int
     num_held_out: int  # dropped because a validation set has the same problem
+    num_empty: int = 0  # no problem that could be asked: blank, null, of another type, or refused by the chat template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,14 +130,14 @@ def count_table(run: RunSummary) -> Table:
 
 def data_table(record: RunRecord) -> Table:
     """Rows read and kept of each data set, and why the others went."""
-    columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out")
+    columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out", "empty")
     rows = tuple(
         Row(
             label=d.name,
             cells=(
                 d.source,
                 *map(count, (d.num_read, d.num_kept, d.num_duplicates, d.num_conflicting)),
-                *map(count, (d.num_unparseable, d.num_too_long, d.num_held_out)),
+                *map(count, (d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)),
             ),
         )
         for d in record.data

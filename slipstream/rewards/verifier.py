@@ -56,9 +56,14 @@ class Verifier:
             ]
         )
 
-    def parseable(self, answers: Sequence[str]) -> tuple[bool, ...]:
+    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
         """Whether each reference answer can be scored against; prose, "" and what takes too long cannot."""
-        return tuple(reward == 1.0 for reward in self._decide([self._judge_gold(gold) for gold in answers]).rewards)
+        return tuple(reward == 1.0 for reward in self._decide([self._judge_gold(gold) for gold in references]).rewards)
+
+    def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
+        """Whether the two bare answers of each pair are equal, by the comparison that scores responses."""
+        judged = [self._judge_response(answer, gold) for answer, gold in pairs]
+        return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
 
     def _judge_response(self, answer: str | None, gold: str) -> bool | Request:
         if answer is None or len(answer) > self._max_chars or len(gold) > self._max_chars:

@@ -24,7 +24,7 @@ from slipstream.policy.source import config_files
 from slipstream.recipe import OPERATION, Recipe
 from slipstream.rollout.config import EngineConfig
 
-DATA_FORMAT = 1
+DATA_FORMAT = 2
 POLICY_FORMAT = 1
 DRAFT_FORMAT = 2
 """Raise one when its stage makes something else of the same inputs: what older code kept is then not found."""
@@ -168,7 +168,7 @@ def _source_files(config: DataConfig) -> dict[str, list[str]]:
     sources = (*config.train, *config.draft_in_domain, *config.draft_general, *config.validation)
     found: dict[str, list[str]] = {}
     for source in sources:
-        path = Path(source.path)
+        path = Path(source.path).expanduser()
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         found[source.path] = [content(file) for file in files if file.is_file()]
     return found

@@ -51,7 +51,7 @@ def recipe_prompt_sets(
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
     with Verifier(recipe.reward) as verifier:
-        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, parseable=verifier.parseable, directory=directory)
+        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, answers=verifier, directory=directory)
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 

@@ -19,6 +19,12 @@ Data = partial(DataConfig, max_prompt_tokens=1)
     [
         ({"path": ""}, "data source path must not be empty, got ''"),
         ({"path": "a/b", "max_rows": 0}, "max_rows of data source a/b must be > 0 or null, got 0"),
+        ({"path": "a/b", "subset": ""}, "subset of data source a/b must not be empty, got ''"),
+        ({"path": "a/b", "split": ""}, "split of data source a/b must not be empty, got ''"),
+        (
+            {"path": "synthetic", "split": "test"},
+            "split of data source synthetic must not be set: there is one, got 'test'",
+        ),
     ],
 )
 def test_a_source_outside_its_bounds_is_refused(
@@ -57,7 +63,7 @@ def test_data_outside_their_bounds_are_refused(
 def test_data_on_their_bounds_are_taken() -> None:
     config = Data(num_validation_problems=1, instruction="Q: {problem}")
     assert (config.max_prompt_tokens, config.num_validation_problems) == (1, 1)
-    assert Data(num_validation_problems=None).num_validation_problems is None
+    assert Data().num_validation_problems is None  # all that the set holds
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,23 @@ DAPO_TEXT = (
 Row = dict[str, Any]
 
 
-def parseable(answers: Sequence[str]) -> list[bool]:
-    """Integers only, so that these tests start no worker."""
-    return [answer.lstrip("-").isdecimal() for answer in answers]
+class Integers:
+    """A scorer that knows integers alone, so that these tests start no worker."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[str, str]]] = []
+
+    def gradable(self, references: Sequence[str]) -> list[bool]:
+        return [value(reference) is not None for reference in references]
+
+    def equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        self.asked.append(list(pairs))
+        return [value(left) == value(right) for left, right in pairs]
+
+
+def value(answer: str) -> int | None:
+    plain = answer.replace(",", "").replace("\u2212", "-").removesuffix(".0")
+    return int(plain) if plain.lstrip("-").isdecimal() else None
 
 
 def dapo(problem: str, answer: str) -> Row:
@@ -57,9 +72,10 @@ def write(path: Path, rows: Sequence[Row]) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=str(path)),)
 
 
-def load(directory: Path, **changes: Any) -> PromptSets:
-    settings = {"max_prompt_tokens": 64, "synthetic": SMALL, "num_validation_problems": None, **changes}
-    return load_prompt_sets(DataConfig(**settings), tokenizer=TOKENIZER, parseable=parseable, directory=directory)
+def load(directory: Path, *, answers: Integers | None = None, tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
+    settings = {"max_prompt_tokens": 64, "synthetic": SMALL, **changes}
+    scorer = Integers() if answers is None else answers
+    return load_prompt_sets(DataConfig(**settings), tokenizer=tokenizer, answers=scorer, directory=directory)
 
 
 def record(sets: PromptSets, name: str) -> DataSetRecord:
@@ -100,6 +116,149 @@ def test_every_row_is_counted_once_by_hand(tmp_path: Path) -> None:
     )
 
 
+def test_answers_that_the_scorer_calls_equal_do_not_conflict(tmp_path: Path) -> None:
+    rows = [
+        dapo("1+1=?", "1,000"),
+        dapo("1+1=?", "1000"),
+        dapo("2+2=?", "\u22123"),  # a minus sign
+        dapo("2+2=?", "-3"),
+        dapo("3+3=?", "5.0"),
+        dapo("3+3=?", "5"),
+        dapo("4+4=?", "5"),
+        dapo("4+4=?", "5.0"),
+        dapo("4+4=?", "6"),
+    ]
+    scorer = Integers()
+    sets = load(tmp_path / "out", answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
+    kept = record(sets, "train")
+    assert (kept.num_kept, kept.num_duplicates, kept.num_conflicting) == (3, 3, 3)
+    assert {p.text: p.answer for p in sets.train} == {"1+1=?": "1,000", "2+2=?": "\u22123", "3+3=?": "5.0"}
+    # One call, of what is spelled otherwise than the first alone.
+    assert [("1,000", "1000"), ("5.0", "5"), ("5", "5.0"), ("5", "6")] in scorer.asked
+
+
+def test_a_million_copies_are_compared_once(tmp_path: Path) -> None:
+    scorer = Integers()
+    rows = [dapo("1+1=?", "2")] * 500 + [dapo("1+1=?", "2.0")] * 500
+    sets = load(tmp_path / "out", answers=scorer, train=write(tmp_path / "dapo.jsonl", rows))
+    assert [("2", "2.0")] in scorer.asked
+    assert record(sets, "train").num_duplicates == 999
+
+
+def test_rows_of_two_sources_conflict_as_those_of_one_do(tmp_path: Path) -> None:
+    first = write(tmp_path / "1.jsonl", [dapo("1+1=?", "2"), dapo("2+2=?", "4"), dapo("5+5=?", "10")])
+    second = write(
+        tmp_path / "2.jsonl", [dapo("1+1=?", "3"), dapo("2+2=?", "4.0"), dapo("5+5=?", "ten"), dapo("3+3=?", "6")]
+    )
+    sets = load(tmp_path / "out", train=first + second)
+    assert {p.text for p in sets.train} == {"2+2=?", "5+5=?", "3+3=?"}
+    counts = [
+        (r.num_read, r.num_kept, r.num_conflicting, r.num_duplicates, r.num_unparseable)
+        for r in sets.records
+        if r.name == "train"
+    ]
+    assert counts == [(3, 2, 1, 0, 0), (4, 1, 1, 1, 1)]
+
+
+def test_problems_whose_exponents_differ_are_two_problems(tmp_path: Path) -> None:
+    rows = [dapo("2\u00b3=?", "8"), dapo("23=?", "23"), dapo("1\u00bd*2=?", "3"), dapo("11/2*2=?", "11")]
+    sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows))
+    assert {p.answer for p in sets.train} == {"8", "23", "3", "11"}
+
+
+def test_ids_of_plain_problems_are_the_hashes_of_their_text() -> None:
+    assert prompt_id("1+1=?") == "b9ab5b7f58369cf5" == prompt_id(" 1+1=?\n")
+
+
+def test_rows_without_a_problem_are_counted_and_the_first_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        dapo("1+1=?", "2"),
+        {**dapo("", "2"), "prompt": None},
+        dapo("\u200b", "2"),
+        dapo(DAPO_TEXT.format(""), "2"),
+        dapo("solve:", "2"),  # the instruction around nothing
+        {**dapo("", "2"), "prompt": []},
+        {**dapo("2+2=?", "4"), "reward_model": None},  # without a usable answer
+    ]
+    with caplog.at_level(logging.WARNING):
+        sets = load(tmp_path / "out", train=write(tmp_path / "dapo.jsonl", rows), instruction="solve: {problem}")
+    kept = record(sets, "train")
+    assert (kept.num_read, kept.num_kept, kept.num_empty, kept.num_unparseable) == (7, 1, 5, 1)
+    assert "data.train: 5 rows have no usable problem, the first: row 1 of " in caplog.text
+    assert "prompt must be a list of turns, got None" in caplog.text
+
+
+def test_rows_of_another_type_are_counted_too(tmp_path: Path) -> None:
+    rows = [{"problem": "1+1=?", "answer": 2}, {"problem": 5, "answer": "2"}, {"problem": "2+2=?", "answer": None}]
+    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", rows))
+    kept = record(sets, "train")
+    assert (kept.num_kept, kept.num_empty, kept.num_unparseable) == (1, 1, 1)
+
+
+def chat(*said: tuple[str, str], answer: str = "2") -> Row:
+    return {**dapo("", answer), "prompt": [{"role": role, "content": text} for role, text in said]}
+
+
+def test_all_turns_of_a_chat_are_rendered_and_name_it(tmp_path: Path) -> None:
+    one = chat(("system", "be brief"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="4")
+    other = chat(("system", "be kind"), ("user", "1+1=?"), ("assistant", "2"), ("user", "2+2=?"), answer="5")
+    sets = load(
+        tmp_path / "out",
+        train=write(tmp_path / "rows.jsonl", [one, other]),
+        instruction="solve {problem}",
+        max_prompt_tokens=128,
+    )
+    assert record(sets, "train").num_kept == 2  # they differ in their system turns: no conflict
+    (brief,) = [p for p in sets.train if p.answer == "4"]
+    assert TOKENIZER.decode(list(brief.token_ids)) == (
+        "<|im_start|><|system|>be brief<|im_end|><|im_start|><|user|>1+1=?<|im_end|>"
+        "<|im_start|><|assistant|>2<|im_end|><|im_start|><|user|>solve 2+2=?<|im_end|><|im_start|><|assistant|>"
+    )
+    assert brief.text == "system: be brief\n\nuser: 1+1=?\n\nassistant: 2\n\nuser: 2+2=?"
+    assert brief.id == prompt_id(brief.text)
+
+
+def test_a_validation_problem_is_held_out_whatever_is_said_before_it(tmp_path: Path) -> None:
+    validation = write(tmp_path / "aime.jsonl", [{"problem": "9+9=?", "answer": "18"}])
+    rows = [chat(("system", "be brief"), ("user", "9+9=?"), answer="18"), dapo("1+1=?", "2")]
+    sets = load(tmp_path / "out", train=write(tmp_path / "rows.jsonl", rows), validation=validation)
+    assert [p.text for p in sets.train] == ["1+1=?"]
+    assert record(sets, "train").num_held_out == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{%- for m in messages -%}{%- if m.role == 'system' -%}{{- raise_exception('System role not supported') -}}"
+            "{%- endif -%}{{- m.content -}}{%- endfor -%}",
+            "chat template refuses the turns system, user (System role not supported)",
+        ),
+        (
+            "{%- for m in messages -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}{%- endfor -%}",
+            "chat template leaves out the system turn",
+        ),
+    ],
+    ids=["raises", "ignores"],
+)
+def test_turns_that_the_chat_template_does_not_take_are_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, reason: str
+) -> None:
+    tokenizer = build_tokenizer(max_length=256)
+    tokenizer.chat_template = template
+    system = chat(("system", "be brief"), ("user", "2+2=?"), answer="4")
+    with caplog.at_level(logging.WARNING):
+        sets = load(
+            tmp_path / "1", tokenizer=tokenizer, train=write(tmp_path / "a.jsonl", [dapo("1+1=?", "2"), system])
+        )
+    assert (record(sets, "train").num_kept, record(sets, "train").num_empty) == (1, 1)
+    assert reason in caplog.text
+    with pytest.raises(ConfigError, match=r"data\.train must leave at least one prompt, got 0; found .*chat template"):
+        load(tmp_path / "2", tokenizer=tokenizer, train=write(tmp_path / "b.jsonl", [system]))
+
+
 def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for(tmp_path: Path) -> None:
     sets = load(tmp_path, num_validation_problems=5)
     train = record(sets, "train")
@@ -114,7 +273,7 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for(tmp_path: Pa
         "train",
     ]
     for found in sets.records:
-        dropped = found.num_duplicates + found.num_conflicting + found.num_unparseable
+        dropped = found.num_duplicates + found.num_conflicting + found.num_unparseable + found.num_empty
         assert found.num_read == found.num_kept + dropped + found.num_too_long + found.num_held_out
     assert all(prompt.answer == "" for prompt in sets.draft_general)
 
@@ -153,7 +312,7 @@ def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Pat
     ],
     ids=["ultrachat", "magpie"],
 )
-def test_chat_schemas_give_the_first_user_turn(tmp_path: Path, row: Row) -> None:
+def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
     sets = load(tmp_path / "out", draft_general=write(tmp_path / "rows.jsonl", [row]))
     assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
 

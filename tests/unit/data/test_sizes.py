@@ -29,7 +29,7 @@ SETS = PromptSets(
     validation=prompts("validation", 1),
     records=(
         record("train", num_read=4, num_kept=4),
-        record("draft_in_domain", num_read=15, num_kept=10, num_duplicates=3, num_held_out=2),
+        record("draft_in_domain", num_read=15, num_kept=9, num_duplicates=3, num_held_out=2, num_empty=1),
         record("draft_general", num_read=9, num_kept=5, num_duplicates=4),
         record("draft_general", num_read=2, num_kept=1, num_duplicates=1),
     ),
@@ -56,9 +56,9 @@ def test_sets_that_just_suffice_are_accepted() -> None:
         (
             {"num_draft_prompts": 11},
             r"^draft\.num_prompts \+ draft\.num_heldout_prompts must be <= 10, the number of distinct prompts in "
-            r"data\.draft_in_domain, got 11; of 15 rows read 3 duplicates, 2 in another set were dropped: lower it, "
-            r"or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; else add a source or raise its "
-            r"max_rows\)$",
+            r"data\.draft_in_domain, got 11; of 15 rows read 3 duplicates, 2 in another set, 1 without a usable "
+            r"problem were dropped: lower it, or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; "
+            r"else add a source or raise its max_rows\)$",
         ),
         (
             {"draft_set": "draft_general", "num_draft_prompts": 7},

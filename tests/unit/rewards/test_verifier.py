@@ -81,12 +81,12 @@ def test_a_bomb_in_python_syntax_scores_0(verifier: Verifier) -> None:
 
 def test_references_that_no_response_could_match_are_not_parseable(verifier: Verifier) -> None:
     answers = ["34", "-3", "\\frac{1}{2}", "2\\sqrt{3}", "x+1", "", "no answer", "???", "\\frac{1", "9" * 5000]
-    assert verifier.parseable(answers) == (True, True, True, True, True, False, False, False, False, False)
+    assert verifier.gradable(answers) == (True, True, True, True, True, False, False, False, False, False)
 
 
 def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer() -> None:
     with Verifier(RewardConfig(max_answer_chars=3)) as short:
-        assert short.parseable(["123", "1234"]) == (True, False)
+        assert short.gradable(["123", "1234"]) == (True, False)
         assert short.score([box("123"), box("0123"), box("123")], ["123", "123", "0123"]).rewards == (1.0, 0.0, 0.0)
 
 

@@ -1,0 +1,196 @@
+"""What a row says: its turns and its answer, whether it asks anything, and which texts are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item
+
+DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
+MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
+AIME = next(schema for schema in SCHEMAS if schema.name == "AIME-2024 (HuggingFaceH4)")
+DAPO_AROUND_NOTHING = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n\u200b\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+def turns(*said: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def dapo(*said: tuple[str, Any], answer: Any = "2") -> Item:
+    return read_item(DAPO, {"prompt": turns(*said), "reward_model": {"ground_truth": answer}})
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("1  +\n1", " 1 + 1 "),
+        ("\uff11\uff12\uff0b\uff13", "12+3"),  # full width
+        ("\uff76\uff9e", "\u30ac"),  # half-width katakana and its mark, and the letter of both
+        ("e\u0301", "\u00e9"),
+        ("5\u00a0cm", "5 cm"),
+        ("1\u200b0\ufeff0", "100"),  # zero width
+        ("of\ufb01ce", "office"),
+        ("3 \u2212 2", "3 - 2"),
+        ("1, 2, \u2026", "1, 2, ..."),
+        ("\u00b5", "\u03bc"),  # micro sign, Greek letter
+    ],
+)
+def test_texts_that_differ_in_their_looks_are_equal(left: str, right: str) -> None:
+    assert normalise(left) == normalise(right)
+    assert normalise(normalise(left)) == normalise(left)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("2\u00b3", "23"),
+        ("x\u2082", "x2"),
+        ("1\u00bd", "11/2"),
+        ("1\u00bd", "11\u20442"),
+        ("\u2460", "1"),  # circled
+        ("\u211d", "R"),  # the reals
+        ("\U0001d431", "x"),  # a bold x: a vector
+        ("m\u00b2", "m2"),
+        ("3\u2062x", "3x"),  # invisible times
+        ("\u2163", "IV"),
+        ("1\u20443", "1/3"),
+        ("10\u207b\u00b9", "10-1"),
+        ("\u33a1", "m2"),
+        ("X", "x"),
+    ],
+)
+def test_texts_that_differ_in_their_meaning_are_not_equal(left: str, right: str) -> None:
+    assert normalise(left) != normalise(right)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n\t",
+        "\u200b\u200d\ufeff",
+        "\u00ad\u2060",
+        "\u3164",
+        "\u2800 \u2800",
+        "\u3000",
+        "\u2062",
+        "\u202e\u202c",
+        "\ufe0f",
+        "\x00\x07",
+        "$$",
+        "\\[ \\]",
+        "&nbsp;",
+        "<p></p>",
+        "**",
+        "Problem: ",
+        "Question:\nAnswer:",
+        "Let's think step by step.",
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        "Let's think step by step and output the final answer within \\boxed{}.",
+        'Let\'s think step by step and output the final answer after "####".',
+        "\u200b" * 500,
+    ],
+)
+def test_what_shows_nothing_or_a_frame_around_nothing_is_blank(text: str) -> None:
+    assert is_blank(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "?",
+        "0",
+        "\u221e",
+        "$x$",
+        "\U0001f642",
+        "\u4f60",
+        "Problem: 1",
+        "$+$",
+        "\\boxed{2}",
+        "step by step: 1+1",
+        "x" * 500,
+    ],
+)
+def test_what_asks_something_is_not_blank(text: str) -> None:
+    assert not is_blank(text)
+
+
+def test_a_prompt_is_the_whole_chat_up_to_its_last_user_turn() -> None:
+    item = dapo(
+        ("system", "Be brief."), ("user", " 1+1=? "), ("assistant", "2"), ("user", "and 2+2=?"), ("assistant", "4")
+    )
+    assert item.context == (("system", "Be brief."), ("user", "1+1=?"), ("assistant", "2"))
+    assert item.problem == "and 2+2=?"
+    assert item.text == "system: Be brief.\n\nuser: 1+1=?\n\nassistant: 2\n\nuser: and 2+2=?"
+
+
+def test_a_lone_user_turn_and_an_empty_system_turn_before_it_are_the_problem_alone() -> None:
+    assert dapo(("user", "1+1=?")).text == dapo(("system", " "), ("user", "1+1=?")).text == "1+1=?"
+    assert dapo(("system", None), ("user", "1+1=?")).context == ()
+
+
+def test_what_follows_the_last_user_turn_is_no_part_of_the_prompt_whoever_speaks() -> None:
+    assert dapo(("user", "1+1=?"), ("assistant", None), ("tool", "2"), ("assistant", "2")).text == "1+1=?"
+
+
+def test_speakers_of_sharegpt_are_those_of_every_chat() -> None:
+    chat = [("system", "s"), ("human", "a"), ("gpt", "b"), ("human", "c")]
+    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in chat]}
+    assert read_item(MAGPIE, row).context == (("system", "s"), ("user", "a"), ("assistant", "b"))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([], "there is no user turn"),
+        ([("system", "Be brief."), ("assistant", "Hello")], "there is no user turn"),
+        ([("user", "")], "the problem is empty"),
+        ([("user", DAPO_AROUND_NOTHING)], "the problem is empty"),
+        ([("user", "\u200b"), ("assistant", "Hello"), ("user", "1+1=?")], "a turn before the problem is empty"),
+        ([("user", "1+1=?"), ("assistant", " "), ("user", "why?")], "a turn before the problem is empty"),
+        ([("user", None)], "content of a turn must be text"),
+        ([("user", [{"type": "text", "text": "1+1=?"}])], "content of a turn must be text"),
+        ([("tool", "2"), ("user", "1+1=?")], "role of a turn must be one of system, user"),
+        ([(None, "2"), ("user", "1+1=?")], "role of a turn must be one of"),
+    ],
+)
+def test_a_chat_that_asks_nothing_gives_the_reason(said: list[tuple[str, Any]], message: str) -> None:
+    with pytest.raises(NoProblemError, match=message):
+        check_asks(dapo(*said), instruction="{problem}")
+
+
+def test_the_instruction_around_nothing_asks_nothing() -> None:
+    with pytest.raises(NoProblemError, match=r"data\.instruction alone"):
+        check_asks(dapo(("user", "Solve  this:")), instruction="Solve this: {problem}")
+    check_asks(dapo(("user", "Solve this: 1")), instruction="Solve this: {problem}")
+
+
+@pytest.mark.parametrize("problem", [None, 5, ["1+1=?"], {"text": "1+1=?"}, True])
+def test_a_problem_of_another_type_gives_the_reason(problem: object) -> None:
+    with pytest.raises(NoProblemError, match="problem must be text, got"):
+        read_item(AIME, {"problem": problem, "answer": "2"})
+
+
+@pytest.mark.parametrize("chat", [None, "1+1=?", 5, ["1+1=?"]])
+def test_a_chat_of_another_type_gives_the_reason(chat: object) -> None:
+    with pytest.raises(NoProblemError):
+        read_item(DAPO, {"prompt": chat, "reward_model": {"ground_truth": "2"}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, ""), (True, ""), (["2"], ""), ({"a": 2}, "")],
+)
+def test_an_answer_is_text_or_a_number(answer: object, read: str) -> None:
+    assert dapo(("user", "1+1=?"), answer=answer).answer == read
+
+
+def test_a_row_without_its_reward_model_has_no_answer() -> None:
+    for model in (None, {}, "2"):
+        assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer == ""

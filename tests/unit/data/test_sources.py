@@ -1,0 +1,282 @@
+"""Which files of a local data set are read: those of one split and one subset, or none at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.data.config import SourceConfig
+from slipstream.data.sources import read_rows
+
+ULTRACHAT = [
+    f"data/{split}-0000{i}-of-00002-a3ecf9275699358{i}.parquet"
+    for split in ("train_sft", "train_gen", "test_sft", "test_gen")
+    for i in range(2)
+]
+ULTRACHAT_README = """---
+language: [en]
+configs:
+- config_name: default
+  data_files:
+  - split: train_sft
+    path: data/train_sft-*
+  - split: test_sft
+    path: data/test_sft-*
+---
+# UltraChat
+"""
+PROCESSED = [f"{subset}/train-00000-of-00001.parquet" for subset in ("all", "cn", "en")]
+PROCESSED_README = """---
+configs:
+- config_name: all
+  data_files: [{split: train, path: all/train-*}]
+  default: true
+- config_name: cn
+  data_files: [{split: train, path: cn/train-*}]
+- config_name: en
+  data_files: [{split: train, path: en/train-*}]
+---
+"""
+
+
+def lay(directory: Path, names: list[str], readme: str | None = None) -> Path:
+    """A directory of files that hold one row each: their own name, so that what is read names its files."""
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            datasets.Dataset.from_list([{"name": name}]).to_parquet(path)
+        else:
+            path.write_text(json.dumps({"name": name}) + "\n")
+    if readme is not None:
+        (directory / "README.md").write_text(readme)
+    return directory
+
+
+def read(path: Path, **values: Any) -> list[str]:
+    rows = read_rows(SourceConfig(path=str(path), **values), field="data.train", seed=0)
+    return [row["name"] for row in rows]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "split"),
+    [
+        ("train-0.jsonl", "test-0.jsonl", "test"),
+        ("train_0.jsonl", "test_0.jsonl", "test"),
+        ("train0.jsonl", "test0.jsonl", "test"),
+        ("training.jsonl", "validation.jsonl", "validation"),
+        ("training_1.jsonl", "val_1.jsonl", "val"),
+        ("TRAIN.jsonl", "DEV.jsonl", "dev"),
+        ("trainset.jsonl", "evalset.jsonl", "eval"),
+        ("trainSet.jsonl", "testSet.jsonl", "test"),
+        ("mathTrain.jsonl", "mathTest.jsonl", "test"),
+        ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "test"),
+        ("0-train.jsonl", "1-held-out.jsonl", "heldout"),
+        ("train.jsonl", "valid.jsonl", "validation"),
+        ("train-part-3.jsonl", "testing.jsonl", "test"),
+        ("train/0.jsonl", "test/0.jsonl", "test"),
+        ("data/train/0000.parquet", "data/test/0000.parquet", "test"),
+        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "test"),
+        ("train.parquet", "test.jsonl", "test"),
+    ],
+)
+def test_one_split_is_read_however_it_is_spelled(tmp_path: Path, train: str, test: str, split: str) -> None:
+    directory = lay(tmp_path, [train, test])
+    assert read(directory) == [train]
+    assert read(directory, split="train") == [train]
+    assert read(directory, split=split) == [test]
+
+
+def test_all_files_of_a_split_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    names = ["train-2.jsonl", "train-0.jsonl", "test.jsonl", "train-1.jsonl"]
+    assert read(lay(tmp_path, names)) == ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl"]
+
+
+def test_a_file_whose_directory_names_another_split_is_of_neither(tmp_path: Path) -> None:
+    assert read(lay(tmp_path, ["train/test-0.jsonl", "train/x.jsonl"]), split="train") == ["train/x.jsonl"]
+
+
+def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
+    directory = lay(tmp_path, ["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"])
+    with pytest.raises(
+        ConfigError, match=r"^data\.train must have all 3 files of .*/data/train-\*, got 2; fetch the others"
+    ):
+        read(directory)
+    assert read(directory / "data/train-00002-of-00003.parquet") == ["data/train-00002-of-00003.parquet"]
+
+
+def test_files_that_name_no_split_are_read_as_train_alone(tmp_path: Path) -> None:
+    directory = lay(tmp_path, ["b.jsonl", "a.jsonl", ".hidden.jsonl", "__pycache__/x.jsonl"], readme="# Of mine\n")
+    (directory / "LICENSE").write_text("MIT")
+    (directory / "dataset_infos.json").write_text("{}")
+    assert read(directory) == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(
+        ConfigError, match=r"^split of data\.train must be one .*\(none: a\.jsonl, b\.jsonl.* got 'test'"
+    ):
+        read(directory, split="test")
+
+
+@pytest.mark.parametrize(
+    ("names", "split"),
+    [
+        (["train.jsonl", "test.jsonl"], "dev"),  # another split
+        (["test-0.jsonl", "test-1.jsonl"], "train"),  # of which there is none
+        (["test.jsonl", "rows.jsonl"], "train"),  # rows may be anything
+        (["train_a.jsonl", "train_b.jsonl", "test.jsonl"], "train"),  # either may be a split of its own
+        (["dev.jsonl", "val.jsonl"], "validation"),
+        (["train_test.jsonl", "rows.jsonl"], "train"),  # names both
+        (["train/test-0.jsonl", "train/x.jsonl"], "test"),  # the directory says another
+        (["mathtrain.jsonl", "mathtest.jsonl"], "train"),  # no word of its own, and yet a pair
+        (["train.jsonl", "test.jsonl"], "train+test"),
+        (ULTRACHAT, "train"),  # the hub knows train_sft and train_gen alone
+        (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"], "train"),
+    ],
+)
+def test_a_split_that_names_do_not_decide_is_refused_with_what_is_there(
+    tmp_path: Path, names: list[str], split: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"^split of data\.train must be one that the names in .* decide") as caught:
+        read(lay(tmp_path, names), split=split)
+    assert sorted(names)[0] in str(caught.value)
+
+
+@pytest.mark.parametrize("readme", [ULTRACHAT_README, None], ids=["README", "names"])
+@pytest.mark.parametrize("split", ["train_sft", "test_sft"])
+def test_a_snapshot_of_ultrachat_gives_the_splits_of_the_hub(tmp_path: Path, readme: str | None, split: str) -> None:
+    assert read(lay(tmp_path, ULTRACHAT, readme), split=split) == [name for name in ULTRACHAT if f"/{split}-" in name]
+
+
+def test_a_split_that_a_readme_does_not_declare_is_refused(tmp_path: Path) -> None:
+    directory = lay(tmp_path, ULTRACHAT, ULTRACHAT_README)
+    message = r"^split of data\.train must be one of train_sft, test_sft, the splits of default in .*README\.md, got "
+    for split in (None, "train", "train_gen"):
+        with pytest.raises(ConfigError, match=message):
+            read(directory, split=split)
+
+
+@pytest.mark.parametrize("readme", [PROCESSED_README, None], ids=["README", "directories"])
+def test_a_snapshot_with_subsets_gives_the_one_asked_for(tmp_path: Path, readme: str | None) -> None:
+    directory = lay(tmp_path, PROCESSED, readme)
+    assert read(directory, subset="en") == ["en/train-00000-of-00001.parquet"]
+    with pytest.raises(ConfigError, match=r"^subset of data\.train must be one of all, cn, en.* got 'fr'"):
+        read(directory, subset="fr")
+    with pytest.raises(ConfigError, match=r"^split of data\.train must be one .* got 'test'"):
+        read(directory, subset="en", split="test")
+
+
+def test_several_subsets_are_never_mixed(tmp_path: Path) -> None:
+    assert read(lay(tmp_path / "1", PROCESSED, PROCESSED_README)) == ["all/train-00000-of-00001.parquet"]
+    with pytest.raises(ConfigError, match=r"^subset of data\.train must be one of all, cn, en, got None; set it"):
+        read(lay(tmp_path / "2", PROCESSED))
+    with pytest.raises(ConfigError, match=r"^subset of data\.train must be one of all, cn, en, the configs"):
+        read(lay(tmp_path / "3", PROCESSED, PROCESSED_README.replace("  default: true\n", "")))
+
+
+def test_files_beside_directories_of_the_same_split_are_named_by_default(tmp_path: Path) -> None:
+    directory = lay(tmp_path, ["train.jsonl", "old/train.jsonl", "meta/info.json"])
+    with pytest.raises(ConfigError, match=r"^subset of data\.train must be one of default, old, got None"):
+        read(directory)
+    assert read(directory, subset="default") == ["train.jsonl"]
+    assert read(directory, subset="old") == ["old/train.jsonl"]
+
+
+def test_a_lone_directory_below_is_the_data_set(tmp_path: Path) -> None:
+    assert read(lay(tmp_path, ["export/rows.jsonl"])) == ["export/rows.jsonl"]
+
+
+@pytest.mark.parametrize("pattern", ["../secret.jsonl", "/etc/passwd"])
+def test_a_readme_declares_files_of_its_own_directory_alone(tmp_path: Path, pattern: str) -> None:
+    readme = f"---\nconfigs: [{{config_name: default, data_files: {json.dumps(pattern)}}}]\n---\n"
+    directory = lay(tmp_path / "set", ["train.jsonl"], readme)
+    lay(tmp_path, ["secret.jsonl"])
+    with pytest.raises(ConfigError, match="must declare files of its own directory"):
+        read(directory)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("configs: [", "must have a README.md with valid YAML"),
+        ("configs: [{config_name: default, data_files: 5}]", "must have data_files of split and path"),
+        ("configs: [{config_name: default, data_files: gone-*}]", "was it copied in part"),
+    ],
+)
+def test_a_readme_that_cannot_be_followed_is_refused(tmp_path: Path, block: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(lay(tmp_path, ["train.jsonl"], f"---\n{block}\n---\n"))
+
+
+def test_a_lone_file_is_the_data_set_unless_another_split_is_asked_for(tmp_path: Path) -> None:
+    lay(tmp_path, ["test.jsonl", "rows.jsonl"])
+    assert read(tmp_path / "test.jsonl") == read(tmp_path / "test.jsonl", split="test") == ["test.jsonl"]
+    assert read(tmp_path / "rows.jsonl", split="test") == ["rows.jsonl"]
+    with pytest.raises(
+        ConfigError, match=r"^split of data\.train must be 'test', which .*test\.jsonl names, got 'train'"
+    ):
+        read(tmp_path / "test.jsonl", split="train")
+    with pytest.raises(ConfigError, match=r"^subset of data\.train must not be set for a file, got 'en'"):
+        read(tmp_path / "test.jsonl", subset="en")
+
+
+def test_part_of_a_split_can_be_asked_for_as_from_the_hub(tmp_path: Path) -> None:
+    directory = lay(tmp_path, [f"train-{i}.jsonl" for i in range(4)] + ["test.jsonl"])
+    assert read(directory, split="train[:50%]") == ["train-0.jsonl", "train-1.jsonl"]
+
+
+def test_marks_of_patterns_in_a_path_are_letters(tmp_path: Path) -> None:
+    directory = lay(tmp_path / "run [1] *", ["x[1].jsonl", "x*.jsonl"])
+    assert read(directory / "x*.jsonl") == ["x*.jsonl"]
+    assert read(directory / "x[1].jsonl") == ["x[1].jsonl"]
+    assert read(directory) == ["x*.jsonl", "x[1].jsonl"]
+
+
+def test_two_kinds_of_file_in_one_split_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.train must be of one kind of \.json, \.jsonl, \.parquet, got "):
+        read(lay(tmp_path, ["train.jsonl", "train.parquet"]))
+
+
+def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    lay(tmp_path, ["train-0.jsonl"])
+    (tmp_path / "train-1.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"must be a file that exists, got '.*train-1\.jsonl'; is it a link"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"name": "a"}\n{"name": "b',
+        b'{"name": "caf\xe9"}\n',
+        '{"name": "a"}\n'.encode("utf-16"),
+        b"5\n6\n",
+        b'"a"\n',
+        b"\n \n",
+        b"[]",
+        b"{}\n",
+        b"\x00" * 64,
+        b'{"name": "a", "name": "b"}\n',
+    ],
+    ids=["torn", "latin-1", "utf-16", "numbers", "texts", "blank", "no rows", "no columns", "zeros", "twice"],
+)
+def test_a_file_that_is_no_table_in_utf_8_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^data\.train must (be readable|have rows), got '.*rows\.jsonl'"):
+        read(path)
+
+
+def test_local_files_are_read_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a local data set asked the network")
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert len(read(lay(tmp_path, ULTRACHAT, ULTRACHAT_README), split="test_sft")) == 2
