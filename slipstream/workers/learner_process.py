@@ -18,7 +18,7 @@ from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 from slipstream.workers.learner_draft import (
@@ -231,14 +231,18 @@ class LearnerProcess(SendingRank):
         self._online[0].restore(state)
         return extra
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
-        """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
+        """Go on training the saved `draft` beside the policy; returns its number of trained parameters.
+
+        Args:
+            engine_dtype: as which it is sent to engines; it is trained in float32.
+        """
         own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
         trainer = online_trainer(
             self._loaded, own_policy, config, self._config, writes=self._rank == 0, draft=own_draft
         )
         self._draft, self._online = trainer, (trainer, config)
-        self.is_new(DRAFT)
+        self.is_new(DRAFT, draft_dtype=engine_dtype)
         return self._draft.num_parameters
 
     def start_draft(

@@ -26,7 +26,7 @@ from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
 from slipstream.workers.files import open_stores
@@ -163,9 +163,11 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
-        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
-        return self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config))
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
+        """See `LearnerProcess.continue_draft`."""
+        return self._on_all(
+            "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
+        )
 
     def start_draft(
         self,
