@@ -54,7 +54,7 @@ install_torch() {
         return 1
     fi
     pypi_torch=$(torch_of "$PYPI_LOCK")
-    say "no source has $torch; installing $pypi_torch with its CUDA libraries ($PYPI_LOCK): about 3.5 GB more"
+    say "no source has $torch; installing $pypi_torch with its CUDA libraries ($PYPI_LOCK): about 3 GB more"
     uv_install "$pypi_torch" && LOCK=$PYPI_LOCK && return
     say "no source has $torch or $pypi_torch; set PIP_INDEX_URL to an index that has one of them, or PIP_FIND_LINKS to" \
         "a directory that holds its wheel"
