@@ -58,6 +58,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
         numerics=numerics(context, recipe),
+        logical_gpus=recipe.placement.logical_gpus,
         layout=recipe_layout(settled(context, recipe)),
         asynchronous=asynchronous,
     )

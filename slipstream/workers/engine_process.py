@@ -13,6 +13,7 @@ from slipstream.rollout.vllm_engine import VllmEngine
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import node_address
 from slipstream.workers.files import here
+from slipstream.workers.placement import require_gpu
 
 
 class EngineProcess(VllmEngine):
@@ -28,8 +29,18 @@ class EngineProcess(VllmEngine):
         is_in_flight: bool = False,
         can_rest: bool = False,
         origin: str = "",
+        logical_gpus: bool = False,
     ) -> None:
-        """See `VllmEngine`; `origin` is the node whose files the paths name."""
+        """See `VllmEngine`.
+
+        Args:
+            origin: node whose files the paths name.
+            logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
+        Raises:
+            PlacementError: it would, and Ray's GPUs are meant to be some.
+        """
+        if not logical_gpus:
+            require_gpu("engine", problem=_without_gpu_platform)
         draft = draft_directory(speculative_config)
         if speculative_config is not None and draft is not None:
             speculative_config = {**speculative_config, "model": str(here(draft, origin))}
@@ -84,6 +95,13 @@ def _name_interface() -> None:
         from slipstream.policy.rendezvous import interface_of
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+def _without_gpu_platform() -> str:
+    """vLLM's own answer, which leaves CUDA alone: its workers may be forked from this process."""
+    from vllm.platforms import current_platform
+
+    return f"vLLM generates on {current_platform.device_name!r}" if current_platform.is_cpu() else ""
 
 
 def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:

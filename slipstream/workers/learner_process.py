@@ -30,6 +30,7 @@ from slipstream.workers.learner_draft import (
     sum_over_ranks,
     train_beside,
 )
+from slipstream.workers.placement import require_gpu
 from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
 
 if TYPE_CHECKING:
@@ -53,13 +54,26 @@ class LearnerProcess(SendingRank):
     they say of it, a row a sequence; the others have the same arguments on all ranks.
     """
 
-    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, origin: str = "") -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        origin: str = "",
+        logical_gpus: bool = False,
+    ) -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
 
         Args:
             origin: node whose files the paths name that are to be read; empty for this one.
+            logical_gpus: a GPU that Ray gave this process is only counted: it may compute on the CPU.
+        Raises:
+            PlacementError: it would, and Ray's GPU is meant to be one.
         """
         super().__init__(rank)
+        if not logical_gpus:
+            require_gpu(f"learner rank {rank}", problem=_without_cuda)
         self._config = config
         self._world_size = world_size
         self._origin = origin
@@ -342,6 +356,12 @@ class LearnerProcess(SendingRank):
             rank=self._rank,
             world_size=self._world_size,
         )
+
+
+def _without_cuda() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device and would train on the CPU"
 
 
 def _float32(rows: Sequence[np.ndarray]) -> Ragged:

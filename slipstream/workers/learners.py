@@ -315,14 +315,18 @@ def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
     world_size, reservation = config.parallel.world_size, reserved(layout)
     if reservation is None:
         return start_ranks(config, [{"num_gpus": 0}] * world_size)
-    return start_ranks(config, [reservation.learner_place(rank) for rank in range(world_size)])
+    places = [reservation.learner_place(rank) for rank in range(world_size)]
+    return start_ranks(config, places, logical_gpus=layout.placement.logical_gpus)
 
 
-def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> RemoteLearner:
+def start_ranks(
+    config: LearnerConfig, places: Sequence[Mapping[str, Any]], *, logical_gpus: bool = False
+) -> RemoteLearner:
     """Start the learner's ranks and bring them together, wherever they are.
 
     Args:
         places: Ray's options of each rank that decide where it runs.
+        logical_gpus: those among them are only counted.
     """
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
@@ -330,7 +334,9 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
     open_stores()
     begun = [
-        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), origin=own_node())
+        actor.options(**options, **place).remote(
+            config, rank=rank, world_size=len(places), origin=own_node(), logical_gpus=logical_gpus
+        )
         for rank, place in enumerate(places)
     ]
     ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)
