@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.refit.config import EngineState
 from slipstream.rollout.config import EngineConfig
+from slipstream.rollout.vllm_arguments import without_gpu
 from slipstream.rollout.vllm_engine import VllmEngine
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import node_address
@@ -40,7 +41,7 @@ class EngineProcess(VllmEngine):
             PlacementError: it would, and Ray's GPUs are meant to be some.
         """
         if not logical_gpus:
-            require_gpu("engine", problem=_without_gpu_platform)
+            require_gpu("engine", problem=without_gpu)
         draft = draft_directory(speculative_config)
         if speculative_config is not None and draft is not None:
             speculative_config = {**speculative_config, "model": str(here(draft, origin))}
@@ -95,13 +96,6 @@ def _name_interface() -> None:
         from slipstream.policy.rendezvous import interface_of
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
-
-
-def _without_gpu_platform() -> str:
-    """vLLM's own answer, which leaves CUDA alone: its workers may be forked from this process."""
-    from vllm.platforms import current_platform
-
-    return f"vLLM generates on {current_platform.device_name!r}" if current_platform.is_cpu() else ""
 
 
 def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
