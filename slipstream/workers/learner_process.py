@@ -245,6 +245,12 @@ class LearnerProcess(SendingRank):
         self._online[0].restore(state)
         return extra
 
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
+        from slipstream.policy.checkpoint.reader import inspect_checkpoint
+
+        return inspect_checkpoint(path)["extra"]
+
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
         """Go on training the saved `draft` beside the policy; returns its number of trained parameters.
 

@@ -163,6 +163,11 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The `extra` of a checkpoint that is whole, which is not restored."""
+        first = self.ranks[0]
+        return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
+
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
         """See `LearnerProcess.continue_draft`."""
         return self._on_all(

@@ -399,6 +399,7 @@ class InProcess:
         self._process = process
         self.save_checkpoint = process.save_checkpoint
         self.load_checkpoint = process.load_checkpoint
+        self.inspect_checkpoint = process.inspect_checkpoint
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         del timeout_s

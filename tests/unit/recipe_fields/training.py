@@ -113,6 +113,9 @@ class NotedLearner:
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
 
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return {}
+
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """The end."""
 

@@ -78,7 +78,9 @@ def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_s
     def start(**more: Any) -> None:
         EngineProcess(tmp_path, config=EngineConfig(max_model_len=32, max_num_seqs=4), speculative_config=None, **more)
 
-    with pytest.raises(PlacementError, match=r"^engine on .* Ray assigned to it, GPU 3, but vLLM would generate on 'cpu'"):
+    with pytest.raises(
+        PlacementError, match=r"^engine on .* Ray assigned to it, GPU 3, but vLLM would generate on 'cpu'"
+    ):
         start()
     started: list[Any] = []
     monkeypatch.setattr(engine_process.VllmEngine, "__init__", lambda *_, **__: started.append("vLLM"))
