@@ -94,7 +94,7 @@ class Checkpoints:
             write_atomic(path.with_suffix(_PENDING), pending)
             extra["pending"] = _digest(pending)
         learner.save_checkpoint(path, extra)
-        self._drop_oldest(learner)
+        self._drop_oldest(learner, writing=path)
 
     @contextmanager
     def finished(self, learner: Restorable) -> Iterator[None]:
@@ -125,9 +125,9 @@ class Checkpoints:
                 self._tell_of_stray(path)
                 continue
             except CheckpointError as error:
-                damaged.append(str(error))
+                damaged.append(_last_line(error))
                 self._damaged.add(_identity(path))
-                logger.error("train_grpo: %s; trying the one before it", error)
+                logger.error("train_grpo: %s; trying the one before it", damaged[-1])
                 continue
             if extra["recipe"] != self.recipe:
                 raise CheckpointError(
@@ -141,11 +141,10 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
         return Restored(steps=[])
 
-    def _drop_oldest(self, learner: Restorable) -> None:
-        paths = self._paths()
+    def _drop_oldest(self, learner: Restorable, *, writing: Path | None = None) -> None:
         older: list[Path] = []
         whole: list[Path] = []
-        for path in reversed(paths):
+        for path in reversed(self._paths()):
             if len(whole) == self.keep:
                 older.append(path)
             elif self._is_whole(learner, path):
@@ -155,17 +154,18 @@ class Checkpoints:
                 remove(path)
                 if path.exists():
                     self._tell(path, f"{path} cannot be removed")
-        kept_from = whole[-1] if len(whole) == self.keep else next(iter(paths), None)
-        if kept_from is not None:
-            self._drop_remains(kept_from)
+        if len(whole) == self.keep:
+            self._drop_remains(whole[-1], writing)
 
-    def _drop_remains(self, oldest: Path) -> None:
-        """Remove what belongs to no checkpoint any more, of steps before the oldest that is kept."""
+    def _drop_remains(self, oldest: Path, writing: Path | None) -> None:
+        """Remove what a process that was killed left of steps before the oldest checkpoint that is kept."""
+        first = step_of(oldest)
+        assert first is not None
         for path in self.directory.glob("step-*.*"):
             own = path.with_name(path.name.partition(".")[0])
-            step, first = step_of(own), step_of(oldest)
-            assert first is not None
-            if step is not None and step < first and not own.exists() and path.suffix in _REMAINS:
+            step = step_of(own)
+            is_left = path.suffix in _REMAINS and own != writing and not own.exists()
+            if step is not None and step < first and is_left:
                 remove(path)
 
     def _is_whole(self, learner: Restorable, path: Path) -> bool | None:

@@ -369,12 +369,21 @@ def test_beyond_a_million_steps_checkpoints_are_still_found_in_their_order(tmp_p
 
 
 def test_what_a_process_that_was_killed_left_of_steps_before_the_oldest_goes(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 2)
+    checkpoints = replace(saved(tmp_path, 2), keep=2)
     for name in ("step-000001.partial", "step-000001.old", "step-000009.partial", "step-000001.txt"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000001.pending").write_bytes(b"rollouts")
     checkpoints.save(FileLearner(), HISTORY[:3])
     assert names(tmp_path) == ["step-000001.txt", "step-000002", "step-000003", "step-000009.partial"]
+
+
+def test_what_is_being_written_stays_whatever_lies_there(tmp_path: Path) -> None:
+    saved(tmp_path, 4)  # a later step than the one that is saved below
+    for name in ("step-000003.partial", "step-000008", "step-000009"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000009" / "damaged").touch()
+    Checkpoints(directory=tmp_path, recipe="a recipe", keep=1).save(SlowLearner(), HISTORY[:3], pending=b"rollouts")
+    assert {"step-000003.partial", "step-000003.pending"} <= set(names(tmp_path))
 
 
 def test_a_checkpoint_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,11 @@ def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
     monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
     head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
     policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")
-    draft = [("fc.weight", fused), ("lm_head.weight", head), ("d2t", torch.empty(151_936, dtype=int, device="meta"))]
+    draft = [
+        ("fc.weight", fused),
+        ("lm_head.weight", head),
+        ("d2t", torch.empty(151_936, dtype=torch.int64, device="meta")),
+    ]
     for dtype, largest in ((None, 2_489_319_424), (Dtype.FLOAT32, 2_489_319_424), (Dtype.BFLOAT16, 1_244_659_712)):
         sources = [policy, WeightSource(lambda: iter(draft), model="draft", dtype=dtype)]
         vllm.open_ipc(SETTINGS, engines=engines, sources=sources, rank=0)
