@@ -13,13 +13,16 @@ compile() {
         ${UPGRADE:+--upgrade} "$@" pyproject.toml
 }
 
+mark_intel() { sed -i -E "s/^(intel-[a-z-]+==[^ ]+)$/\1 ; platform_machine == 'x86_64'/" "$1"; }
+
 # The main environment, on x86-64 and on arm64 alike but for Intel's runtime, which the resolver pins without a marker.
 compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev -o requirements/cpu.lock
-sed -i -E "s/^(intel-[a-z-]+==[^ ]+)$/\1 ; platform_machine == 'x86_64'/" requirements/cpu.lock
+mark_intel requirements/cpu.lock
 
 # What is laid over the main environment: an extra, and whatever it needs that is not there already.
 layer=$(mktemp)
-trap 'rm -f "$layer"' EXIT
+rest=$(mktemp)
+trap 'rm -f "$layer" "$rest"' EXIT
 for extra in bench mutants; do
     compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --extra "$extra" \
         --constraints requirements/cpu.lock -o "$layer"
@@ -30,6 +33,16 @@ for extra in bench mutants; do
     : >"$layer"
 done
 
-# The CUDA image. Resolved without pip's own wheel directories: they may hold a CPU build of torch.
+# What follows is resolved without pip's own wheel directories: they may hold a CPU build of torch.
 unset UV_FIND_LINKS PIP_FIND_LINKS
+
+# The main environment for hosts that reach PyPI alone: torch as it is there, and its libraries, beside the same rest.
+# vLLM's CPU build asks for torch's CPU build by name, and runs on this one too.
+grep -vE '^(torch|triton)==' requirements/cpu.lock >"$rest"
+grep -oE '^torch==[0-9.]+' requirements/cpu.lock >"$layer"
+compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --extra cpu --extra dev --constraints "$rest" \
+    --overrides "$layer" -o requirements/cpu_pypi.lock
+mark_intel requirements/cpu_pypi.lock
+
+# The CUDA image.
 compile --python-version 3.12 --python-platform aarch64-manylinux_2_28 --extra gpu -o requirements/gpu.lock

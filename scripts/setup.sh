@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes the virtual environment $VENV hold the packages of $LOCK and this checkout (editable). Does nothing when it
-# already does: a stamp keeps the hash of all that decides the outcome.
+# already does: a stamp keeps the hash of all that decides the outcome, the lock that was installed among it.
 #   scripts/setup.sh [--packages-only]     (an image installs the packages before the code is there)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=${VENV:-.venv}
-LOCK=${LOCK:-requirements/cpu.lock}
+CPU_LOCK=requirements/cpu.lock
+PYPI_LOCK=requirements/cpu_pypi.lock # the same with PyPI's torch, for hosts that reach no CPU build
+LOCK=${LOCK:-$CPU_LOCK}
 UV_VERSION=0.13.8
 python=$VENV/bin/python
 stamp=$VENV/slipstream.stamp
@@ -38,17 +40,28 @@ make_venv() {
 uv_install() { "$python" -m uv pip install --quiet --python "$python" --no-deps "$@"; }
 
 # The CPU build of torch is a local version (+cpu) that the public index does not carry: it comes from where pip is
-# told to look, or else from PyTorch's own index, which uv knows. That index is asked for torch alone.
+# told to look, or else from PyTorch's own index, which uv knows. That index is asked for torch alone. Where it cannot be
+# asked either, PyPI's build serves, which computes on a CPU as well.
 install_torch() {
-    local torch
-    torch=$(grep -E '^torch==' "$LOCK")
+    local torch pypi_torch
+    torch=$(torch_of "$LOCK")
     uv_install "$torch" 2>/dev/null && return
     [[ $torch == *+cpu ]] || { uv_install "$torch"; return; }
     say "$torch is not in the configured sources; asking PyTorch's CPU index"
     uv_install --torch-backend cpu "$torch" && return
-    say "no source has $torch; set PIP_FIND_LINKS to a directory that holds its wheel"
+    if [[ $LOCK != "$CPU_LOCK" ]]; then
+        say "no source has $torch; set PIP_FIND_LINKS to a directory that holds its wheel"
+        return 1
+    fi
+    pypi_torch=$(torch_of "$PYPI_LOCK")
+    say "no source has $torch; installing $pypi_torch with its CUDA libraries ($PYPI_LOCK): about 3 GB more"
+    uv_install "$pypi_torch" && LOCK=$PYPI_LOCK && return
+    say "no source has $torch or $pypi_torch; set PIP_INDEX_URL to an index that has one of them, or PIP_FIND_LINKS to" \
+        "a directory that holds its wheel"
     return 1
 }
+
+torch_of() { grep -E '^torch==' "$1"; }
 
 # uv cannot use every source that pip can; with --no-deps and exact pins pip is only slower, never different.
 install_packages() {
@@ -66,12 +79,19 @@ compile_bytecode() {
         >/dev/null 2>&1 || true
 }
 
+stamp_of() {
+    cat "$1" pyproject.toml scripts/setup.sh | "$python" -c 'import hashlib, os, sys
+print(hashlib.sha256(sys.stdin.buffer.read() + os.getcwd().encode()).hexdigest())'
+}
+
+is_done() {
+    [[ -f $stamp ]] || return
+    [[ $(<"$stamp") == "$(stamp_of "$LOCK")" ]] && return
+    [[ $LOCK == "$CPU_LOCK" && $(<"$stamp") == "$(stamp_of "$PYPI_LOCK")" ]]
+}
+
 make_venv
-wanted=$(cat "$LOCK" pyproject.toml scripts/setup.sh | "$python" -c 'import hashlib, os, sys
-print(hashlib.sha256(sys.stdin.buffer.read() + os.getcwd().encode()).hexdigest())')
-if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
-    exit 0
-fi
+is_done && exit 0
 
 started=$SECONDS
 use_pip_settings
@@ -82,6 +102,6 @@ install_packages
 compile_bytecode
 if [[ ${1:-} != --packages-only ]]; then
     uv_install --no-build-isolation --editable .
-    echo "$wanted" >"$stamp"
+    stamp_of "$LOCK" >"$stamp"
 fi
 say "done in $((SECONDS - started)) s"

@@ -7,7 +7,6 @@ the training on hidden states is: each batch is a pure function of the seed and 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,8 @@ from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress, Responses
 from slipstream.policy.config import ScratchConfig
+from slipstream.policy.directories import remove, step_directories, step_directory, step_of
+from slipstream.policy.errors import CheckpointError
 from slipstream.policy.pretrain import learning_rate_at
 
 logger = logging.getLogger(__name__)
@@ -62,11 +63,7 @@ def distill(
     Args:
         learner: that holds `scratch`, with random weights.
     """
-    losses: list[float] = []
-    found = newest(checkpoint)
-    if found is not None:
-        losses = list(learner.load_checkpoint(found)[_LOSSES])
-        logger.info("pretrain_draft: going on from step %d", len(losses))
+    losses, saved = _resumed(learner, checkpoint)
     for step in range(len(losses), config.num_steps):
         batch = train.select(train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed))
         losses.append(
@@ -74,27 +71,47 @@ def distill(
         )
         on_step(step, losses[-1])
         if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
-            _save(learner, checkpoint, losses)
+            saved = _save(learner, checkpoint, losses, before=saved)
     return losses
-
-
-def newest(checkpoint: Path) -> Path | None:
-    """The checkpoint that an earlier attempt left last; a half-written one has another name."""
-    return max(checkpoint.glob("step-??????"), default=None)
 
 
 def num_distilled(checkpoint: Path) -> int:
     """How many steps an earlier attempt left in `checkpoint`."""
-    found = newest(checkpoint)
-    return 0 if found is None else int(found.name.removeprefix("step-"))
+    found, _ = step_directories(checkpoint)
+    return (step_of(found[-1]) or 0) if found else 0
 
 
-def _save(learner: SmallLearner, checkpoint: Path, losses: Sequence[float]) -> None:
-    older = newest(checkpoint)
-    learner.save_checkpoint(checkpoint / f"step-{len(losses):06d}", {_LOSSES: list(losses)})
+def _resumed(learner: SmallLearner, checkpoint: Path) -> tuple[list[float], Path | None]:
+    """Restore the newest whole checkpoint, if an earlier attempt left one; the losses up to it, and where it lies.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged: list[CheckpointError] = []
+    for path in reversed(step_directories(checkpoint)[0]):
+        try:
+            losses = list(learner.load_checkpoint(path)[_LOSSES])
+        except FileNotFoundError:
+            logger.warning("pretrain_draft: %s is no checkpoint, and is left alone", path)
+        except CheckpointError as error:
+            damaged.append(error)
+            logger.error("pretrain_draft: %s; trying the one before it", error)
+        else:
+            logger.info("pretrain_draft: going on from step %d", len(losses))
+            return losses, path
+    if damaged:
+        raise CheckpointError(f"{damaged[0]}; remove {checkpoint} to train the draft anew") from damaged[0]
+    return [], None
+
+
+def _save(learner: SmallLearner, checkpoint: Path, losses: Sequence[float], *, before: Path | None) -> Path:
+    """Write a checkpoint, then drop the one `before` it; where it lies."""
+    path = step_directory(checkpoint, len(losses))
+    learner.save_checkpoint(path, {_LOSSES: list(losses)})
     learner.finish_checkpoint()
-    if older is not None:
-        shutil.rmtree(older)
+    if before is not None:
+        remove(before)
+    return path
 
 
 def heldout_acceptance(

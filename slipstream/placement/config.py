@@ -39,6 +39,7 @@ class PlacementConfig:
     training_nodes: int = 0
     memory: MemoryUse = MemoryUse.SHARED
     start_timeout_s: float = 900.0  # for nodes to join and GPUs to be free
+    logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "placement.nodes", "must be >= 1", self.nodes)
@@ -64,6 +65,13 @@ class PlacementConfig:
             "must be 'shared' with mode 'split'",
             self.memory.value,
             "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
+        )
+        require(
+            not self.logical_gpus or self.gpus_per_node > 0,
+            "placement.logical_gpus",
+            "must be false without GPUs",
+            self.logical_gpus,
+            "set placement.gpus_per_node, or leave it out",
         )
         if self.mode is PlacementMode.SPLIT:
             self._check_split()

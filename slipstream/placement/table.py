@@ -17,8 +17,9 @@ def plan_text(plan: Plan) -> str:
     sequence = " with SP" if where.sequence_parallel else ""
     workers = f"TP {layout.engine_tensor}"
     per_node = layout.placement.gpus_per_node
+    kind = "logical GPUs (processes may compute on CPUs)" if layout.placement.logical_gpus else "GPUs"
     head = [
-        f"{len(plan.nodes)} x {per_node} GPUs, {layout.placement.mode.value}",
+        f"{len(plan.nodes)} x {per_node} {kind}, {layout.placement.mode.value}",
         f"learner: {len(plan.learner)} ranks, TP {where.tensor}{sequence} x PP {where.pipeline} x DP {where.data}",
         f"engines: {layout.num_engines} of {workers}, executor {executor_words(plan)}",
     ]

@@ -1,11 +1,15 @@
-"""Directories that are replaced as a whole."""
+"""Directories that are replaced as a whole, and those among them that are numbered by training steps."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+_STEP = re.compile(r"step-([0-9]{6,})")
+_PARTIAL, _OLD = "partial", "old"
 
 
 @contextlib.contextmanager
@@ -23,24 +27,24 @@ def replaced_directory(path: Path) -> Iterator[Path]:
 def begin_directory(path: Path) -> Path:
     """An empty directory beside `path`, for `put_in_place`."""
     partial = partial_directory(path)
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     partial.mkdir(parents=True)
     return partial
 
 
 def partial_directory(path: Path) -> Path:
     """Where what is to become `path` is written."""
-    return _beside(path, "partial")
+    return _beside(path, _PARTIAL)
 
 
 def put_in_place(path: Path) -> None:
     """Let what `begin_directory` began take the place of `path`."""
-    old = _beside(path, "old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    old = _beside(path, _OLD)
+    remove(old)
+    if path.is_symlink() or path.exists():
         path.rename(old)
     partial_directory(path).rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def existing_directory(path: Path) -> Path:
@@ -49,10 +53,45 @@ def existing_directory(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
-    for candidate in (path, _beside(path, "old")):
+    for candidate in (path, _beside(path, _OLD)):
         if candidate.is_dir():
             return candidate
     raise FileNotFoundError(f"no checkpoint at {path}")
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a link, if it is there; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def step_directory(directory: Path, step: int) -> Path:
+    """Where the directory of a step lies."""
+    return directory / f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The inverse of `step_directory`; None for any other name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match and path == step_directory(path.parent, int(match[1])) else None
+
+
+def step_directories(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The steps that have a directory, oldest first, and what is only called like one."""
+    found: set[Path] = set()
+    others: set[Path] = set()
+    for path in directory.glob("step-*"):
+        own = path.with_name(path.name.removesuffix(f".{_OLD}"))
+        if "." in own.name:
+            continue  # half-written, or a file beside a directory
+        if path.is_dir() and step_of(own) is not None:
+            found.add(own)
+        else:
+            others.add(path)
+    return sorted(found, key=lambda path: step_of(path) or 0), sorted(others)
 
 
 def _beside(path: Path, role: str) -> Path:

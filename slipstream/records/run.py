@@ -78,5 +78,6 @@ class RunRecord:
     evaluations: tuple[EvaluationRecord, ...]
     certificate: CertificateRecord
     numerics: NumericsRecord | None = None  # None: the recipe names its types
+    logical_gpus: bool = False  # see `placement.logical_gpus`
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself
     asynchronous: tuple[ArmRecord, ...] = ()  # the same arms in the recipe's asynchronous loop; empty: it has none

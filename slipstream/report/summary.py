@@ -108,6 +108,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "workload": record.workload,
         "versions": dict(record.versions),
         "numerics": None if record.numerics is None else asdict(record.numerics),
+        "logical_gpus": record.logical_gpus,
         "steps": min((arm.num_steps for arm in run.arms), default=0),
         "stages": {arm.arm.value: {stage: _seconds(arm.stages[stage]) for stage in STAGES} for arm in run.arms},
         "stages_left_out": {arm.arm.value: list(arm.left_out) for arm in run.arms},

@@ -30,6 +30,8 @@ def speedup_table(record: RunRecord) -> str:
     lines += _asynchronous_lines(record)
     if record.numerics is not None:
         lines.append(_row("computed in", record.numerics.dtype, _multiplication(record.numerics)))
+    if record.logical_gpus:
+        lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -46,6 +46,16 @@ def loadable(model: Path) -> Iterator[Path]:
         yield link
 
 
+def without_gpu() -> str:
+    """Why vLLM would generate on the CPU in this process; empty if it would not.
+
+    It is asked, not torch: its workers may be forked from this process, which must leave CUDA alone.
+    """
+    from vllm.platforms import current_platform
+
+    return f"vLLM would generate on {current_platform.device_name!r}" if current_platform.is_cpu() else ""
+
+
 def stop_token_ids(policy: Path) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and, where there is one, generation_config.json."""
     ids: set[int] = set()

@@ -120,19 +120,20 @@ def assemble(context: RunContext, records: Path, fetch: Fetch) -> Path:
     contents = {name: digest for name, digest in _contents(records).items() if is_record(name)}
     name = _digest(contents)
     target = root / context.execution / "received" / name
-    if target.is_dir():
+    if target.is_dir() and all(path.exists() for path in target.rglob("*")):
         return target
-    with put(target) as view:
+    with put(target, replace=True) as view:  # one whose links lead nowhere any more is laid out anew
         for record in contents:
             (view / record).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(records / record, view / record)
         for model in deliverable.weights:
             stored = _stored(root, model)
             for path in _files(stored):
-                link = view / model.at / path.relative_to(stored)
+                name = Path(model.at) / path.relative_to(stored)
+                link = view / name
                 link.parent.mkdir(parents=True, exist_ok=True)
                 if not link.exists():  # a record, as the tokenizer may be
-                    link.symlink_to(path.resolve())
+                    link.symlink_to(os.path.relpath(path, (target / name).parent))  # so that the root can be moved
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
@@ -21,6 +22,8 @@ from slipstream.stages.runs import tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking import store_uri
 from slipstream.workers.session import machine
+
+logger = logging.getLogger(__name__)
 
 
 def report_speedup(  # noqa: PLR0913  # one input a record
@@ -58,6 +61,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         evaluations=tuple(read_record(EvaluationRecord, path / "evaluation.json") for path in evaluations),
         certificate=read_record(CertificateRecord, certificate / "certificate.json"),
         numerics=numerics(context, recipe),
+        logical_gpus=recipe.placement.logical_gpus,
         layout=recipe_layout(settled(context, recipe)),
         asynchronous=asynchronous,
     )
@@ -79,8 +83,11 @@ def report_speedup(  # noqa: PLR0913  # one input a record
 
 
 def _link_latest(root: Path, directory: Path) -> None:
-    """Point `<root>/latest` at this run's report."""
+    """Point `<root>/latest` at this run's report, wherever the root is moved."""
     link, temporary = root / "latest", root / ".latest.part"
+    if link.is_dir() and not link.is_symlink():
+        logger.warning("report_speedup: %s is a directory, not our link, and is left alone", link)
+        return
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(directory)
+    temporary.symlink_to(directory.relative_to(root))
     temporary.replace(link)

@@ -50,6 +50,8 @@ def kept(context: RunContext, recipe: Recipe, stage: str, key: str) -> Path | No
     if made is not None:
         logger.info("%s: finished before, in %s", stage, own)
         return own.resolve()
+    if own.is_symlink():
+        own.unlink()  # to what cannot be used any more
     entry = _entry(context, stage, key)
     made = _made(entry, key)
     if made is None or not context.reuse_stored:
@@ -92,12 +94,18 @@ def _entry(context: RunContext, stage: str, key: str) -> Path:
 
 
 def _made(directory: Path, key: str) -> Made | None:
-    """Who made what lies in `directory`, if it was finished and under `key`."""
+    """Who made what lies in `directory`, if it was finished and under `key`, and if all its links lead somewhere."""
     marker = directory / _MARKER
     if not marker.is_file():
         return None
     made = read_record(Made, marker)
-    return made if made.key == key else None
+    if made.key != key:
+        return None
+    lost = next((path for path in sorted(directory.rglob("*")) if path.is_symlink() and not path.exists()), None)
+    if lost is not None:
+        logger.warning("%s: %s is gone, to which %s leads: it is made again", made.stage, lost.readlink(), lost)
+        return None
+    return made
 
 
 def _link(own: Path, entry: Path) -> None:

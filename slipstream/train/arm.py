@@ -151,7 +151,7 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
         engine.rest()  # they have just started, or an attempt before this one failed in their turn
     learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
     if draft is not None and trains_draft:
-        learner.continue_draft(draft, run.policy, recipe.draft)
+        learner.continue_draft(draft, run.policy, recipe.draft, recipe.engine.dtype)
     restored = run.checkpoints.restore(learner)
     history, pending = restored.steps, Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
     with (

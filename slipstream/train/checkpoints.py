@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import from_mapping
+from slipstream.policy.directories import (
+    existing_directory,
+    remove,
+    step_directories,
+    step_directory,
+    step_of,
+)
 from slipstream.policy.errors import CheckpointError
 from slipstream.records.files import write_atomic
 from slipstream.records.steps import StepRecord
@@ -20,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT = 2
 _PENDING = ".pending"
+_REMAINS = (_PENDING, ".partial", ".old")
 _GRACE_S = 60.0  # after an error the learner may be the one that hangs
 
 
@@ -35,7 +42,16 @@ class Restorable(Protocol):
         ...
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore it; returns its `extra`."""
+        """Restore it; returns its `extra`.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, whatever else lies there.
+            CheckpointError: it is damaged.
+        """
+        ...
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Its `extra`, if it is whole. Errors as of `load_checkpoint`."""
         ...
 
 
@@ -52,6 +68,7 @@ class Checkpoints:
     """Each holds the learner's whole state and every step's record up to it.
 
     What was generated and not trained on lies in a file beside it, which is there before it and goes after it.
+    Whatever else is called like a checkpoint is left alone, and named in the log once.
 
     `recipe` names what they belong to: steps of one recipe must not be continued with another.
     """
@@ -59,22 +76,25 @@ class Checkpoints:
     directory: Path
     recipe: str
     keep: int = _KEPT
+    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _damaged: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def save(self, learner: Restorable, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
-        """Write the checkpoint after `len(history)` steps, then drop the oldest beyond `keep`.
+        """Write the checkpoint after `len(history)` steps, then drop what is older than the newest `keep` whole ones.
 
-        One that is written in the background counts when it is whole: until then the `keep` before it stay.
+        One that is written in the background counts when it is whole: until then the `keep` before it stay. A damaged
+        one never counts.
 
         Args:
             pending: what was generated and not trained on.
         """
-        path = self.directory / f"step-{len(history):06d}"
+        path = step_directory(self.directory, len(history))
         extra: dict[str, Any] = {"recipe": self.recipe, "steps": [asdict(record) for record in history]}
         if pending is not None:
             write_atomic(path.with_suffix(_PENDING), pending)
             extra["pending"] = _digest(pending)
         learner.save_checkpoint(path, extra)
-        self._drop_oldest()
+        self._drop_oldest(learner, writing=path)
 
     @contextmanager
     def finished(self, learner: Restorable) -> Iterator[None]:
@@ -88,7 +108,7 @@ class Checkpoints:
                 logger.exception("train_grpo: the checkpoint that was being written is lost")
             raise
         learner.finish_checkpoint()
-        self._drop_oldest()
+        self._drop_oldest(learner)
 
     def restore(self, learner: Restorable) -> Restored:
         """Load the newest whole checkpoint into the learner, if there is one; returns what else it holds.
@@ -101,9 +121,13 @@ class Checkpoints:
             try:
                 extra = learner.load_checkpoint(path)
                 pending = _pending(path, extra)
+            except FileNotFoundError:
+                self._tell_of_stray(path)
+                continue
             except CheckpointError as error:
-                damaged.append(str(error))
-                logger.error("train_grpo: %s; trying the one before it", error)
+                damaged.append(_last_line(error))
+                self._damaged.add(_identity(path))
+                logger.error("train_grpo: %s; trying the one before it", damaged[-1])
                 continue
             if extra["recipe"] != self.recipe:
                 raise CheckpointError(
@@ -117,17 +141,69 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
         return Restored(steps=[])
 
-    def _drop_oldest(self) -> None:
-        paths = self._paths()
-        for old in paths[: -self.keep]:
-            shutil.rmtree(old)
-        for file in self.directory.glob(f"step-??????{_PENDING}"):  # those of newer checkpoints are being written
-            if paths and file < paths[max(0, len(paths) - self.keep)]:
-                file.unlink()
+    def _drop_oldest(self, learner: Restorable, *, writing: Path | None = None) -> None:
+        older: list[Path] = []
+        whole: list[Path] = []
+        for path in reversed(self._paths()):
+            if len(whole) == self.keep:
+                older.append(path)
+            elif self._is_whole(learner, path):
+                whole.append(path)
+        for path in older:
+            if self._is_whole(learner, path) is not None:
+                remove(path)
+                if path.exists():
+                    self._tell(path, f"{path} cannot be removed")
+        if len(whole) == self.keep:
+            self._drop_remains(whole[-1], writing)
+
+    def _drop_remains(self, oldest: Path, writing: Path | None) -> None:
+        """Remove what a process that was killed left of steps before the oldest checkpoint that is kept."""
+        first = step_of(oldest)
+        assert first is not None
+        for path in self.directory.glob("step-*.*"):
+            own = path.with_name(path.name.partition(".")[0])
+            step = step_of(own)
+            is_left = path.suffix in _REMAINS and own != writing and not own.exists()
+            if step is not None and step < first and is_left:
+                remove(path)
+
+    def _is_whole(self, learner: Restorable, path: Path) -> bool | None:
+        """Whether a run could be resumed from it; None: it is no checkpoint."""
+        try:
+            _pending(path, learner.inspect_checkpoint(path))
+        except FileNotFoundError:
+            self._tell_of_stray(path)
+            return None
+        except CheckpointError as error:
+            self._tell(path, f"{_last_line(error)}; it does not count among the {self.keep} that are kept")
+            return False
+        return _identity(path) not in self._damaged
 
     def _paths(self) -> list[Path]:
         """Complete checkpoints, oldest first: a half-written one has another name."""
-        return sorted(self.directory.glob("step-??????"))
+        paths, strays = step_directories(self.directory)
+        for path in strays:
+            self._tell_of_stray(path)
+        return paths
+
+    def _tell_of_stray(self, path: Path) -> None:
+        self._tell(path, f"{path} is no checkpoint, and is left alone")
+
+    def _tell(self, path: Path, words: str) -> None:
+        if path.name not in self._told:
+            self._told.add(path.name)
+            logger.warning("train_grpo: %s", words)
+
+
+def _identity(path: Path) -> tuple[str, int]:
+    """Another one after it was written anew."""
+    return path.name, existing_directory(path).stat().st_ino
+
+
+def _last_line(error: Exception) -> str:
+    """An error of another process arrives with its whole traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _pending(path: Path, extra: Mapping[str, Any]) -> bytes | None:
@@ -137,7 +213,7 @@ def _pending(path: Path, extra: Mapping[str, Any]) -> bytes | None:
     file = path.with_suffix(_PENDING)
     try:
         data = file.read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise CheckpointError(f"checkpoint {path} must have its rollouts beside it, got no {file.name}") from error
     if _digest(data) != extra["pending"]:
         raise CheckpointError(f"the rollouts of checkpoint {path} must be those that were saved, got other bytes")

@@ -9,10 +9,12 @@ from typing import Any
 
 from slipstream.refit.config import EngineState
 from slipstream.rollout.config import EngineConfig
+from slipstream.rollout.vllm_arguments import without_gpu
 from slipstream.rollout.vllm_engine import VllmEngine
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import node_address
 from slipstream.workers.files import here
+from slipstream.workers.placement import require_gpu
 
 
 class EngineProcess(VllmEngine):
@@ -28,8 +30,18 @@ class EngineProcess(VllmEngine):
         is_in_flight: bool = False,
         can_rest: bool = False,
         origin: str = "",
+        logical_gpus: bool = False,
     ) -> None:
-        """See `VllmEngine`; `origin` is the node whose files the paths name."""
+        """See `VllmEngine`.
+
+        Args:
+            origin: node whose files the paths name.
+            logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
+        Raises:
+            PlacementError: it would, and Ray's GPUs are meant to be some.
+        """
+        if not logical_gpus:
+            require_gpu("engine", problem=without_gpu)
         draft = draft_directory(speculative_config)
         if speculative_config is not None and draft is not None:
             speculative_config = {**speculative_config, "model": str(here(draft, origin))}

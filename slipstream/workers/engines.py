@@ -315,6 +315,7 @@ def _new_engine(
                 is_in_flight=is_in_flight,
                 can_rest=layout.placement.takes_turns,
                 origin=own_node(),
+                logical_gpus=layout.placement.logical_gpus,
             )
         )
         return Worker(actor, f"engine {index}")

@@ -18,7 +18,7 @@ from slipstream.imports import uncollected
 from slipstream.policy.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
 from slipstream.workers.files import here
 from slipstream.workers.learner_draft import (
@@ -30,6 +30,7 @@ from slipstream.workers.learner_draft import (
     sum_over_ranks,
     train_beside,
 )
+from slipstream.workers.placement import require_gpu
 from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
 
 if TYPE_CHECKING:
@@ -53,13 +54,26 @@ class LearnerProcess(SendingRank):
     they say of it, a row a sequence; the others have the same arguments on all ranks.
     """
 
-    def __init__(self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, origin: str = "") -> None:
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        origin: str = "",
+        logical_gpus: bool = False,
+    ) -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
 
         Args:
             origin: node whose files the paths name that are to be read; empty for this one.
+            logical_gpus: a GPU that Ray gave this process is only counted: it may compute on the CPU.
+        Raises:
+            PlacementError: it would, and Ray's GPU is meant to be one.
         """
         super().__init__(rank)
+        if not logical_gpus:
+            require_gpu(f"learner rank {rank}", problem=_without_cuda)
         self._config = config
         self._world_size = world_size
         self._origin = origin
@@ -231,14 +245,24 @@ class LearnerProcess(SendingRank):
         self._online[0].restore(state)
         return extra
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
-        """Go on training the saved `draft` beside the policy; returns its number of trained parameters."""
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
+        from slipstream.policy.checkpoint.reader import inspect_checkpoint
+
+        return inspect_checkpoint(path)["extra"]
+
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
+        """Go on training the saved `draft` beside the policy; returns its number of trained parameters.
+
+        Args:
+            engine_dtype: as which it is sent to engines; it is trained in float32.
+        """
         own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
         trainer = online_trainer(
             self._loaded, own_policy, config, self._config, writes=self._rank == 0, draft=own_draft
         )
         self._draft, self._online = trainer, (trainer, config)
-        self.is_new(DRAFT)
+        self.is_new(DRAFT, draft_dtype=engine_dtype)
         return self._draft.num_parameters
 
     def start_draft(
@@ -338,6 +362,12 @@ class LearnerProcess(SendingRank):
             rank=self._rank,
             world_size=self._world_size,
         )
+
+
+def _without_cuda() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device and would train on the CPU"
 
 
 def _float32(rows: Sequence[np.ndarray]) -> Ragged:

@@ -26,7 +26,7 @@ from slipstream.placement.config import Layout
 from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
 from slipstream.rollout.config import SamplingConfig
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
 from slipstream.workers.files import open_stores
@@ -163,9 +163,16 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_checkpoint` wrote; returns its `extra`."""
         return self._on_all("load_checkpoint", lambda rank: rank.load_checkpoint.remote(path))
 
-    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig) -> int:
-        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
-        return self._on_all("continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config))
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """The `extra` of a checkpoint that is whole, which is not restored."""
+        first = self.ranks[0]
+        return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
+
+    def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
+        """See `LearnerProcess.continue_draft`."""
+        return self._on_all(
+            "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
+        )
 
     def start_draft(
         self,
@@ -313,14 +320,18 @@ def _new_learner(config: LearnerConfig, layout: Layout) -> RemoteLearner:
     world_size, reservation = config.parallel.world_size, reserved(layout)
     if reservation is None:
         return start_ranks(config, [{"num_gpus": 0}] * world_size)
-    return start_ranks(config, [reservation.learner_place(rank) for rank in range(world_size)])
+    places = [reservation.learner_place(rank) for rank in range(world_size)]
+    return start_ranks(config, places, logical_gpus=layout.placement.logical_gpus)
 
 
-def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> RemoteLearner:
+def start_ranks(
+    config: LearnerConfig, places: Sequence[Mapping[str, Any]], *, logical_gpus: bool = False
+) -> RemoteLearner:
     """Start the learner's ranks and bring them together, wherever they are.
 
     Args:
         places: Ray's options of each rank that decide where it runs.
+        logical_gpus: those among them are only counted.
     """
     threads = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
@@ -328,7 +339,9 @@ def start_ranks(config: LearnerConfig, places: Sequence[Mapping[str, Any]]) -> R
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
     open_stores()
     begun = [
-        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), origin=own_node())
+        actor.options(**options, **place).remote(
+            config, rank=rank, world_size=len(places), origin=own_node(), logical_gpus=logical_gpus
+        )
         for rank, place in enumerate(places)
     ]
     ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)

@@ -7,6 +7,8 @@ a GPU that they ask for are Ray's bookkeeping, not limits, and sum to less than 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _NODE_LABEL = "ray.io/node-id"
 _LEARNERS, _ENGINES, _PROBE = 0.3, 0.6, 0.05  # of a GPU
 _POLL_S = 0.5
+_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 
 
 class PlacementError(RuntimeError):
@@ -89,7 +92,7 @@ class Reservation:
         if len({seat.node_id for seat in seats}) == 1:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpu_id for seat in seats)
             return Start(place=_place(seats[0], share), environment=own, executor="mp")
-        own["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(seat.bundle) for seat in seats)
+        own[_BUNDLES] = ",".join(str(seat.bundle) for seat in seats)
         own["VLLM_RAY_PER_WORKER_GPUS"] = str(share)
         return Start(place=_place(seats[0], 0.0), environment=own, executor="ray")
 
@@ -266,6 +269,32 @@ def _gpu_here() -> tuple[str, str]:
     context = ray.get_runtime_context()
     (gpu_id,) = context.get_accelerator_ids()["GPU"]
     return context.get_node_id(), str(gpu_id)
+
+
+def require_gpu(process: str, *, problem: Callable[[], str]) -> None:
+    """Refuse to compute on the CPU in a process to which Ray gave a GPU: it would be slow, and say nothing.
+
+    Args:
+        process: its name.
+        problem: why it would compute on the CPU; empty if it would not. Asked only where Ray gave a GPU.
+    Raises:
+        PlacementError: it would.
+    """
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"] if ray.is_initialized() else []
+    bundles = os.environ.get(_BUNDLES)  # of an engine whose workers are actors of their own
+    if not ids and not bundles:
+        return
+    found = problem()
+    if found:
+        import torch
+
+        given = f"GPU {', '.join(map(str, ids))}" if ids else f"the GPUs of bundles {bundles}"
+        raise PlacementError(
+            f"{process} on {socket.gethostname()} must compute on what Ray assigned to it, {given}, but {found} "
+            f"(CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES')!r}, torch {torch.__version__}, "
+            f"torch.version.cuda {torch.version.cuda}): install requirements/gpu.lock and a driver with which "
+            "nvidia-smi lists the GPU, or set placement.logical_gpus: true if Ray's GPUs are only counted"
+        )
 
 
 def _place(seat: Seat, share: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from slipstream.refit.channel import choice
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
+from slipstream.types import Dtype
 
 if TYPE_CHECKING:
     from slipstream.drafts.mtp import MtpDraft
@@ -29,6 +30,7 @@ class SendingRank(ABC):
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._sources: dict[str, WeightSource] = {}  # by model
+        self._draft_dtype: Dtype | None = None  # of the engines; None: they keep the draft that they start with
         self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
         self._sender: Sender | None = None
 
@@ -46,14 +48,20 @@ class SendingRank(ABC):
     def _at_work(self) -> AbstractContextManager[None]:
         """In whose block the cores of the host are shared with engines that work too."""
 
-    def is_new(self, model: str) -> None:
-        """Another one is loaded: what was known of its tensors is forgotten."""
+    def is_new(self, model: str, *, draft_dtype: Dtype | None = None) -> None:
+        """Another one is loaded: what was known of its tensors is forgotten.
+
+        Args:
+            draft_dtype: in which engines compute a draft that is sent to them; None: no draft is.
+        """
         self._sources.pop(model, None)
+        if model == DRAFT:
+            self._draft_dtype = draft_dtype
 
     def send_nothing(self) -> None:
         """Leave the channel, and forget all that was sent."""
         self.close_stream()
-        self._sources, self._snapshots = {}, {}
+        self._sources, self._snapshots, self._draft_dtype = {}, {}, None
 
     def location(self) -> Location:
         """Where this rank computes."""
@@ -64,8 +72,8 @@ class SendingRank(ABC):
         return choice.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
     def weight_bytes(self) -> int:
-        """Size of the policy as it is sent to engines; collective."""
-        return self._source(POLICY).num_bytes()
+        """Size of all models as they are sent to engines; collective."""
+        return sum(source.num_bytes() for source in self._sent_sources())
 
     def publish(self, directory: Path, version: int) -> Snapshot | None:
         """Write the policy for engines on this host; rank 0 alone writes and returns the snapshot."""
@@ -82,7 +90,7 @@ class SendingRank(ABC):
 
         self.close_stream()
         self._sender = open_sender(
-            settings, engines=engines, source=self._source(POLICY), rank=self._rank, address=node_address()
+            settings, engines=engines, sources=self._sent_sources(), rank=self._rank, address=node_address()
         )
 
     def stream(self, *, is_draft: bool) -> Sent:
@@ -111,8 +119,14 @@ class SendingRank(ABC):
     def _source(self, model: str) -> WeightSource:
         from slipstream.refit.channel.source import WeightSource
 
-        weights = self._loaded.weights if model == POLICY else self._drafting.weights
-        return self._sources.setdefault(model, WeightSource(weights, model=model))
+        if model not in self._sources:
+            is_policy = model == POLICY
+            weights = self._loaded.weights if is_policy else self._drafting.weights
+            self._sources[model] = WeightSource(weights, model=model, dtype=None if is_policy else self._draft_dtype)
+        return self._sources[model]
+
+    def _sent_sources(self) -> list[WeightSource]:
+        return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
 
     def _publish(self, model: str, directory: Path, version: int) -> Snapshot | None:
         source = self._source(model)

@@ -37,7 +37,7 @@ class SendingRanks:
         return self._crew.ask("location", lambda rank: rank.location.remote())
 
     def weight_bytes(self) -> int:
-        """Size of the policy as it is sent to engines."""
+        """Size of all models as they are sent to engines."""
         return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
 
     def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:

@@ -18,15 +18,17 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 200 << 20
 # Ray would give way to every other process: timed work must not.
 _LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+_LOCAL = "local"  # in Ray's words
 _NUM_STARTS = 3
 _START_TIMED_OUT = "timed out during startup"  # of Ray's error, which has no class of its own
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
 
 
 def connect() -> None:
-    """Connect this process to Ray, once: to the cluster that `RAY_ADDRESS` names, else to a local instance.
+    """Connect this process to Ray, once: to the cluster that `RAY_ADDRESS` names, else to a local instance of its own.
 
-    A local instance takes seconds to start, so the stages of one process share it; it ends with the process.
+    A local instance takes seconds to start, so the stages of one process share it; it ends with the process. Another
+    Ray on this machine, or the address that a dead one left in /tmp/ray, changes nothing; `auto` asks for it.
 
     Raises:
         TimeoutError: no local instance started; see `start_patiently`.
@@ -34,15 +36,16 @@ def connect() -> None:
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    address = os.environ.get("RAY_ADDRESS")
-    if address:  # Ray refuses the arguments of a local instance on a cluster that runs already
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    if address not in ("", _LOCAL):  # Ray refuses the arguments of a local instance on a cluster that runs already
         logger.info("connecting to Ray at %s", address)
         ray.init(address=address, **quiet)
         return
     logger.info("starting Ray")
     for name, value in _LOCAL_RAY.items():
         os.environ.setdefault(name, value)
-    local: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Without an address Ray looks for a cluster that runs here, and refuses the arguments of an instance of our own.
+    local: dict[str, Any] = {"address": _LOCAL, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     start_patiently(lambda: ray.init(object_store_memory=_OBJECT_STORE_BYTES, **local, **quiet))
 
 

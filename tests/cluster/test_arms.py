@@ -10,9 +10,16 @@ import pytest
 from tests.cluster.hosts import Cluster
 
 _TWO_BY_TWO = {"parallel": {"tensor": 2, "data": 2}}
-_ALONE: dict[str, Any] = {"placement": {"nodes": 1, "gpus_per_node": 1}}
+_ALONE: dict[str, Any] = {"placement": {"nodes": 1, "gpus_per_node": 1, "logical_gpus": True}}
 _SPLIT: dict[str, Any] = {
-    "placement": {"mode": "split", "nodes": 3, "gpus_per_node": 2, "generation_nodes": 1, "training_nodes": 2},
+    "placement": {
+        "mode": "split",
+        "nodes": 3,
+        "gpus_per_node": 2,
+        "generation_nodes": 1,
+        "training_nodes": 2,
+        "logical_gpus": True,
+    },
     "learner": _TWO_BY_TWO,
     "engine": {"num_engines": 2},
 }
@@ -26,7 +33,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "split": _SPLIT,
     "split, one step off": {**_SPLIT, **_ONE_STEP_OFF},
     "colocated": {
-        "placement": {"nodes": 2, "gpus_per_node": 2},
+        "placement": {"nodes": 2, "gpus_per_node": 2, "logical_gpus": True},
         "learner": _TWO_BY_TWO,
         "engine": {"num_engines": 4},
     },

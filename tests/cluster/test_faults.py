@@ -24,7 +24,14 @@ _STEP = r"during train_step of policy version \d+ \(done before: save_checkpoint
 
 
 _SPLIT = {
-    "placement": {"mode": "split", "nodes": 3, "gpus_per_node": 1, "generation_nodes": 1, "training_nodes": 2},
+    "placement": {
+        "mode": "split",
+        "nodes": 3,
+        "gpus_per_node": 1,
+        "generation_nodes": 1,
+        "training_nodes": 2,
+        "logical_gpus": True,
+    },
     "learner": {"parallel": {"data": 2}},
     "engine": {"num_engines": 1},
 }

@@ -39,6 +39,8 @@ _ENGINE = "VLLM_ENABLE_V1_MULTIPROCESSING"  # in their environment alone
 # What libraries read while they are imported.
 _READ = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_", "TORCH", "PYTORCH_", "LD_", "CUDA_", "HF_", "TRANSFORMERS_")
 _READ += ("TOKENIZERS_", "ATEN_", "ONEDNN_", "DNNL_", "GLOO_", "NCCL_", "PYTHON", "LANG", "LC_")
+# Whoever asks torch for CUDA while it is imported must not set it up: a process forked from one that did has none.
+_ASKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _NOT_READ = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")  # the worker's own counts, or it is read later
 
 
@@ -102,7 +104,7 @@ def _start(path: Path, read: Mapping[str, str], modules: Sequence[str]) -> subpr
     with path.with_suffix(".log").open("w") as log:
         return subprocess.Popen(
             [sys.executable, str(_HERE / "server.py"), str(path), *modules],
-            env={**rest, **read},
+            env={**rest, **read, **_ASKED},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -11,17 +11,22 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
 
 from slipstream import cli
 from slipstream.placement.config import Layout, PlacementConfig
 from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.rollout.config import EngineConfig
 from slipstream.workers import placement
 from slipstream.workers.cluster import NVLINK_LABEL, ray_nodes
+from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
 
 QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
@@ -92,6 +97,25 @@ def refused(reserve: Any) -> dict[str, Any]:
     return {"error": None}
 
 
+def start_error(start: Callable[..., Any], where: Layout) -> str:
+    """What ends the start of learner or engines that are to have GPUs, where there are none."""
+    try:
+        with start(LearnerConfig(parallel=where.parallel, num_threads=1), layout=where):
+            return "started"
+    except RayError as error:
+        return str(error)
+
+
+def engine_of(_: LearnerConfig, *, layout: Layout) -> Any:
+    """Engines of a policy that they never come to read."""
+    policy = Path(sys.argv[1]).with_name("policy")
+    policy.mkdir()
+    (policy / "config.json").write_text("{}")
+    return start_engine(
+        policy, config=EngineConfig(max_model_len=32, max_num_seqs=4, num_engines=2, kv_cache_gib=0.1), layout=layout
+    )
+
+
 def lost_node(cluster: Cluster) -> dict[str, Any]:
     """What becomes of a reservation of two nodes of which one is lost, with a third to spare."""
     pair = layout(per_node=2)
@@ -147,11 +171,17 @@ def main() -> None:
     found["too_large"] = refused(lambda: placement.reserve(layout(timeout_s=3.0, nodes=3)))
 
     # The library's own learner, through the reservation that stages share.
-    ranks = Layout(placement=PlacementConfig(nodes=2, gpus_per_node=1), parallel=ParallelConfig(data=2), num_engines=2)
+    ranks = Layout(
+        placement=PlacementConfig(nodes=2, gpus_per_node=1, logical_gpus=True),
+        parallel=ParallelConfig(data=2),
+        num_engines=2,
+    )
     with start_learner(LearnerConfig(parallel=ranks.parallel, num_threads=1), layout=ranks) as learner:
         found["alive"] = learner.is_alive()
         shared = placement.reserved(ranks)
         found["shared"] = shared is placement.reserved(ranks)
+    real = replace(ranks, placement=replace(ranks.placement, logical_gpus=False))
+    found["blind learner"], found["blind engine"] = start_error(start_learner, real), start_error(engine_of, real)
     cluster.add_node(num_cpus=4, num_gpus=4, labels={NVLINK_LABEL: "a"})
     found["lost"] = lost_node(cluster)
     Path(sys.argv[1]).write_text(json.dumps(found))

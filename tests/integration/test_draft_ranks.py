@@ -19,7 +19,7 @@ from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Rec
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.packing import plan_shards
 from slipstream.ragged import Ragged
-from slipstream.types import TrainBatch
+from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 from tests.forked.ranks import free_ports, on_ranks
 
@@ -115,7 +115,7 @@ def _outcome(model: Path, learner: LearnerConfig, rank: int = 0, world_size: int
 def _online(process: LearnerProcess, model: Path, mine: tuple[int, ...]) -> tuple[list[float], dict[str, Any]]:
     """Losses of a draft that learns beside a moving policy, from all of an update at once, and its weights."""
     process.load(model, OPTIMIZER)
-    process.continue_draft(model.parent / "draft", model, ONLINE)
+    process.continue_draft(model.parent / "draft", model, ONLINE, Dtype.FLOAT32)
     updates = [process.train_step(part_of(_update(trains_draft=True), mine)).draft for _ in range(2)]
     losses = [update.loss for update in updates if update is not None]
     return losses, {name: tensor.clone().numpy() for name, tensor in process._drafting.weights()}

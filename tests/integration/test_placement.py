@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_a_cluster_that_stays_too_small_ends_in_an_error_within_the_deadline(fou
 
 def test_the_librarys_own_learner_starts_in_the_reservation_that_stages_share(found: dict[str, Any]) -> None:
     assert found["alive"] and found["shared"]
+
+
+def test_gpus_that_no_process_can_compute_on_end_a_run_unless_the_recipe_calls_them_logical(
+    found: dict[str, Any],
+) -> None:
+    assert found["alive"]  # with `logical_gpus`
+    for name, process in (("blind learner", r"learner rank [01]"), ("blind engine", "engine")):
+        assert re.search(process + r" on \S+ must compute on what Ray assigned to it, GPU 0", found[name]), found[name]
+        assert "or set placement.logical_gpus: true" in found[name]
 
 
 def test_a_lost_node_is_replaced_and_what_runs_on_the_other_goes_on(found: dict[str, Any]) -> None:

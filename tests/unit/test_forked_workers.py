@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import manager
 from tests.forked.manager import managed
 from tests.forked.shown import environment_of
 
@@ -94,3 +95,44 @@ def test_without_a_server_the_client_becomes_the_worker(tmp_path: Path) -> None:
     assert told["pid"] == client.pid
     assert (told["mark"], told["own"]) == ("alone", 7)
     assert not told["has_xmlrpc"]
+
+
+# As on a host with a GPU: torch's own check sets CUDA up unless it is told to ask NVML. Who does is noted. A CPU build
+# cannot be made to answer for a GPU by other means.
+_GPU_HOST = """
+import importlib, os, sys
+import torch
+
+touched, asked = [], []
+
+def is_available():
+    asked.append(1)
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") != "1":
+        touched.append("cudaGetDeviceCount")
+    return True
+
+torch.cuda.is_available = is_available
+torch.cuda._lazy_init = lambda: touched.append("cuInit")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(len(asked), touched)
+"""
+
+
+def test_what_is_imported_before_learners_are_forked_leaves_cuda_alone(tmp_path: Path) -> None:
+    """A process that is forked from one with CUDA has none: a learner would compute on the CPU."""
+    seen: list[dict[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager.subprocess, "Popen", lambda command, *, env, **_: seen.append(env))
+        manager._start(tmp_path / "server", {}, [])
+    child = subprocess.run(
+        [sys.executable, "-c", _GPU_HOST, *manager._OF_LEARNERS],
+        env=seen[0],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    num_asked, touched = child.stdout.splitlines()[-1].split(None, 1)
+    assert int(num_asked) > 0  # so that the answer matters
+    assert touched == "[]"

@@ -86,7 +86,10 @@ def test_image_leaves_the_command_to_flyte(image: Path):
     assert ("WORKDIR", "/root") in instructions(image)
 
 
-@pytest.mark.parametrize(("lock", "extras"), [("cpu.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])])
+@pytest.mark.parametrize(
+    ("lock", "extras"),
+    [("cpu.lock", ["cpu", "dev"]), ("cpu_pypi.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])],
+)
 def test_lock_satisfies_the_project(lock: str, extras: list[str]):
     locked = pins(lock)
     for requirement in (Requirement(text) for extra in ["", *extras] for text in project()[extra]):
@@ -99,12 +102,24 @@ def test_both_engines_are_the_same_vllm_on_the_same_torch():
     assert pins("cpu.lock")["torch"] == pins("gpu.lock")["torch"] + "+cpu"
 
 
+def test_the_lock_for_hosts_that_reach_pypi_alone_differs_in_torch_and_its_libraries() -> None:
+    ours, theirs, cuda = pins("cpu.lock"), pins("cpu_pypi.lock"), pins("gpu.lock")
+    assert theirs["torch"] == cuda["torch"] and theirs["triton"] == cuda["triton"]
+    others = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    assert others == {"torch", "triton"}
+    assert ours.keys() <= theirs.keys()
+    assert all(name.startswith(("nvidia-", "cuda-")) for name in theirs.keys() - ours.keys())
+    lines = [(ROOT / "requirements" / lock).read_text() for lock in ("cpu.lock", "cpu_pypi.lock")]
+    markers = [re.findall(r"^(\S+) ; (.+)$", text, re.MULTILINE) for text in lines]
+    assert markers[0] == markers[1] != []
+
+
 @pytest.mark.parametrize("package", ["flytekit", "megatron-core", "mlflow", "ray", "speculators", "transformers"])
 def test_what_both_machines_speak_is_one_version(package: str):
     assert pins("cpu.lock")[package] == pins("gpu.lock")[package]
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+@pytest.mark.parametrize("lock", ["cpu.lock", "cpu_pypi.lock", "gpu.lock"])
 @pytest.mark.parametrize("package", ["torchvision", "torchaudio", "torchcodec"])
 def test_cuda_builds_that_break_transformers_are_left_out(lock: str, package: str):
     assert package not in pins(lock)

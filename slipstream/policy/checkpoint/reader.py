@@ -63,17 +63,59 @@ def open_checkpoint(ranks: Ranks, path: Path) -> tuple[Reader, dict[str, Any]]:
     """Check that a checkpoint is whole, on all ranks together; returns its tensors and its `state.json`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is none, whatever else lies there.
         CheckpointError: a file is missing, cut short or altered.
         CheckpointStorageError: the ranks do not see the same checkpoint.
     """
     _require_same_storage(ranks, path)
-    directory = existing_directory(path)
+    on_all(ranks, lambda: str(_existing(path)), error=FileNotFoundError)
+    directory = _existing(path)
     (sums, *_) = on_all(ranks, lambda: _manifest(directory), error=CheckpointError)
     mine = sorted(sums)[ranks.rank :: ranks.size]
     on_all(ranks, lambda: _require_sums(directory, {name: sums[name] for name in mine}), error=CheckpointError)
-    index = index_from_json(json.loads((directory / files.INDEX).read_text()))
+    index = _index(directory, sums)
     return Reader(directory, index), json.loads((directory / files.STATE).read_text())
+
+
+def inspect_checkpoint(path: Path) -> dict[str, Any]:
+    """The `state.json` of a checkpoint that is whole; by one process, and without reading what nobody has touched.
+
+    All files are written before the manifest, so a file that is no younger is as it was saved if its size is. A younger
+    one, as in a copy, is read for its digest.
+
+    Raises:
+        FileNotFoundError: there is none, whatever else lies there.
+        CheckpointError: a file is missing, cut short or altered.
+    """
+    directory = _existing(path)
+    sums = _manifest(directory)
+    saved_ns = (directory / files.MANIFEST).stat().st_mtime_ns
+    touched = {}
+    for name, (num_bytes, xxh3) in sums.items():
+        file = directory / name
+        if not file.is_file() or file.stat().st_size != num_bytes or file.stat().st_mtime_ns > saved_ns:
+            touched[name] = [num_bytes, xxh3]
+    _require_sums(directory, touched)
+    _index(directory, sums)
+    return json.loads((directory / files.STATE).read_text())
+
+
+def _existing(path: Path) -> Path:
+    directory = existing_directory(path)
+    names = {file.name for file in directory.iterdir()}
+    if names.isdisjoint({files.MANIFEST, files.INDEX, files.STATE, files.rank_file(0)}):
+        raise FileNotFoundError(f"no checkpoint at {path}: the directory holds none of its files")
+    return directory
+
+
+def _index(directory: Path, sums: dict[str, Any]) -> Index:
+    index = index_from_json(json.loads((directory / files.INDEX).read_text()))
+    missing = {each.file for entry in index.values() for each in entry.slices} - sums.keys()
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: {files.MANIFEST} does not name {min(missing)}, which holds tensors"
+        )
+    return index
 
 
 def _require_same_storage(ranks: Ranks, path: Path) -> None:

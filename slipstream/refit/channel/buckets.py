@@ -1,7 +1,7 @@
 """A stream of tensors as a stream of bytes in buckets of one size, and back.
 
 The bytes stand one behind the other in the order of the source; a tensor may begin in one bucket and end in a later
-one, so no bucket has to hold the largest tensor.
+one, so no bucket has to hold the largest tensor. vLLM's IPC alone keeps each tensor whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ def bucket_sizes(num_bytes: int, bucket_bytes: int) -> list[int]:
     """Bytes of each bucket: full ones, and what is left in the last."""
     full, rest = divmod(num_bytes, bucket_bytes)
     return [bucket_bytes] * full + ([rest] if rest else [])
+
+
+def whole_tensors_bucket(bucket_bytes: int, models: Iterable[Iterable[WeightMeta]]) -> int:
+    """Bytes of a bucket that no tensor may be cut for: as large as the largest tensor of any model that travels."""
+    return max([bucket_bytes, *(meta.num_bytes for metas in models for meta in metas)])
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> Iterator[Tensor]:

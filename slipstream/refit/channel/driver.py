@@ -104,7 +104,7 @@ class SendingLearner(Protocol):
         ...
 
     def weight_bytes(self) -> int:
-        """Size of the policy as it is sent."""
+        """Size of all models that are sent."""
         ...
 
     def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
 from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel
@@ -22,25 +24,26 @@ class Follower:
 
 
 def open_sender(
-    settings: StreamSettings, *, engines: EngineControl, source: WeightSource, rank: int, address: str
+    settings: StreamSettings, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int, address: str
 ) -> Sender:
     """Join the channel with the engines.
 
     Args:
-        source: of the policy.
+        sources: of every model whose weights will travel, the policy's first.
         address: of this rank's host, which the engines' hosts can reach.
     """
     if settings.channel is Channel.IPC:
         from slipstream.refit.channel import vllm
 
-        return vllm.open_ipc(settings, engines=engines, source=source, rank=rank)
-    source.metas()  # collective, so on all ranks or on none: one that gathered alone would wait for ever
+        return vllm.open_ipc(settings, engines=engines, sources=sources, rank=rank)
+    for source in sources:
+        source.metas()  # collective, so on all ranks or on none: one that gathered alone would wait for ever
     if rank > 0:
         return Follower()
     if settings.channel is Channel.NCCL:
         from slipstream.refit.channel import vllm
 
-        return vllm.open_nccl(settings, engines=engines, source=source, address=address)
+        return vllm.open_nccl(settings, engines=engines, source=sources[0], address=address)
     from slipstream.refit.channel import gloo
 
     assert settings.channel is Channel.GLOO, settings.channel

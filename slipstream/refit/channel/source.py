@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.types import Dtype
+
 Weights = Iterator[tuple[str, Tensor]]
 
 
@@ -43,17 +45,24 @@ class WeightSource:
     gathering a tensor is collective.
     """
 
-    def __init__(self, weights: Callable[[], Weights], *, model: str) -> None:
-        """`weights` starts a fresh pass; `model` names the model in errors."""
+    def __init__(self, weights: Callable[[], Weights], *, model: str, dtype: Dtype | None = None) -> None:
+        """Take tensors as they come.
+
+        Args:
+            weights: starts a fresh pass.
+            model: its name in errors.
+            dtype: of floating-point tensors as they are sent; None: as the model has them.
+        """
         self._weights = weights
         self._model = model
+        self._dtype = None if dtype is None else getattr(torch, dtype.value)
         self._metas: tuple[WeightMeta, ...] = ()
         self._wrong = ""  # the first tensor of the last pass that was not finite
 
     def metas(self) -> tuple[WeightMeta, ...]:
         """What a pass gives; the first call goes through all tensors once and keeps none: collective."""
         if not self._metas:
-            self._metas = tuple(WeightMeta.of(name, tensor) for name, tensor in self._weights())
+            self._metas = tuple(WeightMeta.of(name, tensor) for name, tensor in self._converted())
         return self._metas
 
     def num_bytes(self) -> int:
@@ -63,7 +72,7 @@ class WeightSource:
     def __iter__(self) -> Weights:
         """All tensors, one at a time; copy one before the next update of the model. Ask `require_finite` afterwards."""
         self._wrong = ""
-        for meta, (name, tensor) in zip(self.metas(), self._weights(), strict=True):
+        for meta, (name, tensor) in zip(self.metas(), self._converted(), strict=True):
             assert meta == WeightMeta.of(name, tensor), f"{meta} first, {name} {tensor.shape} now"
             if not self._wrong and not _is_finite(tensor):
                 self._wrong = name
@@ -79,6 +88,10 @@ class WeightSource:
         """
         if self._wrong:
             raise ValueError(f"weight {self._wrong} of the {self._model} must be finite, got NaN or Inf")
+
+    def _converted(self) -> Weights:
+        for name, tensor in self._weights():
+            yield name, tensor.to(self._dtype) if self._dtype and tensor.is_floating_point() else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ Source: vllm/distributed/weight_transfer (nccl_engine.py, ipc_engine.py) of vLLM
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
+from slipstream.refit.channel.buckets import whole_tensors_bucket
 from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
 from slipstream.refit.channel.source import WeightSource
 
@@ -92,11 +93,12 @@ def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: Weigh
     return VllmSender(trainer, engines)
 
 
-def open_ipc(settings: StreamSettings, *, engines: EngineControl, source: WeightSource, rank: int) -> VllmSender:
-    """Every rank of the learner maps its bucket into the engine worker on its own GPU."""
-    largest = max(meta.num_bytes for meta in source.metas())
+def open_ipc(
+    settings: StreamSettings, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
+) -> VllmSender:
+    """Every rank of the learner maps its bucket into the engine worker on its own GPU; all `sources` go through it."""
     trainer = IPCTrainerWeightTransferEngine.trainer_init(
-        ipc_init(settings, largest_tensor_bytes=largest, rank=rank), client=engines, source=SourceForVllm(source)
+        ipc_init(settings, sources=sources, rank=rank), client=engines, source=SourceForVllm(sources[0])
     )
     return VllmSender(trainer, engines)
 
@@ -113,11 +115,10 @@ def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port:
     )
 
 
-def ipc_init(settings: StreamSettings, *, largest_tensor_bytes: int, rank: int) -> IPCTrainerInitInfo:
-    """What vLLM's IPC sender starts with: a bucket holds whole tensors there, so it is as large as the largest."""
-    return IPCTrainerInitInfo(
-        rank=rank, packed=True, packed_buffer_size_bytes=max(settings.bucket_bytes, largest_tensor_bytes)
-    )
+def ipc_init(settings: StreamSettings, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
+    """What vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
+    size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
+    return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
 
 
 def _free_port(address: str) -> int:

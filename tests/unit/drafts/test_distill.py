@@ -14,6 +14,7 @@ from slipstream.drafts.distill import distill, heldout_acceptance, num_distilled
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
 from slipstream.policy.config import ScratchConfig
+from slipstream.policy.errors import CheckpointError
 from slipstream.policy.pretrain import learning_rate_at
 
 CONFIG = DraftConfig(
@@ -47,6 +48,8 @@ class Learner:
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         import ast
 
+        if (path / "damaged").exists():
+            raise CheckpointError(f"{path.name} is damaged")
         self.count, extra = ast.literal_eval((path / "state").read_text())
         return extra
 
@@ -82,6 +85,33 @@ def test_a_resumed_training_makes_the_updates_that_were_left(tmp_path: Path) -> 
     again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "b", on_step=lambda step, loss: None)
     assert again == losses
     assert resumed.steps == whole.steps[4:]
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_from_and_what_is_none_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Learner()
+    losses = distill(whole, TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path / "a", on_step=lambda step, loss: None)
+    first, directory = Learner(), tmp_path / "b"
+    first.count = 2
+    first.save_checkpoint(directory / "step-000002", {"losses": losses[:2]})
+    (directory / "step-000003").mkdir()
+    (directory / "step-000003" / "damaged").touch()
+    (directory / "step-000009").touch()
+    (directory / "step-000008").mkdir()
+    resumed = Learner()
+    again = distill(resumed, TRAIN, CONFIG, SCRATCH, checkpoint=directory, on_step=lambda step, loss: None)
+    assert again == losses
+    assert resumed.steps == whole.steps[2:]
+    assert "step-000003 is damaged; trying the one before it" in caplog.text
+    assert {path.name for path in directory.iterdir()} == {"step-000003", "step-000004", "step-000008", "step-000009"}
+
+
+def test_a_draft_is_not_trained_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step-000004").mkdir()
+    (tmp_path / "step-000004" / "damaged").touch()
+    with pytest.raises(CheckpointError, match=f"step-000004 is damaged; remove {tmp_path} to train the draft anew"):
+        distill(Learner(), TRAIN, CONFIG, SCRATCH, checkpoint=tmp_path, on_step=lambda step, loss: None)
 
 
 def logs(*probabilities: float) -> np.ndarray:

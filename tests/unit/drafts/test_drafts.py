@@ -19,6 +19,7 @@ from slipstream.drafts.checks import check_draft
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.policy.errors import CheckpointError
 from slipstream.ragged import Ragged
+from slipstream.types import Dtype
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 
@@ -179,7 +180,7 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     alone, beside = (LearnerProcess(LearnerConfig(max_tokens_per_microbatch=16)) for _ in range(2))
     for learner in (alone, beside):
         learner.load(policy, optimizer)
-    beside.continue_draft(draft, policy, CONFIG)
+    beside.continue_draft(draft, policy, CONFIG, Dtype.FLOAT32)
     trainer = beside._drafting
     assert isinstance(trainer, DraftTrainer)
     before = {name: tensor.clone() for name, tensor in trainer._model.state_dict().items()}

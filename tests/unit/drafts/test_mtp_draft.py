@@ -71,7 +71,7 @@ def test_pretraining_teaches_the_layer_and_saves_it_as_a_draft_that_fits(path: P
 def test_a_step_with_the_layer_is_the_policys_own_to_the_last_bit(path: Path) -> None:
     optimizer = OptimizerConfig(learning_rate=1e-3)
     alone, both = _process(path, optimizer), _process(path, optimizer)
-    both.continue_draft(path, path, CONFIG)
+    both.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
     sequences = mimo.sequences()
     batch = TrainBatch(
         token_ids=sequences,
@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_with_policy_and_layer_bit_for_bit(path: Path, tmp
     )
     straight, resumed = _process(path, optimizer), _process(path, optimizer)
     for process in (straight, resumed):
-        process.continue_draft(path, path, CONFIG)
+        process.continue_draft(path, path, CONFIG, Dtype.FLOAT32)
     straight.train_step(update)
     straight.save_checkpoint(tmp_path / "checkpoint", {})
     straight.finish_checkpoint()

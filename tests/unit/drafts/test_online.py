@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
@@ -30,7 +31,7 @@ from slipstream.rollout.engine import GenerationResult
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
-from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
@@ -100,7 +101,7 @@ def started(
     process = LearnerProcess(learner)
     process.load(policy, GRPO.optimizer)
     if config.online is not DraftOnline.OFF:
-        process.continue_draft(draft, policy, config)
+        process.continue_draft(draft, policy, config, Dtype.BFLOAT16)
     return process
 
 
@@ -306,6 +307,25 @@ def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path,
     assert process.draft_fingerprints(dtypes, Turn(index=1, count=2)) == {}  # it has layer 0 alone
 
 
+def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
+    policy: Path, draft: Path, tmp_path: Path
+) -> None:
+    process = started(policy, draft)
+    trained = dict(process._drafting.weights())
+    assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
+    snapshot = process.publish_draft(tmp_path, 1)
+    assert snapshot is not None
+    sent = load_file(snapshot.path)
+    assert sent.keys() == trained.keys()
+    for name, tensor in sent.items():
+        expected = trained[name].to(torch.bfloat16) if trained[name].is_floating_point() else trained[name]
+        assert tensor.dtype is expected.dtype and torch.equal(tensor, expected)
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in sent.items()}
+    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(Path(snapshot.path), dtypes)
+    own = sum(tensor.nbytes for _, tensor in process._loaded.weights())
+    assert process.weight_bytes() == own + sum(tensor.nbytes for tensor in sent.values())
+
+
 def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
     policy: Path, draft: Path, tmp_path: Path
 ) -> None:
@@ -379,6 +399,7 @@ class InProcess:
         self._process = process
         self.save_checkpoint = process.save_checkpoint
         self.load_checkpoint = process.load_checkpoint
+        self.inspect_checkpoint = process.inspect_checkpoint
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         del timeout_s

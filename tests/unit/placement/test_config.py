@@ -55,6 +55,10 @@ SPLIT, IN_TURN = PlacementMode.SPLIT, MemoryUse.IN_TURN
             "out",
         ),
         (
+            {"logical_gpus": True},
+            "placement.logical_gpus must be false without GPUs, got True; set placement.gpus_per_node, or leave it out",
+        ),
+        (
             {
                 "gpus_per_node": 1,
                 "mode": SPLIT,

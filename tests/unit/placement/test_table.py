@@ -37,6 +37,12 @@ def test_a_split_plan_shows_ranks_and_workers() -> None:
     ]
 
 
+def test_a_plan_of_logical_gpus_says_so() -> None:
+    layout = Layout(placement=PlacementConfig(gpus_per_node=1, logical_gpus=True))
+    first = plan_text(make_plan(layout, parse_cluster("1x1"))).splitlines()[0]
+    assert first == "1 x 1 logical GPUs (processes may compute on CPUs), colocated"
+
+
 def test_a_colocated_plan_shows_both_on_a_gpu_and_the_executor_over_nodes() -> None:
     layout = Layout(
         placement=PlacementConfig(nodes=2, gpus_per_node=1),

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +17,17 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.policy.architecture import Architecture
+from slipstream.policy.checkpoint import files
 from slipstream.policy.checkpoint.boxes import Box
 from slipstream.policy.checkpoint.held import HeldParameter, Run, Stepped, held_parameters, owned, runs
 from slipstream.policy.checkpoint.policy import PolicyCheckpoints
 from slipstream.policy.checkpoint.ranks import LearnerRanks
-from slipstream.policy.checkpoint.reader import open_checkpoint
+from slipstream.policy.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from slipstream.policy.config import LearnerConfig, ScratchConfig
+from slipstream.policy.errors import CheckpointError
 from slipstream.policy.megatron import MegatronPolicy
 from slipstream.policy.weights import Shard
+from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
 
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
@@ -271,3 +279,116 @@ def test_a_gate_is_read_from_a_checkpoint_by_the_rows_that_a_rank_needs(tmp_path
     with reader:
         reader.read(f"weight/{FIRST_GATE}", Box((24, 0), (24, 32)), into=half)
     assert torch.equal(half, dict(policy.weights())[FIRST_GATE][24:])
+
+
+class Learner:
+    """A real policy, as an arm's checkpoints need it."""
+
+    def __init__(self) -> None:
+        self.policy = _policy()
+        self.load_checkpoint = self.policy.load_checkpoint
+        self.inspect_checkpoint = lambda path: inspect_checkpoint(path)["extra"]
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        self.policy.lm_step([[1, 2, 3, 4]], [1])
+        self.policy.save_checkpoint(path, extra)
+        self.policy.finish_checkpoint()
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Done."""
+
+
+def _flip(path: Path, name: str) -> None:
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+
+
+def _forget_in_manifest(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["rank-00000.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+RANK = "rank-00000.safetensors"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tensors missing": (lambda path: (path / RANK).unlink(), f"not whole: {RANK} is missing"),
+    "tensors cut short": (lambda path: os.truncate(path / RANK, 100), f"damaged: {RANK} does not have the digest"),
+    "tensors changed": (lambda path: _flip(path, RANK), f"damaged: {RANK} does not have the digest"),
+    "index changed": (lambda path: _flip(path, "index.json"), "damaged: index.json does not have the digest"),
+    "state missing": (lambda path: (path / "state.json").unlink(), "not whole: state.json is missing"),
+    "manifest missing": (lambda path: (path / "manifest.json").unlink(), "not whole: manifest.json is missing"),
+    "manifest cut short": (lambda path: os.truncate(path / "manifest.json", 20), "manifest.json cannot be read"),
+    "tensors not named": (_forget_in_manifest, f"damaged: manifest.json does not name {RANK}, which holds tensors"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_seen_whether_it_is_inspected_or_loaded_and_the_whole_one_is_kept_and_resumed(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, message = DAMAGE[name]
+    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    path = checkpoints.directory / "step-000000"
+    checkpoints.save(learner, [])
+    path.rename(tmp_path / "step-000001")
+    whole = [weight.clone() for _, weight in learner.policy.weights()]
+    learner.save_checkpoint(tmp_path / "step-000002", {"recipe": "a recipe", "steps": []})
+    damage(tmp_path / "step-000002")
+    for look in (learner.inspect_checkpoint, learner.load_checkpoint):
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            look(tmp_path / "step-000002")
+    checkpoints._drop_oldest(learner)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    caplog.clear()
+    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert message in caplog.messages[0] and caplog.messages[0].endswith("; trying the one before it")
+    assert all(torch.equal(weight, kept) for (_, weight), kept in zip(learner.policy.weights(), whole, strict=True))
+
+
+def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner()
+    learner.save_checkpoint(tmp_path / "step-000001", {"a": 1})
+    shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000002", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "step-000002" / RANK, ns=(1 << 62, 1 << 62))
+    read: list[str] = []
+    monkeypatch.setattr(files, "sum_of", lambda path, sum_of=files.sum_of: read.append(path.name) or sum_of(path))
+    assert learner.inspect_checkpoint(tmp_path / "step-000001") == {"a": 1}
+    assert read == []
+    assert learner.inspect_checkpoint(tmp_path / "step-000002") == {"a": 1}
+    assert RANK in read
+
+
+@pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
+def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
+    path, learner = tmp_path / "step-000009", Learner()
+    match kind:
+        case "file":
+            path.write_text("a note")
+        case "empty" | "full":
+            path.mkdir()
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+    if kind == "full":
+        (path / "notes.txt").write_text("not ours")
+    for look in (learner.inspect_checkpoint, learner.load_checkpoint):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path}"):
+            look(path)
+    if kind in ("file", "dangling"):  # a save takes its place all the same
+        learner.save_checkpoint(path, {"a": 1})
+        assert learner.load_checkpoint(path) == {"a": 1}
+        learner.save_checkpoint(path, {"a": 2})
+        assert learner.inspect_checkpoint(path) == {"a": 2}
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(tmp_path: Path) -> None:
+    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    checkpoints.save(learner, [])
+    (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
+    shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")
+    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert "recipe" in learner.inspect_checkpoint(tmp_path / "step-000000")
+    learner.save_checkpoint(tmp_path / "step-000001", {"recipe": "a recipe", "steps": []})
+    checkpoints._drop_oldest(learner)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000001"]

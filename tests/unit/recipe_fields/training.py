@@ -94,8 +94,8 @@ class NotedLearner:
         self.channels.append("published")
         return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
-    def continue_draft(self, draft: Path, policy: Path, config: Any) -> None:
-        self.drafts.append((draft.name, config))
+    def continue_draft(self, draft: Path, policy: Path, config: Any, engine_dtype: Any) -> None:
+        self.drafts.append((draft.name, config, engine_dtype))
 
     def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
         return self.start_fingerprints(dtypes, turn)
@@ -112,6 +112,9 @@ class NotedLearner:
 
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return {}
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """The end."""

@@ -152,6 +152,7 @@ CHECKS = {
         2, plan, SPLIT, {"placement.training_nodes": 1, "learner.parallel.data": 1, "engine.num_engines": 2}
     ),
     "placement.training_nodes": Check(3, plan, SPLIT, {"placement.nodes": 4, "learner.parallel.data": 3}),
+    "placement.logical_gpus": Check(True, plan, ONE_GPU),
     "placement.start_timeout_s": Check(5.0, started_engines),
     "engine.max_model_len": Check(300, engine_arguments),
     "engine.max_num_seqs": Check(128, engine_arguments),

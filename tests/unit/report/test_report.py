@@ -31,6 +31,7 @@ def test_json_holds_the_figures_worked_by_hand() -> None:
         "workload",
         "versions",
         "numerics",
+        "logical_gpus",
         "steps",
         "stages",
         "stages_left_out",
@@ -229,6 +230,17 @@ def test_terminal_table_is_aligned_and_complete() -> None:
     assert "k = 2); by position 80 % 40 %" in text
     assert "last quarter; first quarter 0.100" in text
     assert "avg@4 of 30 problems" in text
+
+
+def test_a_run_on_logical_gpus_says_so_and_no_other_does() -> None:
+    logical = replace(RECORD, logical_gpus=True)
+    (line,) = [line for line in speedup_table(logical).splitlines() if line.startswith("GPUs")]
+    assert line.split(None, 2) == ["GPUs", "logical", "only counted; processes may have used CPUs"]
+    assert len(line) <= 100
+    assert "The GPUs were logical" in page_text(logical)
+    assert summarise(logical)["logical_gpus"] is True
+    assert "logical" not in speedup_table(RECORD)
+    assert "The GPUs were logical" not in page_text(RECORD)
 
 
 def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() -> None:

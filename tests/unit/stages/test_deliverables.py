@@ -62,6 +62,25 @@ def test_a_later_task_sees_what_was_handed_on_whatever_became_of_the_directory(t
     assert assemble(_context(tmp_path), folder, _never) == view
 
 
+def test_weights_are_found_again_after_a_move_of_the_root(tmp_path: Path) -> None:
+    here = _context(tmp_path / "here")
+    folder = deliver(here, "arm", _arm(tmp_path / "here"), records=("arm.json",), weights=("policy",))
+    view = assemble(here, folder, _never)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = tmp_path / "there" / view.relative_to(tmp_path / "here")
+    assert (moved / "policy" / "model.safetensors").read_text() == "0123456789"
+
+
+def test_a_view_whose_links_lead_nowhere_is_laid_out_anew(tmp_path: Path) -> None:
+    folder = deliver(_context(tmp_path), "arm", _arm(tmp_path), records=("arm.json",), weights=("policy",))
+    view = assemble(_context(tmp_path), folder, _never)
+    link = view / "policy" / "model.safetensors"
+    link.unlink()
+    link.symlink_to(tmp_path / "before the move")
+    assert assemble(_context(tmp_path), folder, _never) == view
+    assert link.read_text() == "0123456789"
+
+
 def test_equal_weights_are_stored_once_and_take_no_space_twice(tmp_path: Path) -> None:
     directory = _arm(tmp_path)
     for node in ("one", "other"):

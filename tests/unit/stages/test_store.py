@@ -108,3 +108,31 @@ def test_a_stage_is_finished_by_its_record_alone(tmp_path: Path) -> None:
     (directory / "tuning.json").write_text("{}")
     assert finished(run, "tune_draft_length", "tuning.json") == directory
     assert finished(context(tmp_path, "second"), "tune_draft_length", "tuning.json") is None
+
+
+def test_what_is_stored_survives_a_move_of_the_root(tmp_path: Path, recipe: Recipe) -> None:
+    make(context(tmp_path / "old", "first"), "of first")
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = context(tmp_path / "new", "first")
+    assert kept(moved, recipe, STAGE, "k1") == tmp_path / "new" / "store" / STAGE / "k1"
+    assert (moved.directory(STAGE) / "draft.json").read_text() == "of first"
+
+
+def test_an_output_with_a_link_that_leads_nowhere_is_made_again(
+    tmp_path: Path, recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As to a model in a cache that was moved."""
+    model = tmp_path / "hub" / "model.safetensors"
+    model.parent.mkdir()
+    model.write_text("weights")
+    run = context(tmp_path / "runs", "first")
+    (run.directory(STAGE) / "model.safetensors").symlink_to(model)
+    entry = make(run, "of first")
+    assert kept(run, recipe, STAGE, "k1") == entry
+    model.unlink()
+    for again in (run, context(tmp_path / "runs", "second")):
+        assert kept(again, recipe, STAGE, "k1") is None
+    assert f"pretrain_draft: {model} is gone, to which " in caplog.text
+    assert make(run, "once more") == entry
+    assert (entry / "draft.json").read_text() == "once more"
+    assert kept(run, recipe, STAGE, "k1") == entry

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.policy import directories
 from slipstream.policy.errors import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes
 
 STEP = StepRecord(
@@ -59,6 +60,11 @@ class FileLearner:
 
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         self.loaded.append(path.name)
+        if (path / "bits").exists():
+            raise CheckpointError(f"{path.name} is damaged")
+        return self.inspect_checkpoint(path)
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         if (path / "damaged").exists():
             raise CheckpointError(f"{path.name} is damaged")
         return json.loads((path / "extra.json").read_text())
@@ -163,8 +169,8 @@ class SlowLearner(FileLearner):
 
 
 def test_while_one_is_written_the_newest_two_whole_ones_stay_and_at_the_end_the_newest_two(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
     checkpoints, learner = Checkpoints(directory=tmp_path, recipe="a recipe"), SlowLearner()
-    tmp_path.joinpath("step-000001").mkdir()
     with checkpoints.finished(learner):
         for count in (2, 3, 4):
             checkpoints.save(learner, HISTORY[:count])
@@ -286,3 +292,107 @@ def test_a_run_that_is_interrupted_does_not_wait_for_its_checkpoint(tmp_path: Pa
     ):
         raise KeyboardInterrupt
     assert learner.timeouts == []
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = replace(saved(tmp_path, 1, 2), keep=1)
+    (tmp_path / "step-000002" / "damaged").touch()
+    learner = SlowLearner()
+    checkpoints.save(learner, HISTORY[:3])  # is written while the whole one before it is all that there is
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    checkpoints.save(learner, HISTORY[:4])
+    assert names(tmp_path) == ["step-000003"]  # and the damaged one goes with those that are older
+    assert caplog.messages == ["train_grpo: step-000002 is damaged; it does not count among the 1 that are kept"]
+
+
+def test_damage_that_only_a_resume_could_see_is_remembered_until_the_checkpoint_is_written_anew(tmp_path: Path) -> None:
+    """As of bits that changed on the disk."""
+    checkpoints = saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step-000003" / "bits").touch()
+    checkpoints = replace(checkpoints, keep=1)
+    assert len(checkpoints.restore(FileLearner()).steps) == 2
+    learner = SlowLearner()
+    checkpoints.save(learner, HISTORY[:4])
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    learner.finish_checkpoint()
+    checkpoints.save(FileLearner(), [*HISTORY, STEP])
+    assert names(tmp_path) == ["step-000005"]
+
+
+def test_without_its_rollouts_a_checkpoint_is_damaged(tmp_path: Path) -> None:
+    checkpoints = replace(saved(tmp_path), keep=1)
+    for count in (1, 2):
+        checkpoints.save(SlowLearner(), HISTORY[:count], pending=b"rollouts")
+        FileLearner().save_checkpoint(
+            tmp_path / f"step-00000{count}", {"recipe": "a recipe", "steps": [], "pending": _digest(b"rollouts")}
+        )
+    (tmp_path / "step-000002.pending").unlink()
+    checkpoints.save(SlowLearner(), HISTORY[:3])
+    assert names(tmp_path) == ["step-000001", "step-000001.pending", "step-000002"]
+
+
+@pytest.mark.parametrize("is_newest", [True, False])
+def test_what_is_only_called_like_a_checkpoint_stops_nothing_stays_and_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_newest: bool
+) -> None:
+    checkpoints = saved(tmp_path, 2)
+    number = 9 if is_newest else 0
+    stray = [tmp_path / f"step-00000{number}", tmp_path / f"step-00001{number}", tmp_path / "step-backup"]
+    stray[0].write_text("a note")
+    stray[1].mkdir()
+    (stray[1] / "notes.txt").write_text("not ours")
+    stray[2].mkdir()
+    for count in (3, 4):
+        checkpoints.save(FileLearner(), HISTORY[:count])
+    learner = FileLearner()
+    assert len(checkpoints.restore(learner).steps) == 4
+    assert set(names(tmp_path)) == {"step-000003", "step-000004", *(path.name for path in stray)}
+    assert sorted(message for message in caplog.messages if "is no checkpoint" in message) == sorted(
+        f"train_grpo: {path} is no checkpoint, and is left alone" for path in stray
+    )
+
+
+def test_strays_alone_are_no_run_to_go_on_with(tmp_path: Path) -> None:
+    (tmp_path / "step-000004").touch()
+    (tmp_path / "step-000005").mkdir()
+    (tmp_path / "step-000006").symlink_to(tmp_path / "nowhere")
+    checkpoints = Checkpoints(directory=tmp_path, recipe="a recipe")
+    assert checkpoints.restore(FileLearner()) == Restored(steps=[])
+
+
+def test_beyond_a_million_steps_checkpoints_are_still_found_in_their_order(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        FileLearner().save_checkpoint(tmp_path / f"step-{step}", {"recipe": "a recipe", "steps": []})
+    learner = FileLearner()
+    Checkpoints(directory=tmp_path, recipe="a recipe").restore(learner)
+    assert learner.loaded == ["step-1000000"]
+
+
+def test_what_a_process_that_was_killed_left_of_steps_before_the_oldest_goes(tmp_path: Path) -> None:
+    checkpoints = replace(saved(tmp_path, 2), keep=2)
+    for name in ("step-000001.partial", "step-000001.old", "step-000009.partial", "step-000001.txt"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000001.pending").write_bytes(b"rollouts")
+    checkpoints.save(FileLearner(), HISTORY[:3])
+    assert names(tmp_path) == ["step-000001.txt", "step-000002", "step-000003", "step-000009.partial"]
+
+
+def test_what_is_being_written_stays_whatever_lies_there(tmp_path: Path) -> None:
+    saved(tmp_path, 4)  # a later step than the one that is saved below
+    for name in ("step-000003.partial", "step-000008", "step-000009"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000009" / "damaged").touch()
+    Checkpoints(directory=tmp_path, recipe="a recipe", keep=1).save(SlowLearner(), HISTORY[:3], pending=b"rollouts")
+    assert {"step-000003.partial", "step-000003.pending"} <= set(names(tmp_path))
+
+
+def test_a_checkpoint_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved(tmp_path, 1, 2)
+
+    def refuse(*_: Any, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(directories.shutil, "rmtree", refuse)
+    checkpoints.save(FileLearner(), HISTORY[:3])
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
-from slipstream.workers.sending_rank import POLICY, SendingRank
+from slipstream.types import Dtype
+from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
 
 
 @dataclass
@@ -89,6 +90,17 @@ def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tm
     rank.send_nothing()
     written = rank.publish(tmp_path, 4)
     assert written is not None and list(load_file(written.path)) == ["w"]
+
+
+def test_what_is_sent_counts_the_draft_where_it_is_sent_too_in_the_type_of_the_engines() -> None:
+    rank = Rank()
+    assert rank.weight_bytes() == 40
+    rank.is_new(DRAFT, draft_dtype=Dtype.FLOAT32)
+    assert rank.weight_bytes() == 40 + 3 * 4
+    rank.is_new(DRAFT, draft_dtype=Dtype.BFLOAT16)
+    assert rank.weight_bytes() == 40 + 3 * 2
+    rank.is_new(DRAFT)  # one that is trained before RL
+    assert rank.weight_bytes() == 40
 
 
 def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 
+from slipstream.workers import session
 from slipstream.workers.calls import Worker, machines
 from slipstream.workers.session import counted, machine, start_patiently
 
@@ -38,6 +42,52 @@ def test_another_error_of_ray_is_raised_at_once() -> None:
     with pytest.raises(Exception, match="no such address"):
         start_patiently(start)
     assert start.num_starts == 1
+
+
+class Ray:
+    """Records how it was initialised."""
+
+    def __init__(self, *, is_initialized: bool = False) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self._is_initialized = is_initialized
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+    def init(self, **arguments: Any) -> None:
+        self.inits.append(arguments)
+
+
+QUIET = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+@pytest.mark.parametrize("address", [None, "", " ", "local"])
+def test_without_an_address_a_run_starts_an_instance_of_its_own(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray()
+    monkeypatch.setattr(session, "ray", ray)
+    monkeypatch.setattr(session.os, "environ", {} if address is None else {"RAY_ADDRESS": address})
+    session.connect()
+    own = {"address": "local", "object_store_memory": 200 << 20, "include_dashboard": False}
+    assert ray.inits == [{**own, "_node_ip_address": "127.0.0.1", **QUIET}]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://head:10001", "auto"])
+def test_with_an_address_a_run_connects_to_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Ray()
+    monkeypatch.setattr(session, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    session.connect()
+    assert ray.inits == [{"address": address, **QUIET}]
+
+
+def test_a_process_that_is_connected_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod, where Flyte's plugin has connected it."""
+    ray = Ray(is_initialized=True)
+    monkeypatch.setattr(session, "ray", ray)
+    session.connect()
+    assert ray.inits == []
 
 
 def test_what_there_is_more_than_once_is_counted() -> None:

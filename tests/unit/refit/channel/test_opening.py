@@ -30,7 +30,7 @@ class Passes:
 
 def opened(passes: Passes, *, rank: int) -> tuple[Sender, WeightSource]:
     source = WeightSource(passes, model="policy")
-    sender = open_sender(SETTINGS, engines=ThreadEngines(1), source=source, rank=rank, address="127.0.0.1")
+    sender = open_sender(SETTINGS, engines=ThreadEngines(1), sources=[source], rank=rank, address="127.0.0.1")
     return sender, source
 
 
@@ -46,3 +46,12 @@ def test_ranks_go_through_the_weights_equally_often_as_they_open_a_channel_and_a
     assert first.num == second.num
     sender.close()
     follower.close()
+
+
+def test_what_a_draft_consists_of_is_gathered_by_every_rank_as_well() -> None:
+    for rank in (0, 1):
+        policy, draft = Passes(), Passes()
+        sources = [WeightSource(policy, model="policy"), WeightSource(draft, model="draft")]
+        sender = open_sender(SETTINGS, engines=ThreadEngines(1), sources=sources, rank=rank, address="127.0.0.1")
+        assert (policy.num, draft.num) == (1, 1)
+        sender.close()

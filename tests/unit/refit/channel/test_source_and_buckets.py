@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
 from slipstream.refit.channel.source import WeightMeta, WeightSource
+from slipstream.types import Dtype
 
 TENSORS = [
     ("embed", torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)),  # 12 bytes
@@ -33,6 +34,15 @@ def test_metas_say_what_a_pass_gives_and_keep_no_tensor() -> None:
         ("mask", "bool", (3,), 3),
     ]
     assert source(TENSORS).num_bytes() == 47
+
+
+def test_floats_are_sent_as_the_type_asked_for_and_everything_else_as_it_is() -> None:
+    sent = WeightSource(lambda: iter(TENSORS), model="draft", dtype=Dtype.BFLOAT16)
+    assert [(meta.dtype, meta.num_bytes) for meta in sent.metas()] == [
+        *[("bfloat16", 12), ("bfloat16", 4), ("int64", 24), ("bool", 3)]
+    ]
+    assert dict(sent)["norm"].tolist() == [1.5, -2.5]
+    assert sent.num_bytes() == 43
 
 
 def test_one_pass_for_the_metas_and_one_for_each_time_the_weights_are_sent() -> None:

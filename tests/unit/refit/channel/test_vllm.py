@@ -11,6 +11,7 @@ import torch
 from slipstream.refit.channel.sender import StreamSettings
 from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel
+from slipstream.types import Dtype
 
 TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
 SETTINGS = StreamSettings(channel=Channel.NCCL, bucket_bytes=64, timeout_s=1.0)
@@ -139,10 +140,42 @@ def test_nccl_joins_rank_0_and_every_worker_of_every_engine() -> None:
     assert (info.backend, info.is_sender) == ("nccl", True)
 
 
-@pytest.mark.parametrize(("largest", "buffer"), [(20, 64), (100, 100)])
-def test_an_ipc_bucket_holds_the_largest_tensor(largest: int, buffer: int) -> None:
-    info = vllm.ipc_init(SETTINGS, largest_tensor_bytes=largest, rank=3)
+@pytest.mark.parametrize(
+    ("policy", "draft", "buffer"),
+    [([(20,), (5,)], [], 64), ([(100,), (20,)], [(16,)], 100), ([(100,)], [(30,), (4,)], 120)],
+    ids=["the settings'", "the policy's largest", "the draft's largest"],
+)
+def test_an_ipc_bucket_holds_the_largest_tensor_of_policy_and_draft(
+    policy: list[tuple[int]], draft: list[tuple[int]], buffer: int
+) -> None:
+    sources = [
+        source([(f"{index}", torch.empty(shape, dtype=torch.uint8)) for index, shape in enumerate(policy)]),
+        source([(f"{index}", torch.empty(shape, dtype=torch.float32)) for index, shape in enumerate(draft)]),
+    ]
+    info = vllm.ipc_init(SETTINGS, sources=sources, rank=3)
     assert (info.packed, info.packed_buffer_size_bytes, info.rank, info.is_sender) == (True, buffer, 3, False)
+
+
+def test_every_tensor_that_a_rank_sends_fits_the_bucket_that_it_opened_ipc_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of Qwen3-8B and a draft with its whole vocabulary; a source of the policy alone would be too small in float32."""
+    opened: list[Any] = []
+    trainer = type("T", (), {"trainer_init": lambda init, **_: opened.append(init) or RecordingTrainer(engines)})
+    engines = RecordingEngines()
+    monkeypatch.setattr(vllm, "IPCTrainerWeightTransferEngine", trainer)
+    head, fused = torch.empty(151_936, 4_096, device="meta"), torch.empty(4_096, 12_288, device="meta")
+    policy = WeightSource(lambda: iter([("lm_head.weight", head.bfloat16())]), model="policy")
+    draft = [
+        ("fc.weight", fused),
+        ("lm_head.weight", head),
+        ("d2t", torch.empty(151_936, dtype=torch.int64, device="meta")),
+    ]
+    for dtype, largest in ((None, 2_489_319_424), (Dtype.FLOAT32, 2_489_319_424), (Dtype.BFLOAT16, 1_244_659_712)):
+        sources = [policy, WeightSource(lambda: iter(draft), model="draft", dtype=dtype)]
+        vllm.open_ipc(SETTINGS, engines=engines, sources=sources, rank=0)
+        assert opened[-1].packed_buffer_size_bytes == largest
+        assert all(meta.num_bytes <= largest for each in sources for meta in each.metas())
 
 
 def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:

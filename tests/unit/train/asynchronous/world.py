@@ -172,6 +172,9 @@ class World:
     def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
         """Nothing is written in the background."""
 
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return json.loads((path / "state.json").read_text())["extra"]
+
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
         state = json.loads((path / "state.json").read_text())
         self.weights, self.trained = state["weights"], state["trained"]
