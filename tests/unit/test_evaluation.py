@@ -55,8 +55,9 @@ def rollout(prompt: Prompt, response: str) -> Rollout:
     )
 
 
-def decode(ids: Sequence[int]) -> str:
-    return "".join(map(chr, ids)).rstrip("\0")
+def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
+    """A prompt that ends with `t` has opened a thought."""
+    return "<think>" * (prompt[-1] == ord("t")) + "".join(map(chr, response)).rstrip("\0")
 
 
 def test_avg_at_k_is_the_mean_of_the_problems_pass_rates() -> None:

@@ -70,7 +70,7 @@ def test_plain_answers_need_no_worker() -> None:
 
 def test_a_sympy_bomb_is_killed_counted_and_scores_0_while_the_others_are_scored() -> None:
     with Verifier(RewardConfig(timeout_s=1.0)) as verifier:
-        verifier.score([box("\\frac{1}{2}")], ["0.5"])  # the start of a worker is not what is measured
+        verifier.score([box("\\log 8")], ["3\\log 2"])  # the start of a worker is not what is measured
         result = verifier.score([box("9^{9^{9^{9}}}"), box("7")], ["7", "7"])
         assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=1, num_crashes=0)
 
@@ -93,11 +93,11 @@ def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer(
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     before = set(psutil.Process().children())
     with Verifier(RewardConfig()) as verifier:
-        verifier.score([box("\\frac{1}{2}")], ["0.5"])
+        verifier.score([box("\\log 8")], ["3\\log 2"])
         (worker,) = set(psutil.Process().children()) - before
         worker.kill()
         worker.wait()
-        result = verifier.score([box("\\frac{1}{2}")] * 2, ["0.5"] * 2)
+        result = verifier.score([box("\\log 8")] * 2, ["3\\log 2"] * 2)
         assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=0, num_crashes=1)
     assert set(psutil.Process().children()) <= before
 
