@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import deque
 
+from slipstream.rewards.config import MAX_ANSWER_CHARS
 from slipstream.rewards.spelling import unwrap, without_invisible
 from slipstream.rewards.values import is_falsehood
 
 THINK_START, THINK_END = "<think>", "</think>"
-_MAX_EQUATION_CHARS = 4096  # the longest answer that a recipe may have read
 _BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{?)|[{}]")
 _UNBRACED = re.compile(r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+")
 _ANSWER_LINE = re.compile(r"answer[*_ \t]{0,8}(?:is[*_ \t]{0,8})?[:\N{FULLWIDTH COLON}][ \t]*([^\n]*)", re.IGNORECASE)
@@ -34,7 +34,7 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
     answer = _last_boxed(final, is_cut_off=is_cut_off)
     if answer is None:
         answer = _last_line(final, is_cut_off=is_cut_off)
-    if answer is None or (len(answer) <= _MAX_EQUATION_CHARS and is_falsehood(answer)):
+    if answer is None or (len(answer) <= MAX_ANSWER_CHARS and is_falsehood(answer)):
         return None
     return answer.strip() or None
 
@@ -58,7 +58,7 @@ def _last_line(text: str, *, is_cut_off: bool) -> str | None:
             assert following is not None
             line, end = following[1], following.end()
         if not (is_cut_off and end == len(text)):
-            return unwrap(line)
+            return _unwrapped(line)
     return None
 
 
@@ -83,5 +83,11 @@ def _last_boxed(text: str, *, is_cut_off: bool) -> str | None:
             return text[start:end]
         unbraced = _UNBRACED.match(text, start)
         if unbraced is not None and not (is_cut_off and unbraced.end() == len(text)):
-            return unwrap(unbraced[0])
+            return _unwrapped(unbraced[0])
     return None
+
+
+def _unwrapped(answer: str) -> str:
+    """An answer without the signs around it; one that nobody reads for its length stays as it is."""
+    answer = answer.strip()
+    return unwrap(answer) if len(answer) <= MAX_ANSWER_CHARS else answer

@@ -22,7 +22,7 @@ RELATIVE_TOLERANCE = Fraction(1, 10**6)
 Monomial = tuple[tuple[str, Fraction], ...]  # sorted factors: a prime's digits or a symbol, and its power
 Sum = dict[Monomial, Fraction]  # without zeros
 
-_MAX_TERMS = 100
+_MAX_TERMS = 48
 _MAX_BITS = 4000  # of a coefficient
 MAX_DEPTH = 40
 _MAX_EXPONENT = 1000

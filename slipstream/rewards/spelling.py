@@ -104,7 +104,7 @@ _DEGREES = re.compile(r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|" + DEGRE
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\{,\}|,\\!\s*)\d{3})+(?!\d)")
 _NOT_DIGIT = re.compile(r"\D+")
 _NO_SPACE = re.compile(r"\\!")
-_SPACE = re.compile(r"(?<!\\)\\[,;:> ]|~|\\hspace\{[^{}]*\}|\s+")
+_SPACE = re.compile(r"(?:(?<!\\)\\[,;:> ]|~|\\hspace\{[^{}]*\}|\s)+")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _CONNECTIVE = re.compile(r"\s*,?\s*(?:and|or)\s*|\s*[,;]\s*")
@@ -137,7 +137,7 @@ def spell(answer: str) -> str:
     text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
     text = _MATH_MODE.sub("", _NO_SPACE.sub("", text))
     text = _COMMAND.sub(_command, _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text))
-    text = _SPACE.sub(" ", _DEGREES.sub(DEGREE, text))
+    text = _DEGREES.sub(DEGREE, _SPACE.sub(" ", text))
     text = _PLAIN_CONNECTIVE.sub(", ", _TEXT.sub(_words, text))
     return unwrap(text.replace("{,}", ","))
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.spelling import looks_mathematical, spell, to_latex
 from slipstream.rewards.values import changed, compare, equal, parse
@@ -93,10 +93,7 @@ class Verifier:
         verdict = compare(reference, answer)
         if verdict is not None:
             return verdict
-        spelled = spell(reference), spell(answer)
-        if not all(map(looks_mathematical, spelled)):
-            return False
-        return Request(gold=to_latex(spelled[0]), answer=to_latex(spelled[1]))
+        return _witness(reference, answer)
 
     def _judge_reference(self, reference: str) -> bool | Request:
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
@@ -105,8 +102,7 @@ class Verifier:
         other = None if value is None else changed(value)
         if value is not None and other is not None and equal(value, other) is False:
             return True
-        spelled = spell(reference)
-        return Request(gold=to_latex(spelled), answer=None) if looks_mathematical(spelled) else False
+        return _witness(reference, None)
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
@@ -121,3 +117,12 @@ class Verifier:
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
+
+
+def _witness(reference: str, answer: str | None) -> bool | Request:
+    """What math-verify is asked of an answer, or of a reference alone; False if it would misread them."""
+    texts = [spell(text) for text in (reference, answer) if text is not None]
+    latex = [to_latex(text) for text in texts if looks_mathematical(text)]
+    if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
+        return False
+    return Request(gold=latex[0], answer=None if answer is None else latex[1])
