@@ -64,7 +64,7 @@ class Number:
     @property
     def symbol(self) -> str | None:
         """The variable that it is; None if it is none."""
-        if self.bottom != _ONE or len(self.top) != 1:
+        if self.opaque or self.bottom != _ONE or len(self.top) != 1:
             return None
         ((monomial, coefficient),) = self.top.items()
         is_symbol = coefficient == 1 and len(monomial) == 1 and monomial[0][1] == 1
@@ -86,7 +86,13 @@ _UNIT_WORDS = {
 _SHORT_UNITS = frozenset(
     ("cm", "mm", "km", "kg", "mg", "ml", "ft", "in", "mi", "yd", "lb", "oz", "min", "hr", "sec", "deg", "hz")
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NO_UNITS = frozenset({
+    "or", "and", "if", "not", "more", "less", "fewer", "than", "at", "least", "most", "to", "up", "about", "mod",
+    "when", "for", "is", "are", "squared", "cubed", "factorial", "half", "halve", "third", "quarter", "fourth", "fifth",
+    "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth", "pi", "plus", "minus", "times", "over",
+    "by", "pair",
+})  # fmt: skip
 _UNIT = re.compile(
     r"\\text\{([^{}]*)\}(?:\s*\^\s*\{?([23])\}?)?|([A-Za-z]{2,}(?: [A-Za-z]{2,})?)(?:\s*\^\s*\{?([23])\}?)?"
 )
@@ -98,37 +104,40 @@ _DECIMAL = re.compile(
 
 def read_number(text: str) -> Number:
     """A number or an expression, with its unit."""
-    unit, power = "", 0
+    unit, scale = "", 1
     currency = re.match(r"([+-]?)\s*\\\$\s*", text)
     if currency is not None:
         text, unit = currency[1] + text[currency.end() :], "$"
+    elif text.endswith("\\$"):
+        text, unit = text[:-2].strip(), "$"
     elif text[-1:] in ("%", DEGREE):
         text, unit = text[:-1].strip(), text[-1]
     else:
-        text, unit, power = _without_unit(text)
+        text, unit, scale = _without_unit(text)
     decimal = _DECIMAL.fullmatch(text)
     number = _Reader(text).read() if decimal is None else _decimal_number(decimal)
-    if power:
-        half = None if number.half is None else number.half * 10**power
-        number = replace(number, top=_scaled(number.top, Fraction(10**power)), half=half)
+    if scale != 1:
+        half = None if number.half is None else number.half * scale
+        number = replace(number, top=_scaled(number.top, Fraction(scale)), half=half)
     return replace(number, unit=unit)
 
 
 def _without_unit(text: str) -> tuple[str, str, int]:
-    """The text before a unit at its end, the unit, and the power of ten of `million`."""
+    """The text before a unit at its end, the unit, and the number that `million` stands for."""
     for match in _UNIT.finditer(text):
         if match.end() < len(text) or match.start() == 0:
             continue
         words = (match[1] or match[3] or "").replace(".", "").casefold().split()
-        before, power = text[: match.start()].strip(), 0
-        if words and words[0] in _SCALES:
-            power = _SCALES[words.pop(0)]
+        scale = _SCALES.get(words[0].removesuffix("s"), 1) if words else 1
+        words = words[1:] if scale != 1 else words
         words = words[1:] if words[:1] == ["of"] else words
-        if match[1] is None and not power and not _is_known(words):
-            return text, "", 0
+        if match[1] is None and scale == 1 and not _is_known(words):
+            return text, "", 1
+        if any(word.removesuffix("s") in _NO_UNITS or word in _NO_UNITS for word in words):
+            raise UnreadError(text)
         exponent = match[2] or match[4]
-        return before, _unit(words) + (f"^{exponent}" if exponent else ""), power
-    return text, "", 0
+        return text[: match.start()].strip(), _unit(words) + (f"^{exponent}" if exponent else ""), scale
+    return text, "", 1
 
 
 def _is_known(words: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ PLUS_MINUS, MINUS_PLUS, DEGREE, RANGE = (
     "\N{EN DASH}",
 )
 AT_MOST, AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
+TEXT = "\\text{"
 FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "exp",
     "sqrt",
@@ -44,7 +45,7 @@ _SPECIAL = {
     "\N{UNION}": "\\cup ",
     "\N{INTERSECTION}": "\\cap ",
     "\N{ELEMENT OF}": "\\in ",
-    "\N{ALMOST EQUAL TO}": "\\approx ",
+    "\N{ALMOST EQUAL TO}": "=",
     "\N{NOT EQUAL TO}": "\\neq ",
     "\N{FULLWIDTH COMMA}": ", ",
     "\N{IDEOGRAPHIC COMMA}": ", ",
@@ -62,9 +63,11 @@ _DASHES = "\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}"
 _RANGE = re.compile(f"(?<=[0-9])[{_DASHES}](?=[0-9])")
 
 _COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "\\frac"),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), "\\frac"),
     **dict.fromkeys(("left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg", "biggl", "biggr")),
-    **dict.fromkeys(("displaystyle", "textstyle", "limits", "boxed", "fbox", "mathstrut", "bf", "rm")),
+    **dict.fromkeys(("displaystyle", "textstyle", "limits", "boxed", "fbox", "framebox", "mathstrut", "bf", "rm")),
+    **dict.fromkeys(("small", "large", "Large", "LARGE", "huge", "Huge", "underline", "ensuremath", "displaylimits")),
+    **dict.fromkeys(("approx", "simeq", "thickapprox"), "="),
     **dict.fromkeys(("quad", "qquad", "space"), " "),
     **dict.fromkeys(("cdot", "times", "ast"), "*"),
     **dict.fromkeys(("le", "leq", "leqslant"), AT_MOST),
@@ -96,6 +99,7 @@ _COMMANDS = {
     ),
     **dict.fromkeys(("operatorname", "text", "mathnormal", "unit", "pmb"), "\\text"),
 }
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s*")
 _ESCAPED = {"\\{": SET_START, "\\}": SET_END, "\\%": "%", "\\|": "|", "\\_": "_", "\\\\": "\\\\"}
 _ESCAPE = re.compile(r"\\[\\{}%|_()\[\]]")
@@ -111,7 +115,7 @@ _CONNECTIVE = re.compile(r"\s*,?\s*(?:and|or)\s*|\s*[,;]\s*")
 _PLAIN_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+")
 _CLOSING = re.compile(r"(?<![\\.,;:])[.,;:]+$")
 _BRACES = re.compile(r"\\[{}]|[{}]")
-_EMPHASIS = ("**", "__", "*", "_", "`", '"')
+_EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
 
 
 _INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"))
@@ -135,7 +139,7 @@ def spell(answer: str) -> str:
     """The one spelling of a bare answer, as `values.parse` reads it."""
     text = unwrap(answer if answer.isascii() else _ascii(answer))
     text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
-    text = _MATH_MODE.sub("", _NO_SPACE.sub("", text))
+    text = _MATH_MODE.sub("", _NO_SPACE.sub("", _COLOR.sub("", text)))
     text = _COMMAND.sub(_command, _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text))
     text = _DEGREES.sub(DEGREE, _SPACE.sub(" ", text))
     text = _PLAIN_CONNECTIVE.sub(", ", _TEXT.sub(_words, text))
@@ -146,7 +150,7 @@ def unwrap(text: str) -> str:
     """Without the signs around it: white space, closing punctuation, `$`, emphasis and quotation marks."""
     while True:
         before = text
-        text = _CLOSING.sub("", text.strip()).strip()
+        text = _CLOSING.sub("", text.strip().rstrip("\\")).strip()
         core = text.lstrip("$") if text.endswith("\\$") else text.strip("$")
         text = _without_emphasis(text if "$" in core.removeprefix("\\$") else core)
         if text == before:
@@ -177,10 +181,11 @@ def is_balanced(text: str) -> bool:
 def looks_mathematical(spelled: str) -> bool:
     """Whether math-verify may be asked about a text, as `spell` made it.
 
-    It reads any word as a product of its letters, two numbers side by side as one, and a range as a difference.
+    It reads any word as a product of its letters, two numbers side by side as one and a range as a difference, and
+    what stands in `\\text{}` not at all.
     """
-    without_commands = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", " ", spelled)
-    if _WORD.search(without_commands) or _BLANK_NUMBERS.search(spelled) or RANGE in spelled:
+    without_commands = _COMMAND.sub(" ", spelled)
+    if _WORD.search(without_commands) or _BLANK_NUMBERS.search(spelled) or RANGE in spelled or TEXT in spelled:
         return False
     return is_balanced(spelled) and re.search(r"[0-9A-Za-z]", without_commands) is not None
 

@@ -248,14 +248,18 @@ def _proportional(a: Sum, b: Sum) -> bool:
 # Reading: from the whole answer down to a number.
 
 _INTEGER = re.compile(r"[+-]?\d+")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|\(?([A-J])[).:]\s*\S.*")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|\(?([A-J])[).:]\s+([\w\\$(-].*)")
+_OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
 _MARKED = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+){0,3}|[nN]o|[oO]n|[iI]s")
 _NUMERAL = re.compile(r"\(?([0-9][0-9A-F]*|[A-F][0-9A-F]+)\)?\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z](?:, ?[a-z])*\))?'?")
+_NAME = re.compile(
+    r"[A-Za-z]'?\([^()]*\)|[A-Z]{2,4}|[A-Za-z]{4,}|[A-Za-z]'|\\(?:angle|triangle|overline|vec) ?(?:\{[A-Z]+\}|[A-Z]+)"
+    r"|\\text\{[^{}]*\}"
+)
 _ORDER = re.compile(r"(<=|>=|[<>" + AT_MOST + AT_LEAST + r"])")
 _MAX_ITEMS = 64
 _OPEN, _CLOSE = "([{" + SET_START, ")]}" + SET_END
@@ -315,7 +319,7 @@ def _word(text: str) -> Word | None:
             return inside
         return Word(" ".join(marked[1].casefold().split()), is_marked=True)
     choice = _CHOICE.fullmatch(text)
-    if choice is not None:
+    if choice is not None and not (choice[4] and _OTHER_CHOICE.search(choice[4])):
         return Word((choice[1] or choice[2] or choice[3]).casefold(), is_choice=True, is_marked=True)
     if _WORD.fullmatch(text) and text not in FUNCTIONS:
         return Word(" ".join(text.casefold().split()))
@@ -404,11 +408,13 @@ def _matrix(body: str, depth: int) -> Value:
 
 def _equation(text: str, depth: int) -> Value:
     """An assignment, an equation, or a chain of equations, which has the value of its sides if they are equal."""
-    sides = [side.strip() for side in text.split("=")]
+    sides = [side.strip() for side in text.removeprefix("=").split("=")]
     if "" in sides or len(sides) > _MAX_ITEMS:
         raise UnreadError(text)
-    name = sides[0] if _NAME.fullmatch(sides[0]) and _is_name(sides[0]) else None
-    if name is None and len(sides) == 2 and _NAME.fullmatch(sides[1]) and _is_name(sides[1]):
+    if len(sides) == 1:
+        return _value(sides[0], depth + 1)
+    name = sides[0] if _is_name(sides[0]) else None
+    if name is None and len(sides) == 2 and _is_name(sides[1]):
         name, sides = sides[1], sides[::-1]
     values = [_value(side, depth + 1) for side in (sides if name is None else sides[1:])]
     is_chain = all(_same(a, b) for a, b in pairwise(values))
@@ -424,8 +430,8 @@ def _equation(text: str, depth: int) -> Value:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side is one variable or a function's value, and no constant."""
-    if "(" in side or side.endswith("'"):
+    """Whether a side is a variable, a function's value, a word or the name of a thing, and no constant."""
+    if _NAME.fullmatch(side):
         return True
     try:
         symbol = read_number(side).symbol
@@ -449,8 +455,8 @@ def _same(a: Value, b: Value) -> bool:
 
 
 def _contradict(a: Value, b: Value) -> bool:
-    """Whether `a = b` is false, both being constants."""
-    constants = [isinstance(each, Number) and not each.opaque and not variables(each) for each in (a, b)]
+    """Whether `a = b` is false, both being constants without units."""
+    constants = [isinstance(each, Number) and not (each.opaque or each.unit or variables(each)) for each in (a, b)]
     return all(constants) and not _same(a, b)
 
 

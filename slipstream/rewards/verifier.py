@@ -15,7 +15,7 @@ from typing import Self
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
-from slipstream.rewards.spelling import looks_mathematical, spell, to_latex
+from slipstream.rewards.spelling import TEXT, looks_mathematical, spell, to_latex
 from slipstream.rewards.values import changed, compare, equal, parse
 
 
@@ -102,7 +102,7 @@ class Verifier:
         other = None if value is None else changed(value)
         if value is not None and other is not None and equal(value, other) is False:
             return True
-        return _witness(reference, None)
+        return TEXT in spell(reference) or _witness(reference, None)  # what has words is graded by its text
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.rewards.answers import extract_answer
+from slipstream.rewards.answers import extract_answer, opens_thought
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,63 @@ from slipstream.rewards.answers import extract_answer
         ("Answer: 2X", "2X"),
         ("Answer: X2", "X2"),
         ("a</think>\\boxed{1}</think>I do not know", None),
+        ("Answer: **73**", "73"),
+        ("**Answer:** 73", "73"),
+        ("**Answer**: 73", "73"),
+        ("**Answer: 73**", "73"),
+        ("*Answer:* `73`", "73"),
+        ("### Answer:\n\n**73**", "73"),
+        ("The final answer is: 73.", "73"),
+        ("Answer\N{FULLWIDTH COLON}73", "73"),
+        ("Final Answer: **73** apples", "73 apples"),
+        ("Answer: 1\u200b2", "12"),
+        ("\\bo\u200bxed{1\u20602}", "12"),
+        ("\\fbox{5}", "5"),
+        ("\\boxed 5", "5"),
+        ("so $\\boxed 5$.", "5"),
+        ("\\boxed \\frac{1}{2}$", "\\frac{1}{2}"),
+        ("\\boxed{\\fbox{5}}", "\\fbox{5}"),
+        ("\\boxed{4} and \\boxed", "4"),
+        ("\\boxedx{4}", None),
+        ("\\boxed{2+2=4}", "2+2=4"),
+        ("\\boxed{2+2=5=34}", None),
+        ("Answer: 2+2=5", None),
+        ("\\boxed{x=5}", "x=5"),
     ],
 )
 def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Answer: 12", None),  # 123 may have been meant
+        ("Answer: 7\nAnswer: 12", "7"),
+        ("Answer: 12\n", "12"),
+        ("\\boxed 12", None),
+        ("\\boxed 12 ", "12"),
+        ("\\boxed{12}", "12"),
+        ("\\boxed{12}? Let me", "12"),
+        ("<think>\\boxed{12}", None),
+    ],
+)
+def test_an_answer_without_an_end_of_its_own_is_none_where_the_response_was_cut_off(
+    response: str, answer: str | None
+) -> None:
+    assert extract_answer(response, is_cut_off=True) == answer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_turn", "opens"),
+    [
+        ("assistant\n<think>\n", True, True),
+        ("assistant\n<think>\nOkay, ", True, True),
+        ("assistant\n<think>\n\n</think>\n\n", True, False),
+        ("assistant\n", True, False),
+        ("Reply with <think> first. assistant:", False, False),
+        ("Reply with <think> first. assistant: <think>\n", False, True),
+    ],
+)
+def test_a_prompt_opens_a_thought_in_the_turn_of_the_policy_alone(prompt: str, is_turn: bool, opens: bool) -> None:
+    assert opens_thought(prompt, is_turn=is_turn) is opens
