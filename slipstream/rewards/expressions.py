@@ -17,7 +17,7 @@ from fractions import Fraction
 from slipstream.rewards.spelling import DEGREE, FUNCTIONS
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""How far a decimal may be from the number that it is the rounding of."""
+"""How far a decimal may be from a number that it is rounded, or cut off, from."""
 
 Monomial = tuple[tuple[str, Fraction], ...]  # sorted factors: a prime's digits or a symbol, and its power
 Sum = dict[Monomial, Fraction]  # without zeros
@@ -43,14 +43,14 @@ class Number:
     """A number or an expression: `top / bottom`.
 
     Attributes:
-        half: half a unit of the last decimal place, of a number that is written as a decimal.
+        place: a unit of the last decimal place, of a number that is written as a decimal.
         unit: `%`, `°`, a currency or a word; empty without one.
         opaque: it has functions or nested roots, of which different spellings may be equal.
     """
 
     top: Sum
     bottom: Sum
-    half: Fraction | None = None
+    place: Fraction | None = None
     unit: str = ""
     opaque: bool = False
 
@@ -84,7 +84,7 @@ _UNIT_WORDS = {
     "kilogram": "kg", "pound": "lb", "ounce": "oz", "liter": "l", "litre": "l", "cent": "cent", "unit": "unit",
 }  # fmt: skip
 _SHORT_UNITS = frozenset(
-    ("cm", "mm", "km", "kg", "mg", "ml", "ft", "in", "mi", "yd", "lb", "oz", "min", "hr", "sec", "deg", "hz")
+    ("cm", "mm", "km", "kg", "mg", "ml", "ft", "in", "mi", "yd", "lb", "oz", "min", "hr", "sec", "deg", "hz", "mph")
 )
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNITS = frozenset({
@@ -96,6 +96,9 @@ _NO_UNITS = frozenset({
 _UNIT = re.compile(
     r"\\text\{([^{}]*)\}(?:\s*\^\s*\{?([23])\}?)?|([A-Za-z]{2,}(?: [A-Za-z]{2,})?)(?:\s*\^\s*\{?([23])\}?)?"
 )
+_CURRENCIES = "€£¥"
+_CURRENCY = re.compile(r"([+-]?)\s*\\?([$" + _CURRENCIES + r"])\s*")
+_FUNCTION = re.compile(r"\\(?:" + "|".join(sorted(FUNCTIONS - {"sqrt"})) + r")(?![A-Za-z])")
 _DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d)(\d*)(?:\.(\d*))?"
     r"(?:[eE]([+-]?\d{1,4})|\s*[*xX]\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4})))?"
@@ -105,20 +108,18 @@ _DECIMAL = re.compile(
 def read_number(text: str) -> Number:
     """A number or an expression, with its unit."""
     unit, scale = "", 1
-    currency = re.match(r"([+-]?)\s*\\\$\s*", text)
+    currency = _CURRENCY.match(text)
     if currency is not None:
-        text, unit = currency[1] + text[currency.end() :], "$"
-    elif text.endswith("\\$"):
-        text, unit = text[:-2].strip(), "$"
-    elif text[-1:] in ("%", DEGREE):
-        text, unit = text[:-1].strip(), text[-1]
+        text, unit = currency[1] + text[currency.end() :], currency[2]
+    elif text.endswith(("%", DEGREE, "\\$", *_CURRENCIES)) and not _FUNCTION.search(text):
+        text, unit = text.rstrip("\\$%" + DEGREE + _CURRENCIES).strip(), text[-1]
     else:
         text, unit, scale = _without_unit(text)
     decimal = _DECIMAL.fullmatch(text)
     number = _Reader(text).read() if decimal is None else _decimal_number(decimal)
     if scale != 1:
-        half = None if number.half is None else number.half * scale
-        number = replace(number, top=_scaled(number.top, Fraction(scale)), half=half)
+        place = None if number.place is None else number.place * scale
+        number = replace(number, top=_scaled(number.top, Fraction(scale)), place=place)
     return replace(number, unit=unit)
 
 
@@ -155,7 +156,7 @@ def _unit(words: Sequence[str]) -> str:
 
 
 def _decimal_number(match: re.Match[str]) -> Number:
-    """Exactly what is written, and half a unit of the last place if it has a point or a power of ten."""
+    """Exactly what is written, and a unit of the last place if it has a point or a power of ten."""
     whole, places = match[2], match[3] or ""
     exponent = int(match[4] or match[5] or match[6] or 0)
     if abs(exponent) > _MAX_EXPONENT:
@@ -163,12 +164,12 @@ def _decimal_number(match: re.Match[str]) -> Number:
     unit = Fraction(10) ** (exponent - len(places))
     size = int(whole + places) * unit
     is_decimal = match[3] is not None or exponent != 0
-    return Number(_sum(-size if match[1] == "-" else size), _ONE, half=unit / 2 if is_decimal else None)
+    return Number(_sum(-size if match[1] == "-" else size), _ONE, place=unit if is_decimal else None)
 
 
 # Expressions.
 
-_TOKEN = re.compile(r"\d+(?:\.\d*)?|\.\d+|\\[A-Za-z]+|[A-Za-z]+|\*\*|[-+*/^_(){}\[\]|!]")
+_TOKEN = re.compile(r"\d+(?:\.\d*)?|\.\d+|\\[A-Za-z]+|[A-Za-z]+|\*\*|[-+*/^_(){}\[\]|!" + DEGREE + "]")
 _CONSTANT_NAMES = {"\\pi": "pi", "\\infty": "infty"}
 _NOT_SYMBOLS = frozenset({
     "\\begin", "\\end", "\\int", "\\sum", "\\prod", "\\lim", "\\text", "\\cup", "\\cap", "\\setminus", "\\in", "\\neq",
@@ -255,8 +256,12 @@ class _Reader:
 
     def _factor(self) -> Number:
         number = self._atom()
-        while self._peek() in ("^", "**", "!"):
-            number = _factorial(number) if self._take() == "!" else self._powered(number)
+        while self._peek() in ("^", "**", "!", DEGREE):
+            sign = self._take()
+            if sign == DEGREE:  # of a function's argument
+                number = _multiplied(number, _divided(_named("pi"), _rational(Fraction(180))))
+            else:
+                number = _factorial(number) if sign == "!" else self._powered(number)
         following = self._peek()
         if following and following[0] in "0123456789.":
             raise UnreadError(self._text)
@@ -421,10 +426,12 @@ def equal_numbers(a: Number, b: Number) -> bool | None:
     if a.unit and b.unit and a.unit != b.unit:
         return False
     verdict = _equal_sizes(a, b)
-    if verdict is not True and a.unit != b.unit and "%" in (a.unit, b.unit):  # 50 % is a half, and 50 if it is asked so
+    if (
+        verdict is not True and a.unit != b.unit and "%" in (a.unit, b.unit)
+    ):  # 50 % is a place, and 50 if it is asked so
         percent, plain = (a, b) if a.unit == "%" else (b, a)
-        half = None if percent.half is None else percent.half / 100
-        hundredth = replace(percent, top=_scaled(percent.top, Fraction(1, 100)), half=half)
+        place = None if percent.place is None else percent.place / 100
+        hundredth = replace(percent, top=_scaled(percent.top, Fraction(1, 100)), place=place)
         return _equal_sizes(hundredth, plain) or verdict
     return verdict
 
@@ -435,16 +442,17 @@ def _equal_sizes(a: Number, b: Number) -> bool | None:
         return True
     if a.opaque or b.opaque:
         return None
-    return any(decimal.half is not None and is_rounding(decimal, other) for decimal, other in ((a, b), (b, a)))
+    return any(decimal.place is not None and is_rounding(decimal, other) for decimal, other in ((a, b), (b, a)))
 
 
 def is_rounding(decimal: Number, other: Number, tolerance: Fraction | None = RELATIVE_TOLERANCE) -> bool:
-    """Whether a number written as a decimal is the other one, rounded to its places."""
+    """Whether a number written as a decimal is the other one, rounded or cut off after its last place."""
     value, exact = decimal.fraction, _approximate(other)
-    if value is None or exact is None or decimal.half is None:
+    if value is None or exact is None or decimal.place is None:
         return False
     error = abs(value - exact)
-    return error <= decimal.half and (tolerance is None or error <= tolerance * abs(exact))
+    is_cut_off = abs(value) < abs(exact) and error < decimal.place
+    return (is_cut_off or 2 * error <= decimal.place) and (tolerance is None or error <= tolerance * abs(exact))
 
 
 def _approximate(number: Number) -> Fraction | None:
@@ -484,7 +492,7 @@ def _key(terms: Sum) -> str:
 
 def changed_number(number: Number) -> Number:
     """Another one of the same kind."""
-    return replace(number, top=_plus(number.top, number.bottom))
+    return replace(number, top=_scaled(number.top, Fraction(2)) if number.top else number.bottom)
 
 
 def _sum(value: Fraction) -> Sum:
@@ -561,7 +569,7 @@ def _add(a: Number, b: Number) -> Number:
 
 
 def _negated(number: Number, sign: int) -> Number:
-    return number if sign > 0 else replace(number, top=_scaled(number.top, Fraction(-1)), half=None)
+    return number if sign > 0 else replace(number, top=_scaled(number.top, Fraction(-1)), place=None)
 
 
 def _multiplied(a: Number, b: Number) -> Number:

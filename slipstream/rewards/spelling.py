@@ -42,6 +42,9 @@ _SPECIAL = {
     "\N{GREATER-THAN OR SLANTED EQUAL TO}": AT_LEAST,
     "\N{MASCULINE ORDINAL INDICATOR}": DEGREE,
     "\N{RING ABOVE}": DEGREE,
+    "\N{EMPTY SET}": "\\emptyset ",
+    "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
+    "\N{RATIO}": ":",
     "\N{UNION}": "\\cup ",
     "\N{INTERSECTION}": "\\cap ",
     "\N{ELEMENT OF}": "\\in ",
@@ -58,6 +61,7 @@ _SPECIAL = {
 }
 _THIN_SPACES = "\N{NO-BREAK SPACE}\N{THIN SPACE}\N{HAIR SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}"
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]+")
+_SLASHED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)[/\N{FRACTION SLASH}]([\u2080-\u2089]+)")
 _LOWERED = re.compile("[\u2080-\u208e]+")
 _DASHES = "\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}"
 _RANGE = re.compile(f"(?<=[0-9])[{_DASHES}](?=[0-9])")
@@ -87,6 +91,7 @@ _COMMANDS = {
     "lbrack": "[",
     "rbrack": "]",
     **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
+    "colon": ":",
     "imath": "i",
     "varnothing": "\\emptyset",
     "ne": "\\neq",
@@ -99,6 +104,8 @@ _COMMANDS = {
     ),
     **dict.fromkeys(("operatorname", "text", "mathnormal", "unit", "pmb"), "\\text"),
 }
+_REALS = re.compile(r"\\mathbb\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))")
+_RAISED_O = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o)\s*\}|o(?![A-Za-z]))")
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s*")
 _ESCAPED = {"\\{": SET_START, "\\}": SET_END, "\\%": "%", "\\|": "|", "\\_": "_", "\\\\": "\\\\"}
@@ -111,6 +118,7 @@ _NO_SPACE = re.compile(r"\\!")
 _SPACE = re.compile(r"(?:(?<!\\)\\[,;:> ]|~|\\hspace\{[^{}]*\}|\s)+")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Za-z]+")
+_UNIT_LETTERS = frozenset("mgshlLJNWVAKCF")
 _CONNECTIVE = re.compile(r"\s*,?\s*(?:and|or)\s*|\s*[,;]\s*")
 _PLAIN_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+")
 _CLOSING = re.compile(r"(?<![\\.,;:])[.,;:]+$")
@@ -120,7 +128,7 @@ _EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
 
 _INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"))
 _WORD = re.compile(r"[A-Za-z]{3,}")
-_BLANK_NUMBERS = re.compile(r"\d\s+\d")
+_BLANK_NUMBERS = re.compile(r"(?<![_\d])\d+\s+\d")
 _TO_LATEX = {
     SET_START: "\\{",
     SET_END: "\\}",
@@ -140,6 +148,7 @@ def spell(answer: str) -> str:
     text = unwrap(answer if answer.isascii() else _ascii(answer))
     text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
     text = _MATH_MODE.sub("", _NO_SPACE.sub("", _COLOR.sub("", text)))
+    text = _RAISED_O.sub(DEGREE, _REALS.sub(r"(-\\infty,\\infty)", text))
     text = _COMMAND.sub(_command, _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text))
     text = _DEGREES.sub(DEGREE, _SPACE.sub(" ", text))
     text = _PLAIN_CONNECTIVE.sub(", ", _TEXT.sub(_words, text))
@@ -157,13 +166,19 @@ def unwrap(text: str) -> str:
             return text
 
 
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
+
+
 def without_invisible(text: str) -> str:
     """Without characters that have no width: soft hyphens, joiners, marks of the direction of writing."""
     return text if text.isascii() else text.translate(_INVISIBLE)
 
 
 def to_latex(spelled: str) -> str:
-    """What `spell` made, as LaTeX again."""
+    """What `spell` made, as LaTeX again, with degrees in functions as radians."""
+    if _TRIGONOMETRIC.search(spelled):
+        spelled = _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled)
     return spelled.translate(_FROM_SPELLED)
 
 
@@ -202,10 +217,16 @@ def _ascii(text: str) -> str:
     """Characters of other alphabets and typographers in those of LaTeX, with invisible ones left out."""
     text = "".join(char for char in text if unicodedata.category(char) != "Cf")
     text = _RANGE.sub(RANGE, text)
-    text = _RAISED.sub(lambda match: f"^{{{_plain(match[0])}}}", text)
-    text = _LOWERED.sub(lambda match: f"_{{{_plain(match[0])}}}", text)
+    text = _SLASHED.sub(lambda match: f"\\frac{{{_plain(match[1])}}}{{{_plain(match[2])}}}", text)
+    text = _RAISED.sub(lambda match: f"^{_group(match[0])}", text)
+    text = _LOWERED.sub(lambda match: f"_{_group(match[0])}", text)
     text = re.sub(f"(?<![0-9])[{_DASHES}]|[{_DASHES}](?![0-9])", "-", text)
     return "".join(char if char.isascii() else _char(char) for char in text)
+
+
+def _group(text: str) -> str:
+    plain = _plain(text)
+    return plain if len(plain) == 1 else f"{{{plain}}}"
 
 
 def _plain(text: str) -> str:
@@ -247,6 +268,7 @@ def _words(match: re.Match[str]) -> str:
     words = _LETTERS.findall(content)
     if content.strip() in FUNCTIONS:
         return f"\\{content.strip()} "
-    if all(len(word) == 1 for word in words) and not (words and match.string[: match.start()].rstrip()[-1:].isdigit()):
+    is_unit = content.strip() in _UNIT_LETTERS and match.string[: match.start()].rstrip()[-1:].isdigit()
+    if all(len(word) == 1 for word in words) and not is_unit:
         return content
     return f"\\text{{{' '.join(content.split())}}}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from slipstream.rewards.expressions import (
@@ -38,7 +38,7 @@ from slipstream.rewards.spelling import (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Values in order between brackets: a tuple, a vector or an interval."""
+    """Values in order: a tuple, a vector, an interval or a ratio."""
 
     left: str
     right: str
@@ -129,8 +129,9 @@ def is_falsehood(answer: str) -> bool:
 def equal(a: Value, b: Value) -> bool | None:
     """Whether two values are equal; None if that takes more than is known here.
 
-    Integers, fractions and surds are compared exactly. A decimal also equals what it is the rounding of, to all the
-    places that it has, if the two differ by no more than one millionth of their size.
+    Integers, fractions and surds are compared exactly. A decimal also equals what it is rounded or cut off
+    from, to all the places that it has, if the two differ by no more than one millionth of their size: 0.333333 is a
+    third, and 0.333 is none.
     """
     if isinstance(a, Falsehood) or isinstance(b, Falsehood):
         return False
@@ -166,7 +167,9 @@ def changed(value: Value) -> Value | None:
         return replace(value, digits=f"{value.digits}0")
     if isinstance(value, Equation):
         other = None if value.value is None else changed(value.value)
-        return None if other is None else Equation(None, value.name, other)
+        return None if other is None and value.value is not None else Equation(None, value.name, other)
+    if isinstance(value, Bag) and not value.items:
+        return Bag((read_number("1"),))
     items = [each for row in value.rows for each in row] if isinstance(value, Matrix) else list(value.items)
     others = [changed(each) for each in items]
     if not others or others[0] is None or None in others:
@@ -249,7 +252,9 @@ def _proportional(a: Sum, b: Sum) -> bool:
 
 _INTEGER = re.compile(r"[+-]?\d+")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-_CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|\(?([A-J])[).:]\s+([\w\\$(-].*)")
+_CHOICE = re.compile(
+    r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|(?:[Oo]ption|[Cc]hoice) \(?([A-Z])\)?|\(?([A-J])[).:]\s+([\w\\$(-].*)"
+)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
 _MARKED = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+){0,3}|[nN]o|[oO]n|[iI]s")
@@ -257,7 +262,8 @@ _NUMERAL = re.compile(r"\(?([0-9][0-9A-F]*|[A-F][0-9A-F]+)\)?\s*_\s*(?:\{\s*(\d{
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
 _NAME = re.compile(
-    r"[A-Za-z]'?\([^()]*\)|[A-Z]{2,4}|[A-Za-z]{4,}|[A-Za-z]'|\\(?:angle|triangle|overline|vec) ?(?:\{[A-Z]+\}|[A-Z]+)"
+    r"[A-Za-z](?:\^\{-1\}|'+)?\([^()]*\)|[A-Z]{2,4}|[A-Za-z]{4,}|[A-Za-z]'"
+    r"|\\(?:angle|triangle|overline|vec) ?(?:\{[A-Z]+\}|[A-Z]+)"
     r"|\\text\{[^{}]*\}"
 )
 _ORDER = re.compile(r"(<=|>=|[<>" + AT_MOST + AT_LEAST + r"])")
@@ -271,8 +277,8 @@ def _value(text: str, depth: int) -> Value:
     if _INTEGER.fullmatch(text):
         return read_number(text)
     word = _word(text)
-    if word is not None:
-        return word
+    if word is not None or text == "\\emptyset":
+        return word or Bag(())
     pieces = _pieces(text, is_inside=False)
     if len(pieces) > 1:
         return _bag(pieces, depth)
@@ -282,16 +288,14 @@ def _value(text: str, depth: int) -> Value:
         return Equation(None, member[1], _value(member[2].strip(), depth + 1))
     if "=" in text.replace("<=", "").replace(">=", ""):
         return _equation(text, depth)
-    if _ORDER.search(text):
-        return _range(text, depth)
-    if "\\cup" in text:
-        parts = tuple(_value(part.strip(), depth + 1) for part in text.split("\\cup"))
-        return Union(parts)
-    return _item(text, depth)
+    return _range(text, depth) if _ORDER.search(text) else _item(text, depth)
 
 
 def _item(text: str, depth: int) -> Value:
     """One value: between brackets, a matrix, a numeral, or a number of which a sign may be open."""
+    for sign, kind in (("\\cup", Union), (":", partial(Row, ":", ":"))):
+        if sign in text:
+            return kind(tuple(_value(part.strip(), depth + 1) for part in text.split(sign)))
     matrix = _MATRIX.fullmatch(text)
     if matrix is not None:
         return _matrix(matrix[2], depth)
@@ -319,8 +323,8 @@ def _word(text: str) -> Word | None:
             return inside
         return Word(" ".join(marked[1].casefold().split()), is_marked=True)
     choice = _CHOICE.fullmatch(text)
-    if choice is not None and not (choice[4] and _OTHER_CHOICE.search(choice[4])):
-        return Word((choice[1] or choice[2] or choice[3]).casefold(), is_choice=True, is_marked=True)
+    if choice is not None and not (choice[5] and _OTHER_CHOICE.search(choice[5])):
+        return Word((choice[1] or choice[2] or choice[3] or choice[4]).casefold(), is_choice=True, is_marked=True)
     if _WORD.fullmatch(text) and text not in FUNCTIONS:
         return Word(" ".join(text.casefold().split()))
     return None
@@ -371,11 +375,11 @@ def _bag(pieces: Sequence[str], depth: int) -> Value:
 
 def _bracketed(left: str, right: str, pieces: Sequence[str], depth: int) -> Value:
     items = [_value(piece, depth + 1) for piece in pieces if piece]
-    if left == SET_START:
+    if left in (SET_START, "{"):
         flat = [each for item in items for each in (item.items if isinstance(item, Bag) else (item,))]
         unique = _distinct(flat)
         return unique[0] if len(unique) == 1 else Bag(tuple(unique))
-    if len(items) != len(pieces) or left == "{" or any(isinstance(item, Bag) for item in items):
+    if len(items) != len(pieces) or any(isinstance(item, Bag) for item in items):
         raise UnreadError(left)
     return Row(left, right, tuple(items))
 
@@ -448,7 +452,7 @@ def _difference(sides: Sequence[str], value: Value) -> Sum | None:
 
 
 def _same(a: Value, b: Value) -> bool:
-    """Whether `a = b` holds; a decimal may stand for what it is the rounding of, whatever its places."""
+    """Whether `a = b` holds; a decimal may stand for what it is rounded from, however few its places."""
     if isinstance(a, Number) and isinstance(b, Number) and not a.unit and not b.unit:
         return equal(a, b) is True or is_rounding(a, b, None) or is_rounding(b, a, None)
     return equal(a, b) is True
@@ -462,7 +466,7 @@ def _contradict(a: Value, b: Value) -> bool:
 
 def _most_exact(values: Sequence[Value]) -> Value:
     """The last value, but for a rounded one whose exact one stands before it."""
-    exact = [each for each in values if not (isinstance(each, Number) and each.half is not None)]
+    exact = [each for each in values if not (isinstance(each, Number) and each.place is not None)]
     return (exact or values)[-1]
 
 

@@ -16,7 +16,7 @@ from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.spelling import TEXT, looks_mathematical, spell, to_latex
-from slipstream.rewards.values import changed, compare, equal, parse
+from slipstream.rewards.values import Value, changed, compare, equal, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +79,15 @@ class Verifier:
 
         Prose, "", an equation that does not hold, and what takes too long cannot.
         """
-        judged = [self._judge_reference(reference) for reference in references]
-        known = self._verdicts(judged)
-        changed = [
-            self._judge(f"{reference}+1", reference) if is_known and isinstance(verdict, Request) else False
-            for reference, is_known, verdict in zip(references, known, judged, strict=True)
-        ]
-        return tuple(is_known and not is_same for is_known, is_same in zip(known, self._verdicts(changed), strict=True))
+        values = [self._value(reference) for reference in references]
+        are_read = self._verdicts([self._reads(each, value) for each, value in zip(references, values, strict=True)])
+        others = self._verdicts(
+            [
+                self._judge(f"{reference}+1", reference) if is_read and not _has_other(value) else False
+                for reference, value, is_read in zip(references, values, are_read, strict=True)
+            ]
+        )
+        return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
 
     def _judge(self, answer: str, reference: str) -> bool | Request:
         if len(answer) > self._max_chars or len(reference) > self._max_chars:
@@ -95,13 +97,15 @@ class Verifier:
             return verdict
         return _witness(reference, answer)
 
-    def _judge_reference(self, reference: str) -> bool | Request:
+    def _value(self, reference: str) -> Value | None:
+        return parse(reference) if len(reference) <= self._max_chars else None
+
+    def _reads(self, reference: str, value: Value | None) -> bool | Request:
+        """Whether the reference, in a box, is equal to itself, and more than prose."""
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
-        value = parse(reference)
-        other = None if value is None else changed(value)
-        if value is not None and other is not None and equal(value, other) is False:
-            return True
+        if value is not None:
+            return changed(value) is not None
         return TEXT in spell(reference) or _witness(reference, None)  # what has words is graded by its text
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
@@ -126,3 +130,9 @@ def _witness(reference: str, answer: str | None) -> bool | Request:
     if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
         return False
     return Request(gold=latex[0], answer=None if answer is None else latex[1])
+
+
+def _has_other(value: Value | None) -> bool:
+    """Whether another value of the same kind is certain to differ."""
+    other = None if value is None else changed(value)
+    return value is not None and other is not None and equal(value, other) is False
