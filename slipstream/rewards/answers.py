@@ -10,8 +10,9 @@ from slipstream.rewards.spelling import unwrap, without_invisible
 from slipstream.rewards.values import is_falsehood
 
 THINK_START, THINK_END = "<think>", "</think>"
-_BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{?)|[{}]")
-_UNBRACED = re.compile(r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+")
+_BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\s*(\{)|)|[{}]")
+# What `\boxed` without braces holds: it begins like a number, a symbol or a command, and no brace is left open or over.
+_UNBRACED = re.compile(r"[ \t]*((?=[-+]?(?:[\w.(]|\\[A-Za-z]))(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})++)(?![{}])")
 _ANSWER_LINE = re.compile(r"answer[*_ \t]{0,8}(?:is[*_ \t]{0,8})?[:\N{FULLWIDTH COLON}][ \t]*([^\n]*)", re.IGNORECASE)
 _CLOSED_EMPHASIS = re.compile(r"(?:\*\*|__|\*|_)(?=\s|$)")
 _NEXT_LINE = re.compile(r"\s*([^\n]*)")
@@ -76,14 +77,14 @@ def _last_boxed(text: str, *, is_cut_off: bool) -> str | None:
             opened.append(None)
         elif match[1]:
             opened.append(match.end())
-        elif match[1] is not None:
+        elif not token.endswith(("{", "}")):
             found.append((match.end(), None))
     for start, end in reversed(found):
         if end is not None:
             return text[start:end]
         unbraced = _UNBRACED.match(text, start)
         if unbraced is not None and not (is_cut_off and unbraced.end() == len(text)):
-            return _unwrapped(unbraced[0])
+            return _unwrapped(unbraced[1])
     return None
 
 

@@ -121,7 +121,7 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 _UNIT_LETTERS = frozenset("mgshlLJNWVAKCF")
 _CONNECTIVE = re.compile(r"\s*,?\s*(?:and|or)\s*|\s*[,;]\s*")
 _PLAIN_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+")
-_CLOSING = re.compile(r"(?<![\\.,;:])[.,;:]+$")
+_CLOSING = re.compile(r"(?<![\\.])\.+$")
 _BRACES = re.compile(r"\\[{}]|[{}]")
 _EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
 
@@ -129,6 +129,7 @@ _EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
 _INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"))
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _BLANK_NUMBERS = re.compile(r"(?<![_\d])\d+\s+\d")
+_DANGLING = re.compile(r"^[*/^_]|[-+*/^_]$")
 _TO_LATEX = {
     SET_START: "\\{",
     SET_END: "\\}",
@@ -156,7 +157,7 @@ def spell(answer: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Without the signs around it: white space, closing punctuation, `$`, emphasis and quotation marks."""
+    """Without the signs around it: white space, a full stop, `$`, emphasis and quotation marks."""
     while True:
         before = text
         text = _CLOSING.sub("", text.strip().rstrip("\\")).strip()
@@ -196,11 +197,17 @@ def is_balanced(text: str) -> bool:
 def looks_mathematical(spelled: str) -> bool:
     """Whether math-verify may be asked about a text, as `spell` made it.
 
-    It reads any word as a product of its letters, two numbers side by side as one and a range as a difference, and
-    what stands in `\\text{}` not at all.
+    It drops an operator that has nothing to apply to, and what stands in `\\text{}`; it reads any word as a product of
+    its letters, two numbers side by side as one, and a range as a difference.
     """
     without_commands = _COMMAND.sub(" ", spelled)
-    if _WORD.search(without_commands) or _BLANK_NUMBERS.search(spelled) or RANGE in spelled or TEXT in spelled:
+    if (
+        _DANGLING.search(spelled)
+        or _WORD.search(without_commands)
+        or _BLANK_NUMBERS.search(spelled)
+        or RANGE in spelled
+        or TEXT in spelled
+    ):
         return False
     return is_balanced(spelled) and re.search(r"[0-9A-Za-z]", without_commands) is not None
 
