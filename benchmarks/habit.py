@@ -62,7 +62,7 @@ def start_with_habit(run: FinishedRun, directory: Path, lessons: Lessons) -> Sta
         write_record(record, directory / "draft.json")
     answers, words = read_responses(directory / "responses.json"), decode(tokenizer(policy))
     pairs = zip(answers.token_ids, answers.prompt_lengths, strict=True)
-    with_work = [_WORK in words(tokens[start:]) for tokens, start in pairs]
+    with_work = [_WORK in words(tokens[:start], tokens[start:]) for tokens, start in pairs]
     return Start(policy=policy, draft=directory, share_of_work=sum(with_work) / len(with_work))
 
 

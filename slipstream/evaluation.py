@@ -14,7 +14,8 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.records.stages import EvaluationRecord
-from slipstream.rewards.answers import extract_answer, normalise_answer
+from slipstream.rewards.answers import extract_answer
+from slipstream.rewards.values import compare
 from slipstream.rewards.verifier import Verifier
 from slipstream.rollout.config import SamplingConfig, check_sampling
 from slipstream.rollout.engine import Engine
@@ -101,7 +102,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     verifier: Verifier,
-    decode: Callable[[Sequence[int]], str],
+    decode: Callable[[Sequence[int], Sequence[int]], str],
     config: EvaluationConfig,
     policy: str,
     seed: int,
@@ -109,7 +110,8 @@ def evaluate(
     """Sample k responses to each problem with the engine's present weights and score them.
 
     Args:
-        decode: tokens to text, with `</think>` kept.
+        decode: text of a response by the tokens of its prompt and its own, with the tags of thoughts kept, and with
+            `<think>` before it if the prompt opens a thought.
         policy: what the weights are called in the record.
     Raises:
         ConfigError: there are no prompts.
@@ -119,16 +121,17 @@ def evaluate(
     groups = engine.generate(prompts, sampling=config.sampling(), group_size=k, seed=seed).groups
     assert [len(group.rollouts) for group in groups] == [k] * len(prompts)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    texts = [decode(rollout.token_ids) for rollout in rollouts]
-    scored = verifier.score(texts, [prompt.answer for prompt in prompts for _ in range(k)])
-    rewards_Nk = _rows(scored.rewards, k)
+    texts = [decode(group.prompt.token_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
     truncated = [rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts]
+    scored = verifier.score(texts, [prompt.answer for prompt in prompts for _ in range(k)], cut_off=truncated)
+    rewards_Nk = _rows(scored.rewards, k)
+    answers = [extract_answer(text, is_cut_off=cut) for text, cut in zip(texts, truncated, strict=True)]
     return EvaluationRecord(
         policy=policy,
         num_problems=len(prompts),
         k=k,
         avg_at_k=avg_at_k(rewards_Nk),
-        maj_at_k=maj_at_k(_rows([extract_answer(text) for text in texts], k), rewards_Nk),
+        maj_at_k=maj_at_k(_rows(answers, k), rewards_Nk),
         ci95=bootstrap_ci95([float(np.mean(rewards)) for rewards in rewards_Nk], seed=seed),
         truncated_fraction=float(np.mean(truncated)),
         num_timeouts=scored.num_timeouts,
@@ -139,10 +142,11 @@ def evaluate(
 
 def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     """Chance that an answer drawn from the most frequent ones is right."""
-    votes: dict[str, list[float]] = {}
+    votes: dict[str, list[float]] = {}  # by the first spelling of an answer
     for answer, reward in zip(answers, rewards, strict=True):
         if answer is not None:
-            votes.setdefault(normalise_answer(answer), []).append(reward)
+            first = next((other for other in votes if compare(other, answer)), answer)
+            votes.setdefault(first, []).append(reward)
     if not votes:
         return 0.0
     most = max(len(vote) for vote in votes.values())

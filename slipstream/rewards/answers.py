@@ -1,81 +1,94 @@
-"""What counts as a response's answer, and how equal answers are spelled equally. Pure text, linear in its length."""
+"""What counts as a response's answer. Pure text, linear in its length."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import deque
 
-_THINK_START, _THINK_END = "<think>", "</think>"
-_BRACES = re.compile(r"\\[{}]|\\boxed\s*\{|[{}]")
-_ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]*)", re.IGNORECASE)
-_GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+")
-_INTEGER = re.compile(r"[+-]?\d+")
-_LATEX_SPACE = re.compile(r"\\[,!;: ]|~")
+from slipstream.rewards.config import MAX_ANSWER_CHARS
+from slipstream.rewards.spelling import unwrap, without_invisible
+from slipstream.rewards.values import is_falsehood
+
+THINK_START, THINK_END = "<think>", "</think>"
+_BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox|framebox)(?![A-Za-z])(?:\s*(\{)|)|[{}]")
+# What `\boxed` without braces holds: it begins like a number, a symbol or a command, and no brace is left open or over.
+_UNBRACED = re.compile(r"[ \t]*((?=[-+]?(?:[\w.(]|\\[A-Za-z]))(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})++)(?![{}])")
+_ANSWER_LINE = re.compile(r"answer[*_ \t]{0,8}(?:is[*_ \t]{0,8})?[:\N{FULLWIDTH COLON}][ \t]*([^\n]*)", re.IGNORECASE)
+_CLOSED_EMPHASIS = re.compile(r"(?:\*\*|__|\*|_)(?=\s|$)")
+_NEXT_LINE = re.compile(r"\s*([^\n]*)")
 
 
-def extract_answer(response: str) -> str | None:
+def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
     """The content of the last complete `\\boxed{}`, else what follows the last `Answer:`; None if there is neither.
 
-    Only text after the last `</think>` counts, and an unfinished thought holds no answer. Linear in the length.
+    Only text after the last `</think>` counts, and an unfinished thought holds no answer. An equation, or a chain of
+    them, that does not hold is no answer either: `2+2=5`. Linear in the length.
+
+    Args:
+        response: with `<think>` before it where the prompt ends inside a thought.
+        is_cut_off: the response ran into its limit, so that an answer without an end of its own may be a part of one.
     """
-    _, closed, final = response.rpartition(_THINK_END)
-    if not closed and _THINK_START in response:
+    _, closed, final = response.rpartition(THINK_END)
+    if not closed and THINK_START in response:
         return None
-    boxed = _last_boxed(final)
-    if boxed is not None:
-        return boxed.strip() or None
-    line = deque(_ANSWER_LINE.finditer(final), maxlen=1)
-    return (line[0][1].strip().rstrip("$.").lstrip("$").strip() or None) if line else None
+    final = without_invisible(final)
+    answer = _last_boxed(final, is_cut_off=is_cut_off)
+    if answer is None:
+        answer = _last_line(final, is_cut_off=is_cut_off)
+    if answer is None or (len(answer) <= MAX_ANSWER_CHARS and is_falsehood(answer)):
+        return None
+    return answer.strip() or None
 
 
-def normalise_answer(answer: str) -> str:
-    """Spell equal answers equally where that is safe: Unicode digits, white space, `$`, thousands, leading zeros."""
-    text = unicodedata.normalize("NFKC", _LATEX_SPACE.sub("", answer)).replace("\N{MINUS SIGN}", "-")
-    text = "".join(text.split()).rstrip("$.").lstrip("$")
-    text = "".join(str(unicodedata.decimal(char)) if char.isdecimal() else char for char in text)
-    if _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
-    if _INTEGER.fullmatch(text):
-        digits = text.lstrip("+-").lstrip("0") or "0"
-        return "-" + digits if text[0] == "-" and digits != "0" else digits
-    return text
+def opens_thought(prompt: str, *, is_turn: bool) -> bool:
+    """Whether a response begins inside a thought, which the chat template has opened before it.
+
+    Args:
+        is_turn: `prompt` is no more than the beginning of the policy's own turn. Else what a user wrote of `<think>`
+            may be in it, and only a tag at its very end counts.
+    """
+    _, _, rest = prompt.rpartition(THINK_END)
+    return THINK_START in rest if is_turn else rest.rstrip().endswith(THINK_START)
 
 
-def is_integer(plain: str) -> bool:
-    """Whether `plain`, as `normalise_answer` gives it, is an integer: then text alone decides equality."""
-    return _INTEGER.fullmatch(plain) is not None
+def _last_line(text: str, *, is_cut_off: bool) -> str | None:
+    for match in reversed(deque(_ANSWER_LINE.finditer(text), maxlen=2)):
+        line, end = _CLOSED_EMPHASIS.sub("", match[1].strip(), count=1) if match[1] else "", match.end()
+        if not line.strip():
+            following = _NEXT_LINE.match(text, match.end())
+            assert following is not None
+            line, end = following[1], following.end()
+        if not (is_cut_off and end == len(text)):
+            return _unwrapped(line)
+    return None
 
 
-def is_balanced(text: str) -> bool:
-    """Whether each brace has its partner, so that `\\boxed{text}` is one box."""
-    depth = 0
-    for match in _BRACES.finditer(text):
-        if not match[0].startswith("\\") or match[0].startswith("\\boxed"):
-            depth += -1 if match[0] == "}" else 1
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def looks_mathematical(text: str) -> bool:
-    """Whether `text` is more than words: math-verify reads any word as a product of its letters."""
-    without_commands = re.sub(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[a-zA-Z]+", "", text)
-    return bool(re.search(r"[0-9a-zA-Z]", without_commands)) and not re.search(r"[a-zA-Z]{3,}", without_commands)
-
-
-def _last_boxed(text: str) -> str | None:
+def _last_boxed(text: str, *, is_cut_off: bool) -> str | None:
     """Content of the box that closes last; where boxes nest, that is the outer one."""
     opened: list[int | None] = []  # where the content of each open box starts; None for other braces
-    content = None
+    found: deque[tuple[int, int | None]] = deque(maxlen=2)  # start and end of contents; no end: a box without braces
     for match in _BRACES.finditer(text):
         token = match[0]
         if token == "}":
             start = opened.pop() if opened else None
             if start is not None:
-                content = text[start : match.start()]
+                found.append((start, match.start()))
         elif token == "{":
             opened.append(None)
-        elif token.startswith("\\boxed"):
+        elif match[1]:
             opened.append(match.end())
-    return content
+        elif not token.endswith(("{", "}")):
+            found.append((match.end(), None))
+    for start, end in reversed(found):
+        if end is not None:
+            return text[start:end]
+        unbraced = _UNBRACED.match(text, start)
+        if unbraced is not None and not (is_cut_off and unbraced.end() == len(text)):
+            return _unwrapped(unbraced[1])
+    return None
+
+
+def _unwrapped(answer: str) -> str:
+    """An answer without the signs around it; one that nobody reads for its length stays as it is."""
+    answer = answer.strip()
+    return unwrap(answer) if len(answer) <= MAX_ANSWER_CHARS else answer

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from slipstream.config import require
 
+MAX_ANSWER_CHARS = 4096
+"""A request must fit into a pipe's buffer, or writing it could block on a worker that hangs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -19,11 +22,10 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "reward.timeout_s", "must be > 0", self.timeout_s)
         require(self.num_workers > 0, "reward.num_workers", "must be > 0", self.num_workers)
-        # A request must fit into a pipe's buffer, or writing it could block on a worker that hangs.
         require(
-            0 < self.max_answer_chars <= 4096,
+            0 < self.max_answer_chars <= MAX_ANSWER_CHARS,
             "reward.max_answer_chars",
-            "must lie in [1, 4096]",
+            f"must lie in [1, {MAX_ANSWER_CHARS}]",
             self.max_answer_chars,
         )
         require(self.worker_memory_gib >= 0.5, "reward.worker_memory_gib", "must be >= 0.5", self.worker_memory_gib)

@@ -1,7 +1,8 @@
 """Score responses against reference answers: 1 if the final answer is right, else 0.
 
-Nearly all answers are decided by text alone, in microseconds. What is left (`\\frac{1}{2}` against `0.5`) goes to
-math-verify in a worker process that is killed at its deadline, for sympy can run, or eat memory, without end.
+Nearly all answers are decided by their exact values, in microseconds (`values`). What is left (`\\log 8` against
+`3\\log 2`) is asked of math-verify in a worker process that is killed at its deadline, for sympy can run, or eat
+memory, without end. math-verify is a witness: it is never asked about what it is known to misread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from slipstream.rewards.answers import extract_answer, is_balanced, is_integer, looks_mathematical, normalise_answer
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.answers import extract_answer
+from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
+from slipstream.rewards.spelling import TEXT, looks_mathematical, spell, to_latex
+from slipstream.rewards.values import Value, changed, compare, equal, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,41 +50,66 @@ class Verifier:
         """Kill the workers; a later call starts new ones."""
         self._pool.close()
 
-    def score(self, responses: Sequence[str], answers: Sequence[str]) -> RewardResult:
-        """Score `responses[i]` against the reference `answers[i]`."""
+    def score(
+        self, responses: Sequence[str], references: Sequence[str], *, cut_off: Sequence[bool] = ()
+    ) -> RewardResult:
+        """Score `responses[i]` against the answer `references[i]`.
+
+        Args:
+            responses: with `<think>` before those whose prompt ends inside a thought.
+            cut_off: whether each response ran into its limit; empty: none did.
+        """
+        answers = [
+            extract_answer(response, is_cut_off=is_cut_off)
+            for response, is_cut_off in zip(responses, cut_off or [False] * len(responses), strict=True)
+        ]
         return self._decide(
             [
-                self._judge_response(extract_answer(response), gold)
-                for response, gold in zip(responses, answers, strict=True)
+                False if answer is None else self._judge(answer, reference)
+                for answer, reference in zip(answers, references, strict=True)
             ]
         )
 
-    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Whether each reference answer can be scored against; prose, "" and what takes too long cannot."""
-        return tuple(reward == 1.0 for reward in self._decide([self._judge_gold(gold) for gold in references]).rewards)
-
     def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
         """Whether the two bare answers of each pair are equal, by the comparison that scores responses."""
-        judged = [self._judge_response(answer, gold) for answer, gold in pairs]
+        return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
+
+    def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
+        """Whether responses can be scored against each reference: 1 for itself, 0 for another value of its kind.
+
+        Prose, "", an equation that does not hold, and what takes too long cannot.
+        """
+        values = [self._value(reference) for reference in references]
+        are_read = self._verdicts([self._reads(each, value) for each, value in zip(references, values, strict=True)])
+        others = self._verdicts(
+            [
+                self._judge(f"{reference}+1", reference) if is_read and not _has_other(value) else False
+                for reference, value, is_read in zip(references, values, are_read, strict=True)
+            ]
+        )
+        return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
+
+    def _judge(self, answer: str, reference: str) -> bool | Request:
+        if len(answer) > self._max_chars or len(reference) > self._max_chars:
+            return False
+        verdict = compare(reference, answer)
+        if verdict is not None:
+            return verdict
+        return _witness(reference, answer)
+
+    def _value(self, reference: str) -> Value | None:
+        return parse(reference) if len(reference) <= self._max_chars else None
+
+    def _reads(self, reference: str, value: Value | None) -> bool | Request:
+        """Whether the reference, in a box, is equal to itself, and more than prose."""
+        if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
+            return False
+        if value is not None:
+            return changed(value) is not None
+        return TEXT in spell(reference) or _witness(reference, None)  # what has words is graded by its text
+
+    def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
-
-    def _judge_response(self, answer: str | None, gold: str) -> bool | Request:
-        if answer is None or len(answer) > self._max_chars or len(gold) > self._max_chars:
-            return False
-        plain_answer, plain_gold = normalise_answer(answer), normalise_answer(gold)
-        if plain_answer == plain_gold:
-            return True
-        if is_integer(plain_answer) and is_integer(plain_gold):
-            return False
-        return Request(gold=gold, answer=answer) if is_balanced(answer) and is_balanced(gold) else False
-
-    def _judge_gold(self, gold: str) -> bool | Request:
-        if len(gold) > self._max_chars or not is_balanced(gold):
-            return False
-        plain = normalise_answer(gold)
-        if is_integer(plain):
-            return True
-        return Request(gold=gold, answer=None) if looks_mathematical(plain) else False
 
     def _decide(self, judged: Sequence[bool | Request]) -> RewardResult:
         """Let the pool decide what text could not, and put everything in order."""
@@ -93,3 +121,18 @@ class Verifier:
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
+
+
+def _witness(reference: str, answer: str | None) -> bool | Request:
+    """What math-verify is asked of an answer, or of a reference alone; False if it would misread them."""
+    texts = [spell(text) for text in (reference, answer) if text is not None]
+    latex = [to_latex(text) for text in texts if looks_mathematical(text)]
+    if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
+        return False
+    return Request(gold=latex[0], answer=None if answer is None else latex[1])
+
+
+def _has_other(value: Value | None) -> bool:
+    """Whether another value of the same kind is certain to differ."""
+    other = None if value is None else changed(value)
+    return value is not None and other is not None and equal(value, other) is False

@@ -15,6 +15,8 @@ import signal
 import sys
 from typing import Any
 
+_RELATIVE_TOLERANCE = 1e-6  # as of `values`; this process imports nothing of Slipstream
+
 
 def main(memory_bytes: int, alarm_s: float) -> None:
     """Answer requests until stdin ends."""
@@ -30,7 +32,12 @@ def main(memory_bytes: int, alarm_s: float) -> None:
 
     def parse_boxed(text: str) -> list[Any]:
         # Their own time-out raises in Python code only, and would disarm the alarm below; 0 switches it off.
-        return parse(f"\\boxed{{{text}}}", parsing_timeout=0)
+        # Without their fallback, for text that cannot be parsed is equal to nothing but itself.
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=0, fallback_mode="no_fallback")
+
+    def is_right(gold: str, answer: str) -> bool:
+        pairs = [(g, a) for g in parse_boxed(gold) for a in parse_boxed(answer)]
+        return any(verify(g, a, timeout_seconds=None) and not _are_apart(g, a) for g, a in pairs)
 
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # up to here errors of the start show; from here on a library may print a gigabyte
@@ -39,13 +46,18 @@ def main(memory_bytes: int, alarm_s: float) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, alarm_s)
-        gold = parse_boxed(request["gold"])
-        if request["answer"] is None:
-            right = bool(gold)
-        else:
-            right = verify(gold, parse_boxed(request["answer"]), timeout_seconds=None)
+        gold, answer = request["gold"], request["answer"]
+        right = bool(parse_boxed(gold)) if answer is None else is_right(gold, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.write(reply, b"1" if right else b"0")
+
+
+def _are_apart(gold: Any, answer: Any) -> bool:
+    """Whether two numbers differ by more than a millionth: to `verify` those are equal that round to 6 places alike."""
+    if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
+        return False
+    a, b = complex(gold.evalf(30)), complex(answer.evalf(30))
+    return abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
@@ -17,6 +18,7 @@ from slipstream.policy.source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LayoutRecord, NumericsRecord
+from slipstream.rewards.answers import THINK_END, THINK_START, opens_thought
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.context import RunContext
 from slipstream.types import Dtype
@@ -128,9 +130,36 @@ def tokenizer(policy: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(policy)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Tokens to text, for scoring."""
-    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
+def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Sequence[int]], str]:
+    """Text of a response, by the tokens of its prompt and its own: what a verifier scores.
+
+    It begins with `<think>` where the chat template has opened a thought at the prompt's end, and it keeps the tags of
+    thoughts even where the tokenizer has them as special tokens.
+    """
+    added = tokenizer.added_tokens_decoder
+    tags = {index: token.content for index, token in added.items() if token.content in (THINK_START, THINK_END)}
+    special_tags = {index: tag for index, tag in tags.items() if added[index].special}
+
+    def plain(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)  # of one sequence
+        return text
+
+    def text(token_ids: Sequence[int]) -> str:
+        pieces, start = [""], 0
+        for end, index in enumerate(token_ids if special_tags else ()):
+            if index in special_tags:
+                pieces += [plain(token_ids[start:end]), special_tags[index]]
+                start = end + 1
+        return "".join([*pieces, plain(token_ids[start:])])
+
+    def of_response(prompt: Sequence[int], response: Sequence[int]) -> str:
+        # The policy's turn begins after the last token that only templates write; without one it may begin anywhere.
+        marks = [position for position, index in enumerate(prompt) if index in added and index not in tags]
+        turn = text(prompt[marks[-1] + 1 :] if marks else prompt)
+        return (THINK_START if opens_thought(turn, is_turn=bool(marks)) else "") + text(response)
+
+    return of_response
 
 
 def recipe_layout(recipe: Recipe) -> LayoutRecord | None:

@@ -24,7 +24,7 @@ from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.metrics import StageClock, metrics_of, step_line
 from slipstream.train.recovery import WeightsLostError
 from slipstream.train.turns import Alone, Turn
-from slipstream.types import Arm, Prompt, RolloutGroup
+from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.cores import shared_cores
 from slipstream.workers.engines import RemoteEngine
@@ -32,6 +32,9 @@ from slipstream.workers.learners import RemoteLearner, start_learner
 from slipstream.workers.session import own_node
 
 logger = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int], Sequence[int]], str]
+"""Text of a response by the tokens of its prompt and its own; `<think>` comes first if the prompt opens a thought."""
 
 LogMetrics = Callable[[Mapping[str, float], int], None]
 _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot be read
@@ -61,7 +64,7 @@ def train(
     *,
     policy: Path,
     prompts: Sequence[Prompt],
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     directory: Path,
     log: LogMetrics,
     turn: Turn | None = None,
@@ -69,7 +72,7 @@ def train(
     """Train and write the final policy to `directory/policy`, and to `directory/draft` a draft that learned beside it.
 
     Args:
-        decode: tokens to text, for scoring.
+        decode: for scoring.
         log: gets the metrics of each step.
         turn: a step begins when it has come; None: no other arm is trained meanwhile.
     """
@@ -210,7 +213,11 @@ def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Mee
     return history
 
 
-def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Callable[[Sequence[int]], str]) -> RewardResult:
+def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Decode) -> RewardResult:
     """One reward a rollout, group by group."""
-    texts = [decode(rollout.token_ids) for group in groups for rollout in group.rollouts]
-    return verifier.score(texts, [group.prompt.answer for group in groups for _ in group.rollouts])
+    pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    return verifier.score(
+        [decode(prompt.token_ids, rollout.token_ids) for prompt, rollout in pairs],
+        [prompt.answer for prompt, _ in pairs],
+        cut_off=[rollout.finish_reason is FinishReason.LENGTH for _, rollout in pairs],
+    )

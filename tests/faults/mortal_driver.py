@@ -177,7 +177,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
         policy=policy,
         prompts=prompts,
         # An untrained policy answers nothing right: whether the sum of its tokens is odd stands in for the reward.
-        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
         directory=directory,
         log=log,
     )

@@ -95,7 +95,7 @@ def train_arm(
         ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=start_engine),
         policy=policy,
         prompts=prompts,
-        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
         directory=directory,
         log=log,
     )

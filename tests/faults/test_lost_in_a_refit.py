@@ -83,7 +83,7 @@ def train_arm(recipe: Recipe, policy: Path, directory: Path, victim: Victim | No
         ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=engines),
         policy=policy,
         prompts=prompts,
-        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
         directory=directory,
         log=lambda metrics, step: None,
     )

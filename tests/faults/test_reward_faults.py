@@ -13,11 +13,11 @@ from slipstream.rewards.verifier import RewardResult, Verifier
 _MODULE = """
 import os, sys, time
 
-def parse(text, parsing_timeout=0):
+def parse(text, parsing_timeout=0, fallback_mode=""):
     return [text]
 
 def verify(gold, answer, timeout_seconds=None):
-    if "66" in answer[0]:
+    if "66" in answer:
         {fault}
     return True
 """
@@ -40,10 +40,10 @@ def test_a_faulty_verifier_costs_its_own_answer_alone(
     code, expected = FAULTS[fault]
     (tmp_path / "math_verify.py").write_text(_MODULE.format(fault=code))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answers = [f"\\boxed{{\\frac{{{number}}}{{1}}}}" for number in ("5", "66", "7")]
+    answers = [f"\\boxed{{\\log {number}}}" for number in ("5", "66", "7")]
 
     with Verifier(RewardConfig(timeout_s=10.0)) as verifier:
-        result = verifier.score(answers, ["1/2"] * 3)
+        result = verifier.score(answers, ["\\log 9"] * 3)
 
     assert result == expected
     captured = capfd.readouterr()

@@ -82,7 +82,7 @@ def _steps(recipe: Recipe, policy: Path, draft: Path, directory: Path) -> Sequen
         plan,
         policy=policy,
         prompts=list(PROMPTS[:8]),
-        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",
+        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
         directory=directory,
         log=lambda metrics, step: None,
     )

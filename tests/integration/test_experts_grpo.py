@@ -87,7 +87,7 @@ def _trained(where: dict[str, Any], policy: Path, draft: Path, directory: Path) 
         plan,
         policy=policy,
         prompts=prompts,
-        decode=lambda ids: "\\boxed{1}" if sum(ids) % 2 else "",  # right for about half of what is said
+        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",  # right for about half of what is said
         directory=directory,
         log=lambda metrics, step: None,
     )

@@ -55,8 +55,9 @@ def rollout(prompt: Prompt, response: str) -> Rollout:
     )
 
 
-def decode(ids: Sequence[int]) -> str:
-    return "".join(map(chr, ids)).rstrip("\0")
+def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
+    """A prompt that ends with `t` has opened a thought."""
+    return "<think>" * (prompt[-1] == ord("t")) + "".join(map(chr, response)).rstrip("\0")
 
 
 def test_avg_at_k_is_the_mean_of_the_problems_pass_rates() -> None:
@@ -113,6 +114,22 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
         0.5,
     )  # with two problems the mean is 0.25, 0.375 or 0.5, each end a quarter of the time
     assert record.prompt_hash == prompt_hash(PROMPTS)
+
+
+def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thought_is_closed() -> None:
+    opened = replace(PROMPTS[0], token_ids=tuple(map(ord, "1+1=? t")))
+    guess, cut = "so \\boxed{2}? Let me check", "Answer: 2"  # an answer that may go on has no vote either
+    engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
+    config = EvaluationConfig(num_samples_per_problem=4, temperature=0.7, max_response_tokens=16)
+    with Verifier(RewardConfig()) as verifier:
+        record = evaluate(engine, [opened], verifier=verifier, decode=decode, config=config, policy="start", seed=3)
+    assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
+
+
+def test_maj_at_k_joins_votes_for_equal_values() -> None:
+    votes = ["1/2", "0.5", "\\frac{1}{2}", "2", "2"]
+    assert maj_at_k([votes], [[1, 1, 1, 0, 0]]) == pytest.approx(1.0)
+    assert maj_at_k([["2\N{SUPERSCRIPT THREE}", "23", "8"]], [[1, 0, 1]]) == pytest.approx(1.0)
 
 
 def test_answers_and_rewards_come_in_pairs() -> None:

@@ -22,13 +22,15 @@ from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
 def evaluation_calls(recipe: Recipe, _: Tools) -> object:
     engine = NotedEngine()
     scores = SimpleNamespace(
-        score=lambda texts, answers: verifier.RewardResult(rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0)
+        score=lambda texts, answers, cut_off: verifier.RewardResult(
+            rewards=(0.0,) * len(texts), num_timeouts=0, num_crashes=0
+        )
     )
     evaluate(
         typing.cast(Any, engine),
         PROMPTS,
         verifier=typing.cast(Any, scores),
-        decode=str,
+        decode=lambda prompt, ids: str(ids),
         config=recipe.evaluation,
         policy="start",
         seed=0,

@@ -181,7 +181,7 @@ def trained(
         plan,
         policy=tools.directory,
         prompts=PROMPTS,
-        decode=lambda ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
+        decode=lambda prompt, ids: "\\boxed{" + "0" * 20 + f"{ids[0]}}}",
         directory=tools.directory / "arm",
         log=lambda metrics, step: None,
     )

@@ -1,16 +1,10 @@
-"""What counts as the answer of a response, and which answers are spelled equally."""
+"""What counts as the answer of a response."""
 
 from __future__ import annotations
 
 import pytest
 
-from slipstream.rewards.answers import (
-    extract_answer,
-    is_balanced,
-    is_integer,
-    looks_mathematical,
-    normalise_answer,
-)
+from slipstream.rewards.answers import extract_answer, opens_thought
 
 
 @pytest.mark.parametrize(
@@ -42,6 +36,32 @@ from slipstream.rewards.answers import (
         ("Answer: 2X", "2X"),
         ("Answer: X2", "X2"),
         ("a</think>\\boxed{1}</think>I do not know", None),
+        ("Answer: **73**", "73"),
+        ("**Answer:** 73", "73"),
+        ("**Answer**: 73", "73"),
+        ("**Answer: 73**", "73"),
+        ("*Answer:* `73`", "73"),
+        ("### Answer:\n\n**73**", "73"),
+        ("The final answer is: 73.", "73"),
+        ("Answer\N{FULLWIDTH COLON}73", "73"),
+        ("Final Answer: **73** apples", "73 apples"),
+        ("Answer: 1\u200b2", "12"),
+        ("\\bo\u200bxed{1\u20602}", "12"),
+        ("\\fbox{5}", "5"),
+        ("\\boxed 5", "5"),
+        ("so $\\boxed 5$.", "5"),
+        ("\\boxed \\frac{1}{2}$", "\\frac{1}{2}"),
+        ("\\boxed{\\fbox{5}}", "\\fbox{5}"),
+        ("\\boxed{4} and \\boxed", "4"),
+        ("\\boxedx{4}", None),
+        ("\\boxed72}", None),
+        ("\\boxed+{56}", None),
+        ("\\boxed\n97", None),
+        ("\\boxed-5", "-5"),
+        ("\\boxed{2+2=4}", "2+2=4"),
+        ("\\boxed{2+2=5=34}", None),
+        ("Answer: 2+2=5", None),
+        ("\\boxed{x=5}", "x=5"),
     ],
 )
 def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
@@ -49,82 +69,34 @@ def test_the_answer_of_a_response(response: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "plain"),
+    ("response", "answer"),
     [
-        ("025", "25"),
-        ("-0", "0"),
-        ("+7", "7"),
-        ("-012", "-12"),
-        ("$1,234$", "1234"),
-        ("1\\,234.", "1234"),
-        ("$12$.", "12"),
-        (".5", ".5"),
-        ("\N{MINUS SIGN}3", "-3"),
-        ("\N{ARABIC-INDIC DIGIT FOUR}\N{ARABIC-INDIC DIGIT TWO}", "42"),
-        ("\N{FULLWIDTH DIGIT NINE}", "9"),
-        ("1,23", "1,23"),
-        ("(1, 2)", "(1,2)"),
-        ("1,234,567", "1234567"),
-        ("-1,234", "-1234"),
-        ("12345,678", "12345,678"),
-        ("00", "0"),
-        ("-00", "0"),
-        ("1\\;2\\:3\\ 4\\!5~6", "123456"),
-        ("$$.5", ".5"),
-        ("x.$", "x"),
-        ("x07", "x07"),
-        ("2X", "2X"),
-        ("X2", "X2"),
+        ("Answer: 12", None),  # 123 may have been meant
+        ("Answer: 7\nAnswer: 12", "7"),
+        ("Answer: 12\n", "12"),
+        ("\\boxed 12", None),
+        ("\\boxed 12 ", "12"),
+        ("\\boxed{12}", "12"),
+        ("\\boxed{12}? Let me", "12"),
+        ("<think>\\boxed{12}", None),
     ],
 )
-def test_equal_answers_are_spelled_equally(answer: str, plain: str) -> None:
-    assert normalise_answer(answer) == plain
-
-
-@pytest.mark.parametrize(("plain", "integer"), [("12", True), ("-3", True), ("+3", True), ("1.0", False), ("", False)])
-def test_an_integer_is_digits_with_a_sign(plain: str, integer: bool) -> None:
-    assert is_integer(plain) is integer
+def test_an_answer_without_an_end_of_its_own_is_none_where_the_response_was_cut_off(
+    response: str, answer: str | None
+) -> None:
+    assert extract_answer(response, is_cut_off=True) == answer
 
 
 @pytest.mark.parametrize(
-    ("text", "balanced"),
+    ("prompt", "is_turn", "opens"),
     [
-        ("", True),
-        ("\\frac{1}{2}", True),
-        ("{{}}", True),
-        ("{", False),
-        ("}", False),
-        ("}{", False),
-        ("\\{", True),  # an escaped brace is a character
-        ("\\boxed{1}", True),
-        ("\\boxed{1", False),
-        ("{\\boxed {1}", False),
+        ("assistant\n<think>\n", True, True),
+        ("assistant\n<think>\nOkay, ", True, True),
+        ("assistant\n<think>\n\n</think>\n\n", True, False),
+        ("assistant\n", True, False),
+        ("Reply with <think> first. assistant:", False, False),
+        ("Reply with <think> first. assistant: <think>\n", False, True),
     ],
 )
-def test_every_brace_has_its_partner(text: str, balanced: bool) -> None:
-    assert is_balanced(text) is balanced
-
-
-@pytest.mark.parametrize(
-    ("text", "mathematical"),
-    [
-        ("7", True),
-        ("x", True),
-        ("X", True),
-        ("x+yz", True),
-        ("word", False),
-        ("WORD", False),
-        ("abc", False),
-        ("???", False),
-        ("\\frac{1}{2}", True),
-        ("\\Gamma(2)", True),
-        ("\\pi", False),  # a command alone is neither a digit nor a letter
-        ("\\text{metres}", False),
-        ("5\\text{metres}", True),
-        ("5\\mathrm{km}", True),
-        ("5\\mbox{miles}", True),
-        ("5\\sqrt{miles}", False),
-    ],
-)
-def test_words_are_not_mathematics(text: str, mathematical: bool) -> None:
-    assert looks_mathematical(text) is mathematical
+def test_a_prompt_opens_a_thought_in_the_turn_of_the_policy_alone(prompt: str, is_turn: bool, opens: bool) -> None:
+    assert opens_thought(prompt, is_turn=is_turn) is opens

@@ -52,6 +52,7 @@ def test_rewards_keep_the_order_of_the_responses_whoever_decided_them(verifier: 
 
 def test_a_million_characters_score_0_whatever_they_are(verifier: Verifier) -> None:
     texts = ["9" * 10**6, box("9" * 10**6), "\\boxed{" * 140_000, "{" * 10**6, "}" * 10**6, "Answer: " * 125_000]
+    texts += ["Answer: " + sign * 10**6 for sign in ("*", "_*", "$", ".", " ", "\n", "=")]
     assert verifier.score(texts, ["9"] * len(texts)).rewards == (0.0,) * len(texts)
 
 
@@ -70,7 +71,7 @@ def test_plain_answers_need_no_worker() -> None:
 
 def test_a_sympy_bomb_is_killed_counted_and_scores_0_while_the_others_are_scored() -> None:
     with Verifier(RewardConfig(timeout_s=1.0)) as verifier:
-        verifier.score([box("\\frac{1}{2}")], ["0.5"])  # the start of a worker is not what is measured
+        verifier.score([box("\\log 8")], ["3\\log 2"])  # the start of a worker is not what is measured
         result = verifier.score([box("9^{9^{9^{9}}}"), box("7")], ["7", "7"])
         assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=1, num_crashes=0)
 
@@ -79,9 +80,86 @@ def test_a_bomb_in_python_syntax_scores_0(verifier: Verifier) -> None:
     assert verifier.score([box("9**9**9**9")], ["7"]).rewards == (0.0,)
 
 
-def test_references_that_no_response_could_match_are_not_parseable(verifier: Verifier) -> None:
-    answers = ["34", "-3", "\\frac{1}{2}", "2\\sqrt{3}", "x+1", "", "no answer", "???", "\\frac{1", "9" * 5000]
-    assert verifier.gradable(answers) == (True, True, True, True, True, False, False, False, False, False)
+GRADABLE = [
+    *("34", "-3", "0", "\\pi", "2\\sqrt{3}", "\\frac{1}{2}", ".0625", "1e3", "52_8", "90^\\circ", "50\\%", "(1,-2)"),
+    *("[0,\\infty)", "\\{1,2\\}", "1,-2", "B", "x", "k=3", "x\\in[1,4]", "\\cot{x}", "6-5i", "1\\pm\\sqrt{7}"),
+    *(
+        "(0,1)\\cup(2,3)",
+        "\\frac{7}4\\text{degrees}",
+        "\\$12.40",
+        "11,\\!080",
+        "\\text{(B)}",
+        "\\text{Ada}",
+        "\\text{odd}",
+    ),
+    *("3 \\frac{1}{2}", "12 \\mbox{ m}^2", "2x - 3y + 1 = 0", "\\begin{pmatrix} 1/3 \\\\ -2 \\end{pmatrix}"),
+]
+NOT_GRADABLE = [
+    "",
+    " ",
+    "no answer",
+    "???",
+    "six",
+    "it depends on x",
+    "\\frac{1",
+    "}{",
+    "9" * 5000,
+    "2+2=5",
+    "nan",
+    "\\text{}",
+]
+
+
+def test_a_reference_is_gradable_if_it_scores_1_itself_and_another_of_its_kind_0(verifier: Verifier) -> None:
+    assert [each for each, ok in zip(GRADABLE, verifier.gradable(GRADABLE), strict=True) if not ok] == []
+    assert verifier.score([box(each) for each in GRADABLE], GRADABLE).rewards == (1.0,) * len(GRADABLE)
+    others = [*GRADABLE[1:], GRADABLE[0]]
+    assert verifier.score([box(each) for each in others], GRADABLE).rewards == (0.0,) * len(GRADABLE)
+
+
+def test_what_no_response_could_be_scored_against_is_not_gradable(verifier: Verifier) -> None:
+    assert verifier.gradable(NOT_GRADABLE) == (False,) * len(NOT_GRADABLE)
+
+
+@pytest.mark.parametrize(
+    ("reference", "other"),
+    [
+        ("5", "6"),
+        ("\\pi", "2\\pi"),
+        ("\\text{(B)}", "\\text{(C)}"),
+        ("\\text{Ada}", "\\text{Adam}"),
+        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 3 \\end{pmatrix}"),
+        ("52_8", "53_8"),
+        ("\\cot x", "2\\cot x"),
+        ("1.6\\times 10^{-19}", "1.7\\times 10^{-19}"),
+    ],
+)
+def test_a_changed_value_of_the_same_kind_scores_0(verifier: Verifier, reference: str, other: str) -> None:
+    assert verifier.gradable([reference, other]) == (True, True)
+    assert verifier.score([box(reference), box(other)], [reference] * 2).rewards == (1.0, 0.0)
+
+
+def test_equal_answers_do_not_conflict(verifier: Verifier) -> None:
+    pairs = [
+        ("1,000", "1000"),
+        ("\N{MINUS SIGN}3", "-3"),
+        ("5.0", "5"),
+        ("\\log 8", "3\\log 2"),
+        ("2\N{SUPERSCRIPT THREE}", "23"),
+    ]
+    assert verifier.equal(pairs) == (True, True, True, True, False)
+
+
+def test_a_guess_in_a_thought_that_the_prompt_opened_scores_0_until_the_thought_is_closed(verifier: Verifier) -> None:
+    guess = "<think>" + "so \\boxed{42}? Let me check"
+    texts = [guess, guess + "</think>\\boxed{42}", guess + "</think>I do not know", "so \\boxed{42}? Let me check"]
+    assert verifier.score(texts, ["42"] * 4, cut_off=[True, False, False, True]).rewards == (0.0, 1.0, 0.0, 1.0)
+
+
+def test_a_response_says_for_itself_whether_it_was_cut_off(verifier: Verifier) -> None:
+    assert verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True, False]).rewards == (0.0, 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        verifier.score(["Answer: 42"] * 2, ["42"] * 2, cut_off=[True])
 
 
 def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer() -> None:
@@ -93,11 +171,11 @@ def test_references_and_answers_may_be_as_long_as_the_config_says_and_no_longer(
 def test_a_worker_that_dies_is_counted_and_replaced() -> None:
     before = set(psutil.Process().children())
     with Verifier(RewardConfig()) as verifier:
-        verifier.score([box("\\frac{1}{2}")], ["0.5"])
+        verifier.score([box("\\log 8")], ["3\\log 2"])
         (worker,) = set(psutil.Process().children()) - before
         worker.kill()
         worker.wait()
-        result = verifier.score([box("\\frac{1}{2}")] * 2, ["0.5"] * 2)
+        result = verifier.score([box("\\log 8")] * 2, ["3\\log 2"] * 2)
         assert result == RewardResult(rewards=(0.0, 1.0), num_timeouts=0, num_crashes=1)
     assert set(psutil.Process().children()) <= before
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.data.prompts import render
+from slipstream.data.tokenizer import CHAT_TEMPLATE, END, build_tokenizer
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import NumericsRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.support import numerics, recipe_layout, settled
+from slipstream.stages.support import decode, numerics, recipe_layout, settled
 from slipstream.types import Dtype
 
 MEASURED = NumericsRecord(dtype="float32", reason="hand-made", float32_ms=1.0, bfloat16_ms=9.0, capabilities=())
@@ -52,3 +54,34 @@ def test_a_run_is_projected_from_itself_only_with_the_draft_whose_cost_the_simul
     assert recipe_layout(load_recipe("tiny")) is not None
     for method in ("ngram", "draft_model"):
         assert recipe_layout(load_recipe("tiny", overrides={"draft": {"method": method}})) is None
+
+
+OPENING = "{%- if add_generation_prompt -%}{{- '<|im_start|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("opening", "problem", "text"),
+    [
+        ("", "1+1=?", "so 2"),
+        ("<think>\\n", "1+1=?", "<think>so 2"),
+        ("<think>\\nwell, ", "1+1=?", "<think>so 2"),
+        ("<think>\\n\\n</think>\\n", "1+1=?", "so 2"),
+        ("", "begin with <think>, 1+1=?", "so 2"),
+        ("<think>\\n", "write </think> at the end, 1+1=?", "<think>so 2"),
+    ],
+)
+def test_a_response_is_scored_with_the_thought_that_the_chat_template_opened(
+    opening: str, problem: str, text: str
+) -> None:
+    tokenizer = build_tokenizer(max_length=128)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(OPENING, OPENING + opening)
+    response = tokenizer(f"so 2{END}", add_special_tokens=False)["input_ids"]
+    assert decode(tokenizer)(render(problem, tokenizer=tokenizer), response) == text
+
+
+def test_the_tags_of_thoughts_are_kept_where_the_tokenizer_has_them_as_special_tokens() -> None:
+    tokenizer = build_tokenizer(max_length=128)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    response = tokenizer(f"<think>1</think>2{END}", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(response, skip_special_tokens=True) == "12"
+    assert decode(tokenizer)((), response) == "<think>1</think>2"

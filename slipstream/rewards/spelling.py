@@ -1,0 +1,281 @@
+"""One spelling for the many in which people and models write the same answer: Unicode, LaTeX, markdown and plain text.
+
+What carries meaning stays: exponents, blanks between numbers, commas, units and the difference of a range and a minus.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+
+SET_START, SET_END = "\N{LEFT WHITE CURLY BRACKET}", "\N{RIGHT WHITE CURLY BRACKET}"
+PLUS_MINUS, MINUS_PLUS, DEGREE, RANGE = (
+    "\N{PLUS-MINUS SIGN}",
+    "\N{MINUS-OR-PLUS SIGN}",
+    "\N{DEGREE SIGN}",
+    "\N{EN DASH}",
+)
+AT_MOST, AT_LEAST = "\N{LESS-THAN OR EQUAL TO}", "\N{GREATER-THAN OR EQUAL TO}"
+TEXT = "\\text{"
+FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "ln", "log", "exp",
+    "sqrt",
+})  # fmt: skip
+
+_SPECIAL = {
+    "\N{MINUS SIGN}": "-",
+    "\N{HYPHEN}": "-",
+    "\N{NON-BREAKING HYPHEN}": "-",
+    "\N{FRACTION SLASH}": "/",
+    "\N{DIVISION SLASH}": "/",
+    "\N{DIVISION SIGN}": "/",
+    "\N{MULTIPLICATION SIGN}": "*",
+    "\N{DOT OPERATOR}": "*",
+    "\N{MIDDLE DOT}": "*",
+    "\N{ASTERISK OPERATOR}": "*",
+    "\N{SQUARE ROOT}": "\\sqrt ",
+    "\N{CUBE ROOT}": "\\sqrt[3] ",
+    "\N{FOURTH ROOT}": "\\sqrt[4] ",
+    "\N{INFINITY}": "\\infty ",
+    "\N{LESS-THAN OR SLANTED EQUAL TO}": AT_MOST,
+    "\N{GREATER-THAN OR SLANTED EQUAL TO}": AT_LEAST,
+    "\N{MASCULINE ORDINAL INDICATOR}": DEGREE,
+    "\N{RING ABOVE}": DEGREE,
+    "\N{EMPTY SET}": "\\emptyset ",
+    "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
+    "\N{RATIO}": ":",
+    "\N{UNION}": "\\cup ",
+    "\N{INTERSECTION}": "\\cap ",
+    "\N{ELEMENT OF}": "\\in ",
+    "\N{ALMOST EQUAL TO}": "=",
+    "\N{NOT EQUAL TO}": "\\neq ",
+    "\N{FULLWIDTH COMMA}": ", ",
+    "\N{IDEOGRAPHIC COMMA}": ", ",
+    "\N{IDEOGRAPHIC FULL STOP}": ".",
+    "\N{ARABIC DECIMAL SEPARATOR}": ".",
+    "\N{ARABIC THOUSANDS SEPARATOR}": ",",
+    "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+    "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+    **dict.fromkeys((PLUS_MINUS, MINUS_PLUS, DEGREE, AT_MOST, AT_LEAST, SET_START, SET_END)),
+}
+_THIN_SPACES = "\N{NO-BREAK SPACE}\N{THIN SPACE}\N{HAIR SPACE}\N{NARROW NO-BREAK SPACE}\N{FIGURE SPACE}"
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]+")
+_SLASHED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)[/\N{FRACTION SLASH}]([\u2080-\u2089]+)")
+_LOWERED = re.compile("[\u2080-\u208e]+")
+_DASHES = "\N{EN DASH}\N{EM DASH}\N{FIGURE DASH}"
+_RANGE = re.compile(f"(?<=[0-9])[{_DASHES}](?=[0-9])")
+
+_COMMANDS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), "\\frac"),
+    **dict.fromkeys(("left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg", "biggl", "biggr")),
+    **dict.fromkeys(("displaystyle", "textstyle", "limits", "boxed", "fbox", "framebox", "mathstrut", "bf", "rm")),
+    **dict.fromkeys(("small", "large", "Large", "LARGE", "huge", "Huge", "underline", "ensuremath", "displaylimits")),
+    **dict.fromkeys(("approx", "simeq", "thickapprox"), "="),
+    **dict.fromkeys(("quad", "qquad", "space"), " "),
+    **dict.fromkeys(("cdot", "times", "ast"), "*"),
+    **dict.fromkeys(("le", "leq", "leqslant"), AT_MOST),
+    **dict.fromkeys(("ge", "geq", "geqslant"), AT_LEAST),
+    **dict.fromkeys(("degree", "textdegree"), DEGREE),
+    "div": "/",
+    "lt": "<",
+    "gt": ">",
+    "pm": PLUS_MINUS,
+    "mp": MINUS_PLUS,
+    "lbrace": SET_START,
+    "rbrace": SET_END,
+    "langle": "(",
+    "rangle": ")",
+    "lparen": "(",
+    "rparen": ")",
+    "lbrack": "[",
+    "rbrack": "]",
+    **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
+    "colon": ":",
+    "imath": "i",
+    "varnothing": "\\emptyset",
+    "ne": "\\neq",
+    "dollar": "\\$",
+    "textdollar": "\\$",
+    "mbox": "\\text",
+    **dict.fromkeys(("textrm", "textbf", "textit", "textsf", "texttt", "textnormal", "emph"), "\\text"),
+    **dict.fromkeys(
+        ("mathrm", "mathbf", "mathit", "mathsf", "mathtt", "mathbb", "mathcal", "boldsymbol", "bm"), "\\text"
+    ),
+    **dict.fromkeys(("operatorname", "text", "mathnormal", "unit", "pmb"), "\\text"),
+}
+_REALS = re.compile(r"\\mathbb\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))")
+_RAISED_O = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o)\s*\}|o(?![A-Za-z]))")
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_COMMAND = re.compile(r"\\([A-Za-z]+)\s*")
+_ESCAPED = {"\\{": SET_START, "\\}": SET_END, "\\%": "%", "\\|": "|", "\\_": "_", "\\\\": "\\\\"}
+_ESCAPE = re.compile(r"\\[\\{}%|_()\[\]]")
+_MATH_MODE = re.compile(r"(?<!\\)\$")
+_DEGREES = re.compile(r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|" + DEGREE + r"|\{\s*" + DEGREE + r"\s*\})")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\{,\}|,\\!\s*)\d{3})+(?!\d)")
+_NOT_DIGIT = re.compile(r"\D+")
+_NO_SPACE = re.compile(r"\\!")
+_SPACE = re.compile(r"(?:(?<!\\)\\[,;:> ]|~|\\hspace\{[^{}]*\}|\s)+")
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_LETTERS = re.compile(r"[A-Za-z]+")
+_UNIT_LETTERS = frozenset("mgshlLJNWVAKCF")
+_CONNECTIVE = re.compile(r"\s*,?\s*(?:and|or)\s*|\s*[,;]\s*")
+_PLAIN_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+")
+_CLOSING = re.compile(r"(?<![\\.])\.+$")
+_BRACES = re.compile(r"\\[{}]|[{}]")
+_EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
+
+
+_INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"))
+_WORD = re.compile(r"[A-Za-z]{3,}")
+_BLANK_NUMBERS = re.compile(r"(?<![_\d])\d+\s+\d")
+_DANGLING = re.compile(r"^[*/^_]|[-+*/^_]$")
+_TO_LATEX = {
+    SET_START: "\\{",
+    SET_END: "\\}",
+    PLUS_MINUS: "\\pm ",
+    MINUS_PLUS: "\\mp ",
+    AT_MOST: "\\le ",
+    AT_LEAST: "\\ge ",
+    DEGREE: "^\\circ ",
+    "%": "\\%",
+    "*": "\\cdot ",
+}
+_FROM_SPELLED = str.maketrans(_TO_LATEX)
+
+
+def spell(answer: str) -> str:
+    """The one spelling of a bare answer, as `values.parse` reads it."""
+    text = unwrap(answer if answer.isascii() else _ascii(answer))
+    text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
+    text = _MATH_MODE.sub("", _NO_SPACE.sub("", _COLOR.sub("", text)))
+    text = _RAISED_O.sub(DEGREE, _REALS.sub(r"(-\\infty,\\infty)", text))
+    text = _COMMAND.sub(_command, _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text))
+    text = _DEGREES.sub(DEGREE, _SPACE.sub(" ", text))
+    text = _PLAIN_CONNECTIVE.sub(", ", _TEXT.sub(_words, text))
+    return unwrap(text.replace("{,}", ","))
+
+
+def unwrap(text: str) -> str:
+    """Without the signs around it: white space, a full stop, `$`, emphasis and quotation marks."""
+    while True:
+        before = text
+        text = _CLOSING.sub("", text.strip().rstrip("\\")).strip()
+        core = text.lstrip("$") if text.endswith("\\$") else text.strip("$")
+        text = _without_emphasis(text if "$" in core.removeprefix("\\$") else core)
+        if text == before:
+            return text
+
+
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
+
+
+def without_invisible(text: str) -> str:
+    """Without characters that have no width: soft hyphens, joiners, marks of the direction of writing."""
+    return text if text.isascii() else text.translate(_INVISIBLE)
+
+
+def to_latex(spelled: str) -> str:
+    """What `spell` made, as LaTeX again, with degrees in functions as radians."""
+    if _TRIGONOMETRIC.search(spelled):
+        spelled = _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled)
+    return spelled.translate(_FROM_SPELLED)
+
+
+def is_balanced(text: str) -> bool:
+    """Whether each brace has its partner, so that `\\boxed{text}` is one box."""
+    depth = 0
+    for match in _BRACES.finditer(text):
+        if not match[0].startswith("\\"):
+            depth += 1 if match[0] == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def looks_mathematical(spelled: str) -> bool:
+    """Whether math-verify may be asked about a text, as `spell` made it.
+
+    It drops an operator that has nothing to apply to, and what stands in `\\text{}`; it reads any word as a product of
+    its letters, two numbers side by side as one, and a range as a difference.
+    """
+    without_commands = _COMMAND.sub(" ", spelled)
+    if (
+        _DANGLING.search(spelled)
+        or _WORD.search(without_commands)
+        or _BLANK_NUMBERS.search(spelled)
+        or RANGE in spelled
+        or TEXT in spelled
+    ):
+        return False
+    return is_balanced(spelled) and re.search(r"[0-9A-Za-z]", without_commands) is not None
+
+
+def _without_emphasis(text: str) -> str:
+    """Without the first pair of marks if the text begins with one, and without marks that nothing began."""
+    for mark in _EMPHASIS:
+        if text.startswith(mark) and (end := text.find(mark, len(mark))) > 0:
+            return text[len(mark) : end] + text[end + len(mark) :]
+    return text.removeprefix("**").rstrip("*_`")
+
+
+def _ascii(text: str) -> str:
+    """Characters of other alphabets and typographers in those of LaTeX, with invisible ones left out."""
+    text = "".join(char for char in text if unicodedata.category(char) != "Cf")
+    text = _RANGE.sub(RANGE, text)
+    text = _SLASHED.sub(lambda match: f"\\frac{{{_plain(match[1])}}}{{{_plain(match[2])}}}", text)
+    text = _RAISED.sub(lambda match: f"^{_group(match[0])}", text)
+    text = _LOWERED.sub(lambda match: f"_{_group(match[0])}", text)
+    text = re.sub(f"(?<![0-9])[{_DASHES}]|[{_DASHES}](?![0-9])", "-", text)
+    return "".join(char if char.isascii() else _char(char) for char in text)
+
+
+def _group(text: str) -> str:
+    plain = _plain(text)
+    return plain if len(plain) == 1 else f"{{{plain}}}"
+
+
+def _plain(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
+
+
+@lru_cache(maxsize=1024)
+def _char(char: str) -> str:
+    if char in _SPECIAL:
+        return _SPECIAL[char] or char
+    if char in _THIN_SPACES:
+        return "\\,"
+    if char.isdecimal():
+        return str(unicodedata.decimal(char))
+    plain = unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/")
+    if unicodedata.category(char) == "No" and "/" in plain:
+        numerator, _, denominator = plain.partition("/")
+        return f"\\frac{{{numerator}}}{{{denominator}}}"
+    name = unicodedata.name(plain, "") if len(plain) == 1 else ""
+    if name.startswith("GREEK SMALL LETTER ") and name.count(" ") == 3:
+        return f"\\{name.rpartition(' ')[2].lower()} "
+    if name.startswith("GREEK CAPITAL LETTER ") and name.count(" ") == 3:
+        return f"\\{name.rpartition(' ')[2].capitalize()} "
+    return plain
+
+
+def _command(match: re.Match[str]) -> str:
+    name = match[1]
+    if name in _COMMANDS:
+        return _COMMANDS[name] or ""
+    return match[0]
+
+
+def _words(match: re.Match[str]) -> str:
+    """Text that is a number, a symbol or a function as such; `and` as a comma; other words stay marked."""
+    content = match[1]
+    if _CONNECTIVE.fullmatch(content):
+        return ", "
+    words = _LETTERS.findall(content)
+    if content.strip() in FUNCTIONS:
+        return f"\\{content.strip()} "
+    is_unit = content.strip() in _UNIT_LETTERS and match.string[: match.start()].rstrip()[-1:].isdigit()
+    if all(len(word) == 1 for word in words) and not is_unit:
+        return content
+    return f"\\text{{{' '.join(content.split())}}}"

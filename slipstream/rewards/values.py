@@ -1,0 +1,494 @@
+"""Values of answers: what `\\frac{1}{2}`, `0.5` and `½` have in common, and `(1, 2)` and `1, 2` have not.
+
+Around numbers stand lists, tuples, intervals, matrices, equations and words. What this module cannot read with
+certainty it does not read at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+
+from slipstream.rewards.expressions import (
+    MAX_DEPTH,
+    Number,
+    Sum,
+    UnreadError,
+    changed_number,
+    difference,
+    equal_numbers,
+    is_rounding,
+    read_number,
+    variables,
+)
+from slipstream.rewards.spelling import (
+    AT_LEAST,
+    AT_MOST,
+    FUNCTIONS,
+    MINUS_PLUS,
+    PLUS_MINUS,
+    SET_END,
+    SET_START,
+    spell,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Values in order: a tuple, a vector, an interval or a ratio."""
+
+    left: str
+    right: str
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bag:
+    """Values in any order: a list without brackets, or a set, which has each of them once."""
+
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Intervals joined by a union."""
+
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows of cells."""
+
+    rows: tuple[tuple[Value, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """Text, in lower case; a choice is one letter."""
+
+    text: str
+    is_choice: bool = False
+    is_marked: bool = False  # by `\\text{}`: not just prose
+
+
+@dataclass(frozen=True, slots=True)
+class Numeral:
+    """Digits with the base that they are written in."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """`difference` of both sides is 0; `name` is what it assigns `value` to, if it is an assignment."""
+
+    difference: Sum | None
+    name: str | None = None
+    value: Value | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Falsehood:
+    """An equation that does not hold, such as `2+2=5`."""
+
+
+Value = Number | Row | Bag | Union | Matrix | Word | Numeral | Equation | Falsehood
+
+
+@lru_cache(maxsize=4096)
+def parse(answer: str) -> Value | None:
+    """The value of a bare answer; None if it cannot be read with certainty."""
+    try:
+        return _value(spell(answer), 0)
+    except (UnreadError, RecursionError):
+        return None
+
+
+def compare(a: str, b: str) -> bool | None:
+    """Whether two bare answers are equal, by their values, or by their text if they have none; None if neither says."""
+    if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
+        return int(a) == int(b)
+    values = parse(a), parse(b)
+    if values[0] is not None and values[1] is not None:
+        verdict = equal(values[0], values[1])
+        if verdict is not None:
+            return verdict
+    return True if spell(a) == spell(b) else None
+
+
+def is_falsehood(answer: str) -> bool:
+    """Whether the answer is a chain of equations of which one does not hold."""
+    return "=" in answer and isinstance(parse(answer), Falsehood)
+
+
+def equal(a: Value, b: Value) -> bool | None:
+    """Whether two values are equal; None if that takes more than is known here.
+
+    Integers, fractions and surds are compared exactly. A decimal also equals what it is rounded or cut off
+    from, to all the places that it has, if the two differ by no more than one millionth of their size: 0.333333 is a
+    third, and 0.333 is none.
+    """
+    if isinstance(a, Falsehood) or isinstance(b, Falsehood):
+        return False
+    if isinstance(a, Equation) or isinstance(b, Equation):
+        return _equal_equations(a, b)
+    if isinstance(a, Union) or isinstance(b, Union):
+        return (isinstance(a, Union) and isinstance(b, Union) and _equal_bags(a.items, b.items)) or None
+    if isinstance(a, Word) or isinstance(b, Word):
+        return _equal_words(a, b)
+    match a, b:
+        case Number(), Number():
+            return equal_numbers(a, b)
+        case Row(), Row():
+            return _equal_rows(a, b)
+        case Matrix(), Matrix():
+            return _equal_matrices(a, b)
+        case Bag(), Bag():
+            return _equal_bags(a.items, b.items)
+        case Numeral(), Numeral():
+            return a == b
+    return False
+
+
+def changed(value: Value) -> Value | None:
+    """Another value of the same kind; None for prose and for what is false, which have no kind."""
+    if isinstance(value, Falsehood) or (isinstance(value, Word) and not value.is_marked):
+        return None
+    if isinstance(value, Word):
+        return replace(value, text=f"{value.text}x")
+    if isinstance(value, Number):
+        return changed_number(value)
+    if isinstance(value, Numeral):
+        return replace(value, digits=f"{value.digits}0")
+    if isinstance(value, Equation):
+        other = None if value.value is None else changed(value.value)
+        return None if other is None and value.value is not None else Equation(None, value.name, other)
+    if isinstance(value, Bag) and not value.items:
+        return Bag((read_number("1"),))
+    items = [each for row in value.rows for each in row] if isinstance(value, Matrix) else list(value.items)
+    others = [changed(each) for each in items]
+    if not others or others[0] is None or None in others:
+        return None
+    if isinstance(value, Matrix):
+        return Matrix(((others[0], *value.rows[0][1:]), *value.rows[1:]))
+    return replace(value, items=(others[0], *items[1:]))
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    """False if any is, else None if any is."""
+    found = list(verdicts)
+    if False in found:
+        return False
+    return None if None in found else True
+
+
+def _equal_matrices(a: Matrix, b: Matrix) -> bool | None:
+    if [len(row) for row in a.rows] != [len(row) for row in b.rows]:
+        return False
+    cells = [[cell for row in each.rows for cell in row] for each in (a, b)]
+    return _all(equal(x, y) for x, y in zip(*cells, strict=True))
+
+
+def _equal_rows(a: Row, b: Row) -> bool | None:
+    brackets = {(each.left, each.right) for each in (a, b)}
+    if len(a.items) != len(b.items) or (len(brackets) > 1 and len(a.items) == 2):
+        return False
+    return _all(equal(x, y) for x, y in zip(a.items, b.items, strict=True))
+
+
+def _equal_bags(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
+    """Whether each value of one has its partner in the other."""
+    if len(a) != len(b):
+        return False
+    left, is_certain = list(b), True
+    for x in a:
+        verdicts = [equal(x, y) for y in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            is_certain = False
+        else:
+            return False
+    return True if is_certain else None
+
+
+def _equal_words(a: Value, b: Value) -> bool:
+    spelled = [_spelled(each) for each in (a, b)]
+    return spelled[0] == spelled[1] is not None
+
+
+def _spelled(value: Value) -> str | None:
+    """A word, or a variable that may be a choice."""
+    if isinstance(value, Word):
+        return value.text
+    symbol = value.symbol if isinstance(value, Number) and not value.unit else None
+    return None if symbol is None else symbol.casefold()
+
+
+def _equal_equations(a: Value, b: Value) -> bool | None:
+    if isinstance(a, Equation) and isinstance(b, Equation):
+        if a.difference is not None and b.difference is not None and _proportional(a.difference, b.difference):
+            return True
+        if a.value is not None and b.value is not None:
+            return a.name == b.name and equal(a.value, b.value)
+        return None
+    equation, other = (a, b) if isinstance(a, Equation) else (b, a)
+    assert isinstance(equation, Equation)
+    return False if equation.value is None else equal(equation.value, other)
+
+
+def _proportional(a: Sum, b: Sum) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return len({a[monomial] / b[monomial] for monomial in a}) == 1
+
+
+# Reading: from the whole answer down to a number.
+
+_INTEGER = re.compile(r"[+-]?\d+")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_CHOICE = re.compile(
+    r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|(?:[Oo]ption|[Cc]hoice) \(?([A-Z])\)?|\(?([A-J])[).:]\s+([\w\\$(-].*)"
+)
+_OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
+_MARKED = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}")
+_WORD = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+){0,3}|[nN]o|[oO]n|[iI]s")
+_NUMERAL = re.compile(r"\(?([0-9][0-9A-F]*|[A-F][0-9A-F]+)\)?\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
+_MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
+_NAME = re.compile(
+    r"[A-Za-z](?:\^\{-1\}|'+)?\([^()]*\)|[A-Z]{2,4}|[A-Za-z]{4,}|[A-Za-z]'"
+    r"|\\(?:angle|triangle|overline|vec) ?(?:\{[A-Z]+\}|[A-Z]+)"
+    r"|\\text\{[^{}]*\}"
+)
+_ORDER = re.compile(r"(<=|>=|[<>" + AT_MOST + AT_LEAST + r"])")
+_MAX_ITEMS = 64
+_OPEN, _CLOSE = "([{" + SET_START, ")]}" + SET_END
+
+
+def _value(text: str, depth: int) -> Value:
+    if not text or depth > MAX_DEPTH:
+        raise UnreadError(text)
+    if _INTEGER.fullmatch(text):
+        return read_number(text)
+    word = _word(text)
+    if word is not None or text == "\\emptyset":
+        return word or Bag(())
+    pieces = _pieces(text, is_inside=False)
+    if len(pieces) > 1:
+        return _bag(pieces, depth)
+    text = pieces[0]
+    member = _MEMBER.fullmatch(text)
+    if member is not None:
+        return Equation(None, member[1], _value(member[2].strip(), depth + 1))
+    if "=" in text.replace("<=", "").replace(">=", ""):
+        return _equation(text, depth)
+    return _range(text, depth) if _ORDER.search(text) else _item(text, depth)
+
+
+def _item(text: str, depth: int) -> Value:
+    """One value: between brackets, a matrix, a numeral, or a number of which a sign may be open."""
+    for sign, kind in (("\\cup", Union), (":", partial(Row, ":", ":"))):
+        if sign in text:
+            return kind(tuple(_value(part.strip(), depth + 1) for part in text.split(sign)))
+    matrix = _MATRIX.fullmatch(text)
+    if matrix is not None:
+        return _matrix(matrix[2], depth)
+    numeral = _NUMERAL.fullmatch(text)
+    if numeral is not None:
+        base = int(numeral[2] or numeral[3])
+        if 2 <= base <= 36 and all(int(digit, 36) < base for digit in numeral[1]):
+            return Numeral(numeral[1].lstrip("0") or "0", base)
+    if text[0] in _OPEN and text[-1] in _CLOSE and _encloses(text):
+        pieces = _pieces(text[1:-1].strip(), is_inside=True)
+        if text[0] == SET_START or len(pieces) > 1:
+            return _bracketed(text[0], text[-1], pieces, depth)
+        return _value(text[1:-1].strip(), depth + 1)
+    if PLUS_MINUS in text or MINUS_PLUS in text:
+        both = [text.replace(PLUS_MINUS, a).replace(MINUS_PLUS, b) for a, b in (("+", "-"), ("-", "+"))]
+        return Bag(tuple(_distinct([read_number(each) for each in both])))
+    return read_number(text)
+
+
+def _word(text: str) -> Word | None:
+    marked = _MARKED.fullmatch(text)
+    if marked is not None:
+        inside = _word(marked[1].strip())
+        if inside is not None and inside.is_choice:
+            return inside
+        return Word(" ".join(marked[1].casefold().split()), is_marked=True)
+    choice = _CHOICE.fullmatch(text)
+    if choice is not None and not (choice[5] and _OTHER_CHOICE.search(choice[5])):
+        return Word((choice[1] or choice[2] or choice[3] or choice[4]).casefold(), is_choice=True, is_marked=True)
+    if _WORD.fullmatch(text) and text not in FUNCTIONS:
+        return Word(" ".join(text.casefold().split()))
+    return None
+
+
+def _pieces(text: str, *, is_inside: bool) -> list[str]:
+    """Cut at the commas (or semicolons) that separate, as against those of thousands.
+
+    A comma with a blank separates, and so does any comma if not all have the places of thousands. Inside brackets one
+    without a blank is of thousands only where others have a blank, or where a group begins with 0.
+    """
+    cuts, level = [], 0
+    for index, char in enumerate(text):
+        level += (char in _OPEN) - (char in _CLOSE)
+        if char in ",;" and level == 0:
+            cuts.append(index)
+    if not cuts:
+        return [text]
+    wide = [cut for cut in cuts if text[cut] == ";" or text[cut + 1 : cut + 2].isspace()]
+    grouped = list(_GROUPED.finditer(text))
+    inside = {match.start() + offset for match in grouped for offset, char in enumerate(match[0]) if char == ","}
+    of_thousands = inside & set(cuts)
+    is_list = not any(",0" in match[0] for match in grouped) if is_inside else of_thousands != set(cuts)
+    if not wide and is_list:
+        of_thousands = set()
+    edges = [-1, *(cut for cut in cuts if cut not in of_thousands), len(text)]
+    pieces = [text[start + 1 : end] for start, end in pairwise(edges)]
+    if len(pieces) > _MAX_ITEMS:
+        raise UnreadError(text)
+    for match in grouped if of_thousands else ():
+        pieces = [piece.replace(match[0], match[0].replace(",", "")) for piece in pieces]
+    return [piece.strip() for piece in pieces]
+
+
+def _bag(pieces: Sequence[str], depth: int) -> Value:
+    """A list without brackets; the name that its values are assigned to is left out if it is one."""
+    values: list[Value] = []
+    for piece in pieces:
+        value = _value(piece, depth + 1)
+        values += value.items if isinstance(value, Bag) else [value]
+    names = {each.name for each in values if isinstance(each, Equation)}
+    if len(names) == 1 and None not in names:
+        values = [each.value or each if isinstance(each, Equation) else each for each in values]
+    if any(isinstance(each, Falsehood) for each in values):
+        return Falsehood()
+    return Bag(tuple(values))
+
+
+def _bracketed(left: str, right: str, pieces: Sequence[str], depth: int) -> Value:
+    items = [_value(piece, depth + 1) for piece in pieces if piece]
+    if left in (SET_START, "{"):
+        flat = [each for item in items for each in (item.items if isinstance(item, Bag) else (item,))]
+        unique = _distinct(flat)
+        return unique[0] if len(unique) == 1 else Bag(tuple(unique))
+    if len(items) != len(pieces) or any(isinstance(item, Bag) for item in items):
+        raise UnreadError(left)
+    return Row(left, right, tuple(items))
+
+
+def _distinct(values: Sequence[Value]) -> list[Value]:
+    found: list[Value] = []
+    for value in values:
+        if not any(equal(value, each) for each in found):
+            found.append(value)
+    return found
+
+
+def _encloses(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    level = 0
+    for index, char in enumerate(text):
+        level += (char in _OPEN) - (char in _CLOSE)
+        if level == 0:
+            return index == len(text) - 1
+    return False
+
+
+def _matrix(body: str, depth: int) -> Value:
+    rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", body)]
+    cells = [tuple(_value(cell.strip(), depth + 1) for cell in row.split("&")) for row in rows if row]
+    if not cells or len({len(row) for row in cells}) > 1 or sum(map(len, cells)) > _MAX_ITEMS:
+        raise UnreadError(body)
+    return Matrix(tuple(cells))
+
+
+def _equation(text: str, depth: int) -> Value:
+    """An assignment, an equation, or a chain of equations, which has the value of its sides if they are equal."""
+    sides = [side.strip() for side in text.removeprefix("=").split("=")]
+    if "" in sides or len(sides) > _MAX_ITEMS:
+        raise UnreadError(text)
+    if len(sides) == 1:
+        return _value(sides[0], depth + 1)
+    name = sides[0] if _is_name(sides[0]) else None
+    if name is None and len(sides) == 2 and _is_name(sides[1]):
+        name, sides = sides[1], sides[::-1]
+    values = [_value(side, depth + 1) for side in (sides if name is None else sides[1:])]
+    is_chain = all(_same(a, b) for a, b in pairwise(values))
+    if name is not None and is_chain:
+        return Equation(_difference(sides, values[-1]), name.replace(" ", ""), _most_exact(values))
+    if name is None and is_chain:
+        return _most_exact(values)
+    if any(_contradict(a, b) for a, b in pairwise(values)):
+        return Falsehood()
+    if name is not None or len(sides) > 2:
+        raise UnreadError(text)
+    return Equation(difference(*values))
+
+
+def _is_name(side: str) -> bool:
+    """Whether a side is a variable, a function's value, a word or the name of a thing, and no constant."""
+    if _NAME.fullmatch(side):
+        return True
+    try:
+        symbol = read_number(side).symbol
+    except UnreadError:
+        return False
+    return symbol is not None and symbol not in ("pi", "e", "i", "infty")
+
+
+def _difference(sides: Sequence[str], value: Value) -> Sum | None:
+    try:
+        return difference(read_number(sides[0]), value)
+    except UnreadError:
+        return None
+
+
+def _same(a: Value, b: Value) -> bool:
+    """Whether `a = b` holds; a decimal may stand for what it is rounded from, however few its places."""
+    if isinstance(a, Number) and isinstance(b, Number) and not a.unit and not b.unit:
+        return equal(a, b) is True or is_rounding(a, b, None) or is_rounding(b, a, None)
+    return equal(a, b) is True
+
+
+def _contradict(a: Value, b: Value) -> bool:
+    """Whether `a = b` is false, both being constants without units."""
+    constants = [isinstance(each, Number) and not (each.opaque or each.unit or variables(each)) for each in (a, b)]
+    return all(constants) and not _same(a, b)
+
+
+def _most_exact(values: Sequence[Value]) -> Value:
+    """The last value, but for a rounded one whose exact one stands before it."""
+    exact = [each for each in values if not (isinstance(each, Number) and each.place is not None)]
+    return (exact or values)[-1]
+
+
+def _range(text: str, depth: int) -> Value:
+    """`2 < x`, `-2 \\le x < 7`: an interval of one variable."""
+    parts = [part.strip() for part in _ORDER.split(text)]
+    signs = [{"<=": AT_MOST, ">=": AT_LEAST}.get(sign, sign) for sign in parts[1::2]]
+    sides = [_value(side, depth + 1) for side in parts[::2]]
+    if signs[0] in ">" + AT_LEAST:
+        turned = {">": "<", AT_LEAST: AT_MOST}
+        signs, sides = [turned.get(sign, "") for sign in signs][::-1], sides[::-1]
+    if not set(signs) <= {"<", AT_MOST} or len(signs) > 2:
+        raise UnreadError(text)
+    if len(signs) == 1:
+        is_upper = isinstance(sides[0], Number) and sides[0].symbol is not None
+        sides = [read_number("-\\infty"), *sides] if is_upper else [*sides, read_number("\\infty")]
+        signs = ["<", *signs] if is_upper else [*signs, "<"]
+    low, middle, high = sides
+    if not isinstance(middle, Number) or middle.symbol is None:
+        raise UnreadError(text)
+    for bound in (low, high):
+        if not isinstance(bound, Number) or variables(bound) - {"infty"}:
+            raise UnreadError(text)
+    row = Row("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (low, high))
+    return Equation(None, middle.symbol, row)
