@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.train.arm import ArmPlan, LogMetrics, train
+from slipstream.train.arm import ArmPlan, Decode, LogMetrics, train
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import start_learner
@@ -166,7 +166,7 @@ class _Arm:
             yield engines
 
 
-def _prompts(policy: Path) -> tuple[list[Prompt], Callable[[Sequence[int]], str]]:
+def _prompts(policy: Path) -> tuple[list[Prompt], Decode]:
     """Prompts, and a text for a response that is right for about half of what an untrained policy says."""
     from transformers import AutoTokenizer
 
@@ -176,7 +176,7 @@ def _prompts(policy: Path) -> tuple[list[Prompt], Callable[[Sequence[int]], str]
         Prompt(id=str(i), text=text, token_ids=render(text, tokenizer=tokenizer), answer="1")
         for i, text in enumerate(texts)
     ]
-    return prompts, lambda ids: "\\boxed{1}" if sum(ids) % 2 else ""
+    return prompts, lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else ""
 
 
 def _told(record: ArmRecord) -> list[dict[str, Any]]:

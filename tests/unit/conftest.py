@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
 Refusal = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def logging_of_each_test_alone() -> Iterator[None]:
+    """A command that a test runs in this process logs to a stream of that test, which is closed after it."""
+    ours = logging.getLogger("slipstream")
+    handlers, level, propagate = list(ours.handlers), ours.level, ours.propagate
+    yield
+    ours.handlers[:], ours.propagate = handlers, propagate
+    ours.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -349,7 +349,7 @@ def test_a_recipe_is_read_back_as_it_was_written_whatever_its_words(tmp_path: Pa
 def test_a_key_that_stands_twice_in_a_recipe_is_refused_by_name(tmp_path: Path) -> None:
     path = tiny_with(tmp_path, "draft: {num_steps: 1}")
     with pytest.raises(
-        ConfigError, match=r"mine.yaml is not YAML: the key 'draft' stands twice, in lines 30 and \d+; "
+        ConfigError, match=r"mine.yaml is not YAML: the key 'draft' stands twice, in lines 31 and \d+; "
     ):
         load_recipe(path)
 
