@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 from benchmarks.study import Study, finished, table
 from slipstream.config import ConfigError, require, to_mapping
+from slipstream.recipe import load_recipe
 from slipstream.types import Workload
 
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, *, run_seed: RunSeed | None = N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.learning", description=__doc__)
     parser.add_argument("--recipe", default="tiny")
-    parser.add_argument("--workload", choices=[w.value for w in Workload], default=Workload.RL_ZERO.value)
+    parser.add_argument("--workload", choices=list(Workload), type=Workload, help="default: the recipe's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--k", type=int, default=7, help="draft tokens of the speculative arm; the sweep is skipped")
     parser.add_argument("--evaluate", action="store_true", help="also the accuracy of the policy before GRPO")
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, run_seed: RunSeed) -> int:
     study = Study(
         recipe=options.recipe,
-        workload=Workload(options.workload),
+        workload=options.workload or load_recipe(options.recipe).workload,
         k=options.k,
         evaluate=options.evaluate,
         pinned=options.pin,
