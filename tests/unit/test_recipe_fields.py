@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
+from scripts.budgets import recipe_fields
 from slipstream.config import ConfigError
 from slipstream.recipe import Recipe
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
@@ -43,6 +45,11 @@ def leaves(cls: type, path: str = "") -> Iterator[str]:
 
 def test_every_field_of_a_recipe_has_a_check() -> None:
     assert sorted([*CHECKS, *REFUSED]) == sorted(leaves(Recipe))
+
+
+def test_the_budget_counts_every_field_of_a_recipe() -> None:
+    library = Path(slipstream.__file__).parent
+    assert sorted(recipe_fields(library)) == sorted(leaf.replace("[]", "") for leaf in leaves(Recipe))
 
 
 @pytest.mark.parametrize("field", CHECKS)
