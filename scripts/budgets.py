@@ -112,7 +112,7 @@ def problems(figures: Figures, entries: Figures, *, repeated: list[str]) -> Iter
 
 
 def rewritten(table: str, figures: Figures) -> str:
-    """The table with today's figures: comments stay, and entries come and go with their packages."""
+    """The table with today's figures: comments stay; entries come, in their order, and go with their packages."""
     section, found, lines = "", set(), []
     for line in table.splitlines():
         if heading := _SECTION.match(line):
@@ -126,10 +126,10 @@ def rewritten(table: str, figures: Figures) -> str:
         lines.append(line)
     missing = (name.split(".") for name in figures if name not in found)
     for section, entry in missing:
-        last = max(number for number, line in enumerate(lines) if line.startswith(f"[{section}]"))
-        while last + 1 < len(lines) and _ENTRY.match(lines[last + 1]):
-            last += 1
-        lines.insert(last + 1, f"{entry} = {figures[f'{section}.{entry}']}")
+        place = 1 + next(number for number, line in enumerate(lines) if line.startswith(f"[{section}]"))
+        while place < len(lines) and (other := _ENTRY.match(lines[place])) and other[1] < entry:
+            place += 1
+        lines.insert(place, f"{entry} = {figures[f'{section}.{entry}']}")
     return "\n".join([*lines, ""])
 
 
