@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
+from scripts.budgets import recipe_fields
 from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import ConfigError, from_mapping, merge, require_sizes
 from slipstream.recipe import Recipe, load_recipe
@@ -45,6 +47,11 @@ def leaves(cls: type, path: str = "") -> Iterator[str]:
 
 def test_every_field_of_a_recipe_has_a_check() -> None:
     assert sorted([*CHECKS, *REFUSED]) == sorted(leaves(Recipe))
+
+
+def test_the_budget_counts_every_field_of_a_recipe() -> None:
+    library = Path(slipstream.__file__).parent
+    assert sorted(recipe_fields(library)) == sorted(leaf.replace("[]", "") for leaf in leaves(Recipe))
 
 
 @pytest.mark.parametrize("field", CHECKS)

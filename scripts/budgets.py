@@ -1,0 +1,173 @@
+"""Compare the size of the library and its tests with the entries of budgets.toml, for `make check`.
+
+Code lines are lines that hold code: no blank line, no comment alone, no docstring, each line once. `--write` sets every
+entry to today's figure and keeps the comments; only a person calls it, and says in the commit why an entry has risen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+_TABLE = "budgets.toml"
+_LIBRARY = "slipstream"
+_FREE_STEMS = ("__init__", "config", "cli")  # may occur in every package
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_ENTRY = re.compile(r"^([\w-]+) = \d+")
+_SECTION = re.compile(r"^\[(\w+)\]")
+
+Figures = dict[str, int]  # by `section.entry`
+
+
+def measure(root: Path) -> Figures:
+    """Count the checkout at `root`."""
+    library = root / _LIBRARY
+    code = {path: code_lines(path) for path in _python(library)}
+    packages: Counter[str] = Counter()
+    for path, count in code.items():
+        package = path.relative_to(library).parts[0] if path.parent != library else "root_files"
+        packages[package] += count
+    return {
+        "library.code_lines": sum(code.values()),
+        "library.lines": _lines(library),
+        "library.files": len(code),
+        "library.protocols": sum(map(_protocols, code)),
+        "library.repeated_stems": len(repeated_stems(library)),
+        "library.recipe_fields": len(list(recipe_fields(library))),
+        "tests.lines": _lines(root / "tests"),
+        **{f"packages.{name}": count for name, count in sorted(packages.items())},
+    }
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file that hold code."""
+    with tokenize.open(path) as file:
+        held = {
+            line
+            for token in tokenize.generate_tokens(file.readline)
+            if token.type not in _LAYOUT
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            held -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return sum(1 for number, line in enumerate(text.splitlines(), 1) if number in held and line.strip())
+
+
+def repeated_stems(library: Path) -> list[str]:
+    """Names that more than one module has."""
+    stems = Counter(path.stem for path in _python(library))
+    return sorted(stem for stem, count in stems.items() if count > 1 and stem not in _FREE_STEMS)
+
+
+def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str = "Recipe") -> Iterator[str]:
+    """Leaves of the schema below a config class: nested configs count by their own fields, and a list as one more."""
+    path = library.parent / module.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    origins = {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{_LIBRARY}.")
+        for alias in node.names
+    }
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name in origins:
+        yield from recipe_fields(library, *origins[name])
+    config = classes.get(name)
+    if config is None or not _is_config(config):
+        return
+    for field in config.body:
+        if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
+            continue
+        named = {each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)}
+        nested = [
+            f"{ast.unparse(field.target)}.{leaf}"
+            for each in sorted(named & {*origins, *classes})
+            for leaf in recipe_fields(library, *origins.get(each, (module, each)))
+        ]
+        if not nested or named & {"tuple", "list", "dict", "Sequence", "Mapping"}:
+            yield ast.unparse(field.target)
+        yield from nested
+
+
+def problems(figures: Figures, entries: Figures, *, repeated: list[str]) -> Iterator[str]:
+    """What exceeds its entry, has none, or is no longer counted; each with the fix."""
+    for name, value in figures.items():
+        if name not in entries:
+            yield f"{name} must have an entry in {_TABLE}, got none: add `{name.partition('.')[2]} = {value}`"
+        elif value > entries[name]:
+            which = f" ({', '.join(repeated)})" if name == "library.repeated_stems" else ""
+            fix = f"lower it, or raise the entry in {_TABLE} with a reason"
+            yield f"{name} must be <= {entries[name]:,}, got {value:,}{which}: {fix}"
+    for name in sorted(entries.keys() - figures.keys()):
+        yield f"{name} must be a figure that is counted, got an entry of nothing in {_TABLE}: remove it"
+
+
+def rewritten(table: str, figures: Figures) -> str:
+    """The table with today's figures: comments stay; entries come, in their order, and go with their packages."""
+    section, found, lines = "", set(), []
+    for line in table.splitlines():
+        if heading := _SECTION.match(line):
+            section = heading[1]
+        if entry := _ENTRY.match(line):
+            name = f"{section}.{entry[1]}"
+            if name not in figures:
+                continue
+            found.add(name)
+            line = f"{entry[1]} = {figures[name]}{line[entry.end() :]}"
+        lines.append(line)
+    missing = (name.split(".") for name in figures if name not in found)
+    for section, entry in missing:
+        place = 1 + next(number for number, line in enumerate(lines) if line.startswith(f"[{section}]"))
+        while place < len(lines) and (other := _ENTRY.match(lines[place])) and other[1] < entry:
+            place += 1
+        lines.insert(place, f"{entry} = {figures[f'{section}.{entry}']}")
+    return "\n".join([*lines, ""])
+
+
+def _python(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def _lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in _python(folder))
+
+
+def _protocols(path: Path) -> int:
+    classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    return sum(any("Protocol" in ast.unparse(base) for base in each.bases) for each in classes)
+
+
+def _is_config(each: ast.ClassDef) -> bool:
+    declared = " ".join(map(ast.unparse, [*each.decorator_list, *each.bases]))
+    return "dataclass" in declared or "BaseModel" in declared
+
+
+def main() -> None:
+    """Check the working directory's checkout, or write its table anew."""
+    root = Path()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"set every entry of {_TABLE} to today's figure")
+    table = root / _TABLE
+    figures = measure(root)
+    if parser.parse_args().write:
+        table.write_text(rewritten(table.read_text(), figures))
+        return
+    sections = tomllib.loads(table.read_text())
+    entries = {f"{section}.{name}": value for section, named in sections.items() for name, value in named.items()}
+    if found := list(problems(figures, entries, repeated=repeated_stems(root / _LIBRARY))):
+        sys.exit("\n".join(["budgets:", *found]))
+    slack = [f"{name} {entries[name]:,} -> {value:,}" for name, value in figures.items() if value < entries[name]]
+    sys.stdout.write(f"budgets: kept; could be lowered: {', '.join(slack) or 'none'}\n")
+
+
+if __name__ == "__main__":
+    main()

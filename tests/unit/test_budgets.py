@@ -1,0 +1,210 @@
+"""The budgets: what `scripts/budgets.py` counts on a small tree, and what it says of a figure beside its entry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.budgets import code_lines, measure, recipe_fields, repeated_stems
+
+ROOT = Path(__file__).parents[2]
+LOSS = '''"""The docstring of a module,
+
+of three lines."""
+
+# A comment alone.
+from typing import Protocol
+
+
+class Learner(Protocol):
+    """A role."""
+
+    step: int  # a comment behind code
+    """What an attribute means."""
+
+
+TEXT = """of a string
+
+that is code"""
+'''
+RECIPE = '''"""A recipe."""
+
+from dataclasses import dataclass
+
+from slipstream.grpo.config import Grpo
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything."""
+
+    name: str
+    grpo: Grpo | None = None
+
+    def check(self) -> None:
+        """No field."""
+        local: int = 1
+'''
+CONFIG = '''"""The config of GRPO."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """A choice is one field, whatever its values."""
+
+    A = "a"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of several."""
+
+    path: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """A section."""
+
+    kind: Kind
+    sources: tuple[Source, ...] = ()
+'''
+TABLE = """# Why there is a table.
+
+[library] # the library
+code_lines = 25 # without docstrings
+lines = 62
+files = 5
+protocols = 1
+repeated_stems = 0 # names
+recipe_fields = 5
+
+[tests]
+lines = 2
+
+[packages]
+grpo = 17
+root_files = 8
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Five modules, of which two stand in `grpo`; a test of two lines; and the table that fits them."""
+    files = {
+        "slipstream/__init__.py": '"""A library."""\n',
+        "slipstream/recipe.py": RECIPE,
+        "slipstream/grpo/__init__.py": "",
+        "slipstream/grpo/config.py": CONFIG,
+        "slipstream/grpo/loss.py": LOSS,
+        "slipstream/notes.md": "no Python\n",
+        "tests/test_loss.py": "\nassert True\n",
+        "budgets.toml": TABLE,
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call the script as `make check` does."""
+    command = [sys.executable, str(ROOT / "scripts" / "budgets.py"), *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_blank_lines_comments_and_docstrings_are_no_code(tree: Path) -> None:
+    # The import, the class, its field, and the two lines with text of a string that has a blank one between.
+    assert code_lines(tree / "slipstream/grpo/loss.py") == 5
+
+
+def test_a_tree_is_counted_as_by_hand(tree: Path) -> None:
+    assert measure(tree) == {
+        "library.code_lines": 8 + 12 + 5,
+        "library.lines": 1 + 17 + 0 + 27 + 17,
+        "library.files": 5,
+        "library.protocols": 1,
+        "library.repeated_stems": 0,
+        "library.recipe_fields": 5,
+        "tests.lines": 2,
+        "packages.grpo": 12 + 5,
+        "packages.root_files": 8,
+    }
+
+
+def test_the_fields_of_a_recipe_are_its_leaves_and_those_of_what_its_lists_hold(tree: Path) -> None:
+    found = list(recipe_fields(tree / "slipstream"))
+    assert found == ["name", "grpo.kind", "grpo.sources", "grpo.sources.path", "grpo.sources.share"]
+
+
+def test_a_config_that_a_package_hands_on_is_found(tree: Path) -> None:
+    (tree / "slipstream/grpo/__init__.py").write_text("from slipstream.grpo.config import Grpo\n")
+    (tree / "slipstream/recipe.py").write_text(RECIPE.replace("slipstream.grpo.config", "slipstream.grpo"))
+    assert len(list(recipe_fields(tree / "slipstream"))) == 5
+
+
+def test_a_second_module_of_a_name_is_found_unless_every_package_may_have_one(tree: Path) -> None:
+    (tree / "slipstream/config.py").write_text("")
+    assert repeated_stems(tree / "slipstream") == []
+
+    (tree / "slipstream/loss.py").write_text("")
+    assert repeated_stems(tree / "slipstream") == ["loss"]
+
+
+def test_what_keeps_every_entry_passes(tree: Path) -> None:
+    done = run(tree)
+    assert (done.returncode, done.stdout) == (0, "budgets: kept; could be lowered: none\n")
+
+
+def test_a_figure_over_its_entry_fails_with_its_name_the_limit_and_the_fix(tree: Path) -> None:
+    with (tree / "tests/test_loss.py").open("a") as file:
+        file.write("assert 1\n")
+
+    done = run(tree)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "budgets:",
+        "tests.lines must be <= 2, got 3: lower it, or raise the entry in budgets.toml with a reason",
+    ]
+
+
+def test_a_repeated_name_is_named(tree: Path) -> None:
+    (tree / "slipstream/loss.py").write_text("")
+    assert "library.repeated_stems must be <= 0, got 1 (loss): lower it" in run(tree).stderr
+
+
+def test_a_figure_below_its_entry_passes_and_is_shown(tree: Path) -> None:
+    (tree / "budgets.toml").write_text(TABLE.replace("grpo = 17", "grpo = 1700"))
+    done = run(tree)
+    assert (done.returncode, done.stdout) == (0, "budgets: kept; could be lowered: packages.grpo 1,700 -> 17\n")
+
+
+def test_a_package_without_an_entry_fails_and_so_does_an_entry_without_a_package(tree: Path) -> None:
+    (tree / "budgets.toml").write_text(TABLE.replace("grpo = 17", "rollout = 17"))
+
+    done = run(tree)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [
+        "packages.grpo must have an entry in budgets.toml, got none: add `grpo = 17`",
+        "packages.rollout must be a figure that is counted, got an entry of nothing in budgets.toml: remove it",
+    ]
+
+
+def test_write_sets_every_entry_and_keeps_the_comments(tree: Path) -> None:
+    table = tree / "budgets.toml"
+    stale = TABLE.replace("= 25 #", "= 9 #").replace("grpo = 17\n", "").replace("lines = 2", "lines = 1")
+    table.write_text(f"{stale}rollout = 17\n")  # a package is new, and another one has gone
+
+    assert run(tree, "--write").returncode == 0
+
+    assert table.read_text() == TABLE
+    assert run(tree).returncode == 0
