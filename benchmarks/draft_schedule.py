@@ -29,11 +29,11 @@ from slipstream.data.synthetic import dapo_rows
 from slipstream.drafts.config import DraftLengthRule
 from slipstream.drafts.length import TuningConfig, choose, sweep
 from slipstream.drafts.schedule import constant, described
+from slipstream.engine.acceptance import combine
+from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe
 from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.acceptance import combine
-from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.engines import recipe_engine, swept_engine, switch_length
 from slipstream.stages.pretrain_draft import train_on
 from slipstream.stages.support import tokenizer

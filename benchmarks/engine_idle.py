@@ -19,16 +19,16 @@ from benchmarks.runs import FinishedRun
 from slipstream.config import require
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.drafts.speculation import speculative_config
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.dealing import Deal, SeenLengths, deal
-from slipstream.rollout.engine import GenerationResult
-from slipstream.rollout.gathering import gather, joined
-from slipstream.rollout.requests import group_requests
-from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.engine.requests import group_requests
+from slipstream.engine.vllm_engine import VllmEngine, process_environment
 from slipstream.stages.engines import draft_weights
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, started
+from slipstream.workers.dealing import Deal, SeenLengths, deal
 from slipstream.workers.engines import RunningEngines
+from slipstream.workers.gathering import gather, joined
 from slipstream.workers.session import actor_environment, connect
 
 _NUM_ENGINES = 2

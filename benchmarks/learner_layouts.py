@@ -17,8 +17,8 @@ import numpy as np
 
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
-from slipstream.policy.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
-from slipstream.policy.packing import plan_shards
+from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.packing import plan_shards
 from slipstream.types import TrainBatch
 
 _VOCAB, _PROMPT = 64, 20
@@ -83,8 +83,8 @@ def _rank(rank: int, config: LearnerConfig, port: int, batch: TrainBatch, core: 
     os.sched_setaffinity(0, {core})
     import torch
 
-    from slipstream.policy import parallel
-    from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.learner import parallel
+    from slipstream.learner.megatron import MegatronPolicy
 
     torch.set_num_threads(1)
     layout = config.parallel

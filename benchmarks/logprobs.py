@@ -70,10 +70,10 @@ def measure(case: Case) -> Measured:
     """Peak and time of the learner's own output head on random hidden states."""
     import torch
 
-    from slipstream.policy.batches import Batching, MicroBatch
-    from slipstream.policy.config import LearnerConfig, ScratchConfig
-    from slipstream.policy.logprobs import OutputHead
-    from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.learner.batches import Batching, MicroBatch
+    from slipstream.learner.config import LearnerConfig, ScratchConfig
+    from slipstream.learner.logprobs import OutputHead
+    from slipstream.learner.megatron import MegatronPolicy
 
     scratch = ScratchConfig(
         hidden_size=case.hidden_size, num_layers=1, ffn_hidden_size=8, num_attention_heads=1, num_query_groups=1

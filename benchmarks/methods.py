@@ -19,11 +19,11 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod, Training
-from slipstream.placement.table import table
 from slipstream.recipe import Recipe
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.engines import recipe_engine
 from slipstream.stages.pretrain_draft import train_on
+from slipstream.workers.placement.table import table
 from slipstream.workers.session import connect
 
 

@@ -29,7 +29,6 @@ from slipstream.config import from_mapping, merge, parse_overrides, to_mapping
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftOnline
 from slipstream.drafts.schedule import DraftLength
-from slipstream.placement.table import table
 from slipstream.recipe import Recipe
 from slipstream.stages.support import decode, tokenizer
 from slipstream.stages.train_grpo import arm_plan
@@ -37,6 +36,7 @@ from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.train.arm import train
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
+from slipstream.workers.placement.table import table
 from slipstream.workers.session import connect
 
 Metrics = Mapping[str, float]

@@ -16,10 +16,10 @@ from statistics import median
 
 from slipstream import logs
 from slipstream.config import ConfigError, require
-from slipstream.policy.config import LearnerConfig
+from slipstream.engine.config import EngineConfig
+from slipstream.learner.config import LearnerConfig
 from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
-from slipstream.rollout.config import EngineConfig
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import RemoteLearner, start_learner

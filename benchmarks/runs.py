@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.policy.numerics import capabilities
+from slipstream.learner.numerics import capabilities
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import TuningRecord

@@ -12,11 +12,11 @@ import numpy as np
 
 from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import PromptStream, read_prompt_sets
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import StepRecord
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
-from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.engines import recipe_engine
 from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score

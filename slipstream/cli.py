@@ -12,19 +12,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream import ablation, bake_off, demo, logs
+from slipstream import demo, logs
 from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import SYNTHETIC
-from slipstream.placement.assessment import assess
-from slipstream.placement.cluster import parse_cluster
-from slipstream.placement.plan import make_plan
-from slipstream.placement.table import memory_text, plan_text, table
 from slipstream.recipe import Recipe, load_recipe, resolve_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.launch import add_inputs
+from slipstream.study import ablation_command, bake_off_command
 from slipstream.types import Workload
+from slipstream.workers.placement.assessment import assess
+from slipstream.workers.placement.cluster import parse_cluster
+from slipstream.workers.placement.plan import make_plan
+from slipstream.workers.placement.table import memory_text, plan_text, table
 
 _RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -86,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
     chain.set_defaults(run=_demo)
     grid = commands.add_parser("ablation", help="train a grid of drafts and draft lengths here, and rank them")
-    ablation.add_options(grid)
+    ablation_command.add_options(grid)
     grid.set_defaults(run=_ablation)
     drafters = commands.add_parser("bakeoff", help="compare drafters on one policy here, their steps in turn")
-    bake_off.add_options(drafters)
+    bake_off_command.add_options(drafters)
     drafters.set_defaults(run=_bake_off)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
@@ -154,20 +155,20 @@ def _demo(options: argparse.Namespace) -> int:
 def _ablation(options: argparse.Namespace) -> int:
     """The same as `pyflyte run workflows/ablation.py ablation`, then the ranked table."""
     root = Path(options.run_root).resolve()
-    launch = ablation.launched(options)
+    launch = ablation_command.launched(options)
     status = demo.run(launch, root)
     if status == 0:
-        print(ablation.result(root, launch.execution))
+        print(ablation_command.result(root, launch.execution))
     return status
 
 
 def _bake_off(options: argparse.Namespace) -> int:
     """The same as `pyflyte run workflows/bake_off.py bake_off`, then the table."""
     root = Path(options.run_root).resolve()
-    launch = bake_off.launched(options)
+    launch = bake_off_command.launched(options)
     status = demo.run(launch, root)
     if status == 0:
-        print(bake_off.result(root, launch.execution))
+        print(bake_off_command.result(root, launch.execution))
     return status
 
 
@@ -210,7 +211,7 @@ def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
 
 
 def _cluster(_: argparse.Namespace) -> int:
-    from slipstream.workers.cluster import ray_nodes
+    from slipstream.workers.ray_nodes import ray_nodes
     from slipstream.workers.session import connect
 
     connect()
@@ -224,10 +225,10 @@ def _cluster(_: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    from slipstream.cluster.preflight.api import connect
-    from slipstream.cluster.preflight.checks import check, findings_table, num_missing
-    from slipstream.cluster.preflight.profile import needs_of
-    from slipstream.cluster.profile import read_profile
+    from slipstream.kubernetes.preflight.api import connect
+    from slipstream.kubernetes.preflight.checks import check, findings_table, num_missing
+    from slipstream.kubernetes.preflight.profile_needs import needs_of
+    from slipstream.kubernetes.profile import read_profile
 
     seconds = options.timeout_s
     require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)

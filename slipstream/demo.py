@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.cluster.profile import CLUSTER_VARIABLE
 from slipstream.config import ConfigError, require
+from slipstream.kubernetes.profile import CLUSTER_VARIABLE
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, recipe_path
 from slipstream.refit.snapshot import discard_transfers
 from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execution, recorded_recipe

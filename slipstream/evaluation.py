@@ -13,12 +13,12 @@ from typing import TypeVar
 import numpy as np
 
 from slipstream.config import require
+from slipstream.engine.config import SamplingConfig, check_sampling
+from slipstream.engine.protocol import Engine
 from slipstream.records.stages import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.values import compare
 from slipstream.rewards.verifier import Verifier
-from slipstream.rollout.config import SamplingConfig, check_sampling
-from slipstream.rollout.engine import Engine
 from slipstream.types import FinishReason, Prompt
 
 T = TypeVar("T")

@@ -32,20 +32,20 @@ from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig, require_groups
 from slipstream.drafts.methods import DraftMethod, Training
+from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop import LoopConfig
+from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.placement.assessment import assess
-from slipstream.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.policy.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
-from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.simulator.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.types import LoopMode, Workload
+from slipstream.workers.placement.assessment import assess
+from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"

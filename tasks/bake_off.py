@@ -13,9 +13,9 @@ from flytekit.types.file import FlyteFile
 from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
-from slipstream.stages import bake_off as stage
-from slipstream.stages.bake_off_field import entrants
 from slipstream.stages.context import RunContext
+from slipstream.study import bake_off as stage
+from slipstream.study.bake_off_field import entrants
 from slipstream.types import Workload
 from tasks.deliverables import model_of, records_of
 from tasks.fail_run import end_failed

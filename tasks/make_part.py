@@ -5,8 +5,8 @@ from __future__ import annotations
 from flytekit import task
 
 from slipstream import logs
-from slipstream.stages import ablate as stage
 from slipstream.stages.context import RunContext
+from slipstream.study import ablate as stage
 from tasks.recoverable import recoverable
 from tasks.resources import PREPARING, TRAINING, on_cpus, on_gpus
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 from flytekit import task
 
 from slipstream import logs
-from slipstream.cluster.launch import shared_root
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.stages import ablate as stage
-from slipstream.stages.ablation_grid import Grid, Kind, chosen_seeds
+from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages.context import RunContext
 from slipstream.stages.launch import requested
+from slipstream.study import ablate as stage
+from slipstream.study.ablation_grid import Grid, Kind, chosen_seeds
 from slipstream.types import Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from flytekit import PodTemplate
 
-from slipstream.cluster import pods
-from slipstream.cluster.profile import ClusterProfile
+from slipstream.kubernetes import pods
+from slipstream.kubernetes.profile import ClusterProfile
 
 if TYPE_CHECKING:
     from flytekitplugins.ray import RayJobConfig

@@ -11,10 +11,10 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from slipstream import logs
-from slipstream.cluster.launch import shared_root
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.stages import rank_ablation as stage
+from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages.context import RunContext
+from slipstream.study import rank_ablation as stage
 from slipstream.types import Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally

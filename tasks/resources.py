@@ -11,7 +11,7 @@ from typing import Any
 
 from flytekit import FlyteContextManager, Resources
 
-from slipstream.cluster.profile import active_profile
+from slipstream.kubernetes.profile import active_profile
 
 CLUSTER = active_profile()
 

@@ -9,7 +9,7 @@ from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs
-from slipstream.cluster.launch import shared_root
+from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages import launch
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from flytekit import LaunchPlan
 
-from slipstream.cluster.pods import PREFLIGHT_ACCOUNT
+from slipstream.kubernetes.pods import PREFLIGHT_ACCOUNT
 from slipstream.types import Workload
 from tasks.resources import CLUSTER
 from workflows.ablation import ablation as ablation_workflow

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from slipstream.policy.packing import plan_rectangles
+from slipstream.learner.packing import plan_rectangles
 
 NAME = "slipstream_passes"
 

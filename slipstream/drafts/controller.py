@@ -35,8 +35,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
+from slipstream.engine.acceptance import combine, sampling_deviation
 from slipstream.records.steps import AcceptanceStats, DraftDecision
-from slipstream.rollout.acceptance import combine, sampling_deviation
 
 WINDOW = 3
 """Steps whose acceptance counts as the present one: a lasting fall is seen whole after so many."""

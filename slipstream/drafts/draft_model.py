@@ -11,8 +11,8 @@ from safetensors import safe_open
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.policy.config import ScratchConfig
-from slipstream.policy.source import locate
+from slipstream.learner.config import ScratchConfig
+from slipstream.learner.policy_source import locate
 
 _WEIGHTS = "*.safetensors"
 _NAMED = 5  # of the words that differ

@@ -26,8 +26,8 @@ from slipstream.config import require
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import vocabulary_maps, write_draft
-from slipstream.policy.architecture import Architecture
-from slipstream.policy.source import locate
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.policy_source import locate
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from statistics import fmean, median
 from slipstream.config import require
 from slipstream.drafts import schedule
 from slipstream.drafts.schedule import SWITCHED_OFF, Round
+from slipstream.engine.acceptance import combine
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine, GenerationResult
 from slipstream.records.stages import SweepPoint, TuningRecord
-from slipstream.rollout.acceptance import combine
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine, GenerationResult
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
-from slipstream.policy.errors import CheckpointError
+from slipstream.learner.checkpoint.on_disk import sum_of, write_json, write_tensors
+from slipstream.learner.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.policy.megatron import MegatronPolicy
-    from slipstream.policy.mtp_training import States
+    from slipstream.learner.megatron import MegatronPolicy
+    from slipstream.learner.mtp_training import States
 
 _PREFIX = "model.mtp_layers."
 _FILE = "draft.safetensors"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.drafts.config import DraftConfig
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine
 from slipstream.records.files import write_atomic
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine
 from slipstream.types import Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)

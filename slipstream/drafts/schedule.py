@@ -19,9 +19,9 @@ from statistics import fmean, median, stdev
 
 from scipy import special
 
+from slipstream.engine.protocol import RunningTime
 from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.engine import RunningTime
 
 _CONFIDENCE = 0.99  # one-sided, that a k is faster than the chosen one at a range of running batches
 

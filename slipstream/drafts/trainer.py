@@ -25,9 +25,9 @@ from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
 from slipstream.drafts.optimizer import DraftOptimizer
 from slipstream.drafts.passes import head_inputs
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.policy.checkpoint.files import sum_of, write_json, write_tensors
-from slipstream.policy.errors import CheckpointError
-from slipstream.policy.training_memory import TrainingMemory
+from slipstream.learner.checkpoint.on_disk import sum_of, write_json, write_tensors
+from slipstream.learner.errors import CheckpointError
+from slipstream.learner.training_memory import TrainingMemory
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""

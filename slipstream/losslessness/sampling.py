@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipstream.config import require
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Prompt
 
 
@@ -19,7 +19,7 @@ class TracingEngine(Protocol):
     """An engine that tells which tokens came out of it together."""
 
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
-        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
+        """See `slipstream.engine.vllm_engine.VllmEngine.trace`."""
         ...
 
 
@@ -36,7 +36,7 @@ class RefittedEngine(Protocol):
         refits: Sequence[WeightFiles],
         steps_between: int,
     ) -> list[Trace]:
-        """See `slipstream.rollout.vllm_engine.VllmEngine.trace`."""
+        """See `slipstream.engine.vllm_engine.VllmEngine.trace`."""
         ...
 
 

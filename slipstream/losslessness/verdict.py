@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, positions
 from slipstream.losslessness.statistics import Bias, Draws
 from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace
 
 CLAIM = (
     "Tokens sampled by the speculative engine follow the policy's own conditional distributions "

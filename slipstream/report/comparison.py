@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from slipstream.placement.table import table
 from slipstream.report.formats import interval, speedup
 from slipstream.statistics import Estimate
 from slipstream.tracking import Execution
 from slipstream.types import Arm
+from slipstream.workers.placement.table import table
 
 NOTHING = "-"
 

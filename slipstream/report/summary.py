@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import EvaluationRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, StepRecord
-from slipstream.rollout.acceptance import combine
 from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
+from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
@@ -18,7 +19,6 @@ from slipstream.recipe import Recipe
 from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
-from slipstream.rollout.engine import WeightFiles
 from slipstream.stages.context import RunContext
 from slipstream.stages.engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.execution import end_execution

@@ -11,12 +11,12 @@ from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.methods import TRAITS, Weights
 from slipstream.drafts.schedule import DraftLength, constant, length_of
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.protocol import Engine
 from slipstream.grpo.loop import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.engine import Engine
 from slipstream.workers.engines import RemoteEngine, start_engine
 
 

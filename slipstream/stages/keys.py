@@ -19,10 +19,10 @@ from slipstream.config import to_mapping
 from slipstream.data.config import DataConfig
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import ONLINE_FIELDS, TRAITS
-from slipstream.policy.config import LearnerConfig
-from slipstream.policy.source import config_files
+from slipstream.engine.config import EngineConfig
+from slipstream.learner.config import LearnerConfig
+from slipstream.learner.policy_source import config_files
 from slipstream.recipe import OPERATION, Recipe
-from slipstream.rollout.config import EngineConfig
 
 DATA_FORMAT = 2
 POLICY_FORMAT = 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import slipstream
-from slipstream.cluster.profile import NODE_VARIABLE
+from slipstream.kubernetes.profile import NODE_VARIABLE
 
 COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
 """Set in an image when it is built: an image holds no repository."""

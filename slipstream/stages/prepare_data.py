@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets, write_prompt_sets
-from slipstream.policy.source import write_policy_tokenizer
+from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.keys import data_key

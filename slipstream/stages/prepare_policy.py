@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from slipstream.data.prompts import render
 from slipstream.data.synthetic import pretraining_corpus
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy.architecture import MIMO, QWEN3
-from slipstream.policy.config import SCRATCH
-from slipstream.policy.pretrain import pretrain
-from slipstream.policy.source import resolve
+from slipstream.learner.architecture import MIMO, QWEN3
+from slipstream.learner.config import SCRATCH
+from slipstream.learner.policy_pretraining import pretrain
+from slipstream.learner.policy_source import resolve
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record

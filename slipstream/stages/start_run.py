@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.cluster.launch import require_fits
-from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import require
 from slipstream.drafts.methods import require_package
+from slipstream.kubernetes.launch_checks import require_fits
+from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.execution import NOTE, started_text

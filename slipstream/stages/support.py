@@ -14,7 +14,7 @@ from slipstream.data.prompts import PromptSets, load_prompt_sets
 from slipstream.data.sizes import require_sizes
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.methods import DraftMethod, Training
-from slipstream.policy.source import Needs
+from slipstream.learner.policy_source import Needs
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LayoutRecord, NumericsRecord
@@ -110,7 +110,7 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
         return None
     path = context.shared_directory("numerics") / "numerics.json"
     if not path.is_file():
-        from slipstream.policy.numerics import choose_dtype
+        from slipstream.learner.numerics import choose_dtype
 
         record = choose_dtype(num_threads=recipe.learner.num_threads)
         logger.info("dtype auto is %s: %s (%s)", record.dtype, record.reason, ", ".join(record.capabilities))

@@ -14,7 +14,7 @@ from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.pretrain import DraftProgress, Responses, train_draft
 from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy.architecture import Architecture
+from slipstream.learner.architecture import Architecture
 from slipstream.recipe import Recipe
 from slipstream.types import TrainBatch
 from slipstream.workers.learners import RemoteLearner

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from slipstream.engine.acceptance import sampling_deviation
 from slipstream.records.steps import AcceptanceStats
-from slipstream.rollout.acceptance import sampling_deviation
 
 logger = logging.getLogger(__name__)
 

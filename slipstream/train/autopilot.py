@@ -9,9 +9,9 @@ from typing import Protocol
 
 from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
 from slipstream.drafts.schedule import constant
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AutopilotStep, ScheduleEntry
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import ReplaceableEngines
 from slipstream.types import Prompt
 from slipstream.workers.calls import Worker

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import from_mapping
-from slipstream.policy.directories import (
+from slipstream.learner.directories import (
     existing_directory,
     remove,
     step_directories,
     step_directory,
     step_of,
 )
-from slipstream.policy.errors import CheckpointError
+from slipstream.learner.errors import CheckpointError
 from slipstream.records.files import write_atomic
 from slipstream.records.steps import StepRecord
 

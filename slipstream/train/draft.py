@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.controller import Staleness
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import DraftDecision, StepRecord
-from slipstream.rollout.engine import GenerationResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.recovery import Gate, ReplaceableEngines
 from slipstream.types import Prompt
 from slipstream.workers.calls import Worker

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine
 from slipstream.grpo.config import GrpoConfig
 from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.draft import FixedDraft
 from slipstream.train.metrics import StageClock

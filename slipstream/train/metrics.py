@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import LagStats, Mismatch, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import STAGES, FinishReason, StageTimes
 
 

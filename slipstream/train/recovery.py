@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine, GenerationResult
 from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine, GenerationResult
 from slipstream.types import Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
 from slipstream.records.steps import DraftDecision, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import assemble, mismatch
 from slipstream.train.draft import FixedDraft

@@ -3,7 +3,7 @@
 Threads that wait for one another spin, so two processes with a thread on every core stop each other: on two cores they
 took three to six times as long as in turn. So each worker says in shared memory while it works, and fits its number of
 threads to how many do so. That must change no rollout and no update to the last bit: one whose results depend on its
-threads (`slipstream.policy.numerics` knows) keeps the number that it has while all work.
+threads (`slipstream.learner.numerics` knows) keeps the number that it has while all work.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.vllm_arguments import without_gpu
+from slipstream.engine.vllm_engine import VllmEngine
 from slipstream.refit.config import EngineState
-from slipstream.rollout.config import EngineConfig
-from slipstream.rollout.vllm_arguments import without_gpu
-from slipstream.rollout.vllm_engine import VllmEngine
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import node_address
-from slipstream.workers.files import here
-from slipstream.workers.placement import require_gpu
+from slipstream.workers.file_server import here
+from slipstream.workers.reservation import require_gpu
 
 
 class EngineProcess(VllmEngine):
@@ -70,7 +70,7 @@ class EngineProcess(VllmEngine):
             self._share = None
             self.around_work(nullcontext, None)
         else:
-            from slipstream.policy.numerics import engine_keeps_bits
+            from slipstream.learner.numerics import engine_keeps_bits
 
             self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
             self.around_work(self._share.at_work, self._share.fit)
@@ -93,7 +93,7 @@ def _name_interface() -> None:
     """
     address = node_address()
     if address != "127.0.0.1":
-        from slipstream.policy.rendezvous import interface_of
+        from slipstream.learner.rendezvous import interface_of
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
 

@@ -13,35 +13,35 @@ from typing import Any
 import ray
 
 from slipstream.drafts.speculation import SCHEDULE
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
+from slipstream.engine.requests import group_requests
+from slipstream.engine.vllm_arguments import device_arguments
+from slipstream.engine.vllm_engine import process_environment
 from slipstream.grpo.loop import KvCache
-from slipstream.placement.config import Layout
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.dealing import SeenLengths, deal
-from slipstream.rollout.engine import GenerationResult, Portion, Trace, WeightFiles
-from slipstream.rollout.gathering import Call, gather, joined
-from slipstream.rollout.requests import group_requests
-from slipstream.rollout.vllm_arguments import device_arguments
-from slipstream.rollout.vllm_engine import process_environment
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
+from slipstream.workers.dealing import SeenLengths, deal
 from slipstream.workers.engine_control import RayEngineControl
 from slipstream.workers.engine_process import EngineProcess, draft_directory
-from slipstream.workers.files import open_stores
+from slipstream.workers.file_server import open_stores
+from slipstream.workers.gathering import Call, gather, joined
 from slipstream.workers.idle import Idle
-from slipstream.workers.in_flight import InFlightEngines
-from slipstream.workers.placement import Reservation, Start, reserved
+from slipstream.workers.in_flight_engines import InFlightEngines
+from slipstream.workers.placement.config import Layout
+from slipstream.workers.reservation import Reservation, Start, reserved
 from slipstream.workers.session import actor_environment, own_node
 
 logger = logging.getLogger(__name__)
 
 
 class RemoteEngine(InFlightEngines):
-    """Rollout engines in processes of their own; `slipstream.rollout.dealing` says how they share a call's prompts."""
+    """Rollout engines in processes of their own; `slipstream.workers.dealing` says how they share a call's prompts."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class RunningEngines:
         self._running: dict[Any, Worker] = {}
 
     def start(self, engine: int, call: Call) -> Any:
-        """See `slipstream.rollout.gathering.Engines`."""
+        """See `slipstream.workers.gathering.Engines`."""
         worker = self._crew.workers[engine]
         started = worker.actor.generate.remote(
             call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
@@ -241,7 +241,7 @@ class RunningEngines:
         return started
 
     def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
-        """See `slipstream.rollout.gathering.Engines`, and `answers` for errors."""
+        """See `slipstream.workers.gathering.Engines`, and `answers` for errors."""
         done = self._crew.first_of(self._what, [(self._running[call], call) for call in calls])
         (portion,) = self._crew.gather(self._what, [(self._running.pop(done), done)])
         return done, portion

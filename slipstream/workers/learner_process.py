@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.pretrain import DraftProgress
-from slipstream.grpo.config import OptimizerConfig
-from slipstream.imports import uncollected
-from slipstream.policy.config import LearnerConfig, ScratchConfig
-from slipstream.ragged import Ragged
-from slipstream.rollout.config import SamplingConfig
-from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
-from slipstream.workers.files import here
-from slipstream.workers.learner_draft import (
+from slipstream.drafts.learner_draft import (
     HeldChats,
     IndexedChats,
     fresh_trainer,
@@ -30,7 +21,16 @@ from slipstream.workers.learner_draft import (
     sum_over_ranks,
     train_beside,
 )
-from slipstream.workers.placement import require_gpu
+from slipstream.drafts.pretrain import DraftProgress
+from slipstream.engine.config import SamplingConfig
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.imports import uncollected
+from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.ragged import Ragged
+from slipstream.types import Dtype, TrainBatch
+from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
+from slipstream.workers.file_server import here
+from slipstream.workers.reservation import require_gpu
 from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from slipstream.drafts.online import OnlineDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
-    from slipstream.policy.megatron import MegatronPolicy
-    from slipstream.policy.rendezvous import Rendezvous
+    from slipstream.learner.megatron import MegatronPolicy
+    from slipstream.learner.rendezvous import Rendezvous
 
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
@@ -91,7 +91,7 @@ class LearnerProcess(SendingRank):
             self._share.leave()
         self._share = None
         if slot is not None:
-            from slipstream.policy.numerics import draft_keeps_bits, learner_keeps_bits
+            from slipstream.learner.numerics import draft_keeps_bits, learner_keeps_bits
 
             changes = learner_keeps_bits(self._config.dtype) and (self._online is None or draft_keeps_bits())
             self._share = CoreShare(slot, most=self._config.num_threads or num_cores(), changes=changes)
@@ -103,7 +103,7 @@ class LearnerProcess(SendingRank):
     def listen(self, address: str) -> int:
         """Open the port of this host on which the ranks will meet; rank 0 alone is asked. Returns the port."""
         with uncollected():
-            from slipstream.policy.rendezvous import Rendezvous
+            from slipstream.learner.rendezvous import Rendezvous
 
         self._rendezvous = Rendezvous.listen(address, world_size=self._world_size)
         return self._rendezvous.port
@@ -115,7 +115,7 @@ class LearnerProcess(SendingRank):
             own_address: of this host: its network interface carries the collectives.
         """
         with uncollected():
-            from slipstream.policy.rendezvous import Rendezvous
+            from slipstream.learner.rendezvous import Rendezvous
 
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(address=address, port=port, world_size=self._world_size)
@@ -132,7 +132,7 @@ class LearnerProcess(SendingRank):
     def create(self, scratch: ScratchConfig, vocab_size: int, eos_token_id: int, optimizer: OptimizerConfig) -> int:
         """A policy with random weights; returns the number of parameters."""
         with uncollected():
-            from slipstream.policy.megatron import MegatronPolicy
+            from slipstream.learner.megatron import MegatronPolicy
 
         self._policy = MegatronPolicy.from_scratch(
             scratch,
@@ -187,7 +187,7 @@ class LearnerProcess(SendingRank):
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
-        from slipstream.policy.conditionals import COLUMNS, conditionals
+        from slipstream.learner.conditionals import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
         function = partial(
@@ -204,7 +204,7 @@ class LearnerProcess(SendingRank):
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
-        from slipstream.policy.conditionals import processed_logprobs
+        from slipstream.learner.conditionals import processed_logprobs
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
             del labels_N
@@ -247,7 +247,7 @@ class LearnerProcess(SendingRank):
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
-        from slipstream.policy.checkpoint.reader import inspect_checkpoint
+        from slipstream.learner.checkpoint.reader import inspect_checkpoint
 
         return inspect_checkpoint(path)["extra"]
 
@@ -353,7 +353,7 @@ class LearnerProcess(SendingRank):
 
     def _load(self, path: Path, optimizer: OptimizerConfig | None) -> MegatronPolicy:
         with uncollected():
-            from slipstream.policy.megatron import MegatronPolicy
+            from slipstream.learner.megatron import MegatronPolicy
 
         return MegatronPolicy.load(
             path,

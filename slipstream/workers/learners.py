@@ -20,19 +20,19 @@ import ray
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress
+from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import part_of, part_of_batch
-from slipstream.placement.config import Layout
-from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.ragged import Ragged
-from slipstream.rollout.config import SamplingConfig
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
-from slipstream.workers.files import open_stores
+from slipstream.workers.file_server import open_stores
 from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.placement import reserved
+from slipstream.workers.placement.config import Layout
+from slipstream.workers.reservation import reserved
 from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.session import actor_environment, own_node
 from slipstream.workers.shards import Shards

@@ -17,7 +17,7 @@ from slipstream.types import Dtype
 if TYPE_CHECKING:
     from slipstream.drafts.mtp import MtpDraft
     from slipstream.drafts.trainer import DraftTrainer
-    from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.learner.megatron import MegatronPolicy
     from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
     from slipstream.refit.channel.source import WeightSource
 

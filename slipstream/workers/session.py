@@ -88,7 +88,7 @@ def machine() -> str:
 
     GPUs are those that the driver lists: asking CUDA would set it up in this process, and vLLM forks from it.
     """
-    from slipstream.policy.numerics import processor_flags
+    from slipstream.learner.numerics import processor_flags
 
     flags = " ".join(processor_flags())
     gpus = counted(_gpu_models(Path("/proc/driver/nvidia/gpus")))

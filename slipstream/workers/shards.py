@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import require
-from slipstream.policy.packing import plan_shards
+from slipstream.learner.packing import plan_shards
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import ray
 from slipstream.config import ConfigError
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.calls import LostWorkerError
 from slipstream.workers.learners import RemoteLearner, start_ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from slipstream.engine.vllm_engine import VllmEngine
 from slipstream.refit.config import EngineState
-from slipstream.rollout.vllm_engine import VllmEngine
 
 
 class FaultyEngine(VllmEngine):
@@ -22,7 +22,7 @@ class FaultyEngine(VllmEngine):
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.spec_decode import llm_base_proposer
 
-        from slipstream.rollout import vllm_sampler
+        from slipstream.engine import vllm_sampler
 
         vllm_sampler.install()
         if "no sampler fix" in faults:

@@ -14,13 +14,13 @@ _CHILD = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from slipstream.policy import parallel
-from slipstream.policy.checkpoint.boxes import Box
-from slipstream.policy.checkpoint.ranks import LearnerRanks
-from slipstream.policy.checkpoint.reader import open_checkpoint
-from slipstream.policy.checkpoint.writer import CheckpointWriter, Part
-from slipstream.policy.config import ParallelConfig
-from slipstream.policy.errors import CheckpointWriteError
+from slipstream.learner import parallel
+from slipstream.learner.checkpoint.boxes import Box
+from slipstream.learner.checkpoint.ranks import LearnerRanks
+from slipstream.learner.checkpoint.reader import open_checkpoint
+from slipstream.learner.checkpoint.writer import CheckpointWriter, Part
+from slipstream.learner.config import ParallelConfig
+from slipstream.learner.errors import CheckpointWriteError
 
 parallel.initialize(ParallelConfig())
 path, ranks = Path(sys.argv[1]), LearnerRanks()

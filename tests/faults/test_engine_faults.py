@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
@@ -26,8 +28,6 @@ from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot, bytes_digest
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
@@ -91,8 +91,8 @@ def bench(
 ) -> Iterator[Bench]:
     import ray
 
-    from slipstream.policy.config import LearnerConfig
-    from slipstream.rollout.vllm_engine import process_environment
+    from slipstream.engine.vllm_engine import process_environment
+    from slipstream.learner.config import LearnerConfig
     from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine, start_engine
     from slipstream.workers.learner_process import LearnerProcess

@@ -103,8 +103,8 @@ def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
 
 def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
     """A model directory whose weights are a pickle that would run code."""
-    from slipstream.policy.config import LearnerConfig
-    from slipstream.policy.megatron import MegatronPolicy
+    from slipstream.learner.config import LearnerConfig
+    from slipstream.learner.megatron import MegatronPolicy
 
     write_tokenizer(tmp_path / "model", max_length=64)
     config = {

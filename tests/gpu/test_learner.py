@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig, Packing, Recompute, ScratchConfig
-from slipstream.policy.megatron import MegatronPolicy
+from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
 from slipstream.ragged import Ragged
-from slipstream.rollout.config import SamplingConfig
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
-from slipstream.policy.megatron import MegatronPolicy
+from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.in_turn import EnginesInTurn, GateInTurn
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import Dtype, Prompt, TrainBatch
@@ -93,7 +93,7 @@ def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
     """An engine that can rest, with `old`, and a learner that trains `new`, which starts when the engine rests."""
     import ray
 
-    from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+    from slipstream.engine.vllm_engine import VllmEngine, process_environment
     from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine
     from slipstream.workers.learner_process import LearnerProcess

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.gate import RefitGate
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -35,7 +35,7 @@ def _ends(models: Mapping[str, Path], *, share: bool) -> Iterator[tuple[Any, Any
     """A learner with the policy `new` and an engine with `old`, on one GPU or on one each."""
     import ray
 
-    from slipstream.rollout.vllm_engine import VllmEngine, process_environment
+    from slipstream.engine.vllm_engine import VllmEngine, process_environment
     from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine
     from slipstream.workers.learner_process import LearnerProcess

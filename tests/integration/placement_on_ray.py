@@ -21,13 +21,13 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
 from slipstream import cli
-from slipstream.placement.config import Layout, PlacementConfig
-from slipstream.policy.config import LearnerConfig, ParallelConfig
-from slipstream.rollout.config import EngineConfig
-from slipstream.workers import placement
-from slipstream.workers.cluster import NVLINK_LABEL, ray_nodes
+from slipstream.engine.config import EngineConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
+from slipstream.workers import reservation as placement
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
+from slipstream.workers.placement.config import Layout, PlacementConfig
+from slipstream.workers.ray_nodes import NVLINK_LABEL, ray_nodes
 
 QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from slipstream.engine.protocol import Portion
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.rollout.engine import Portion
 from slipstream.workers import engines
 from tests.faults.test_killed_runs import CORRECTED, SMALL, train_arm
 

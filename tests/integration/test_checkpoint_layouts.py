@@ -15,13 +15,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.policy import parallel
-from slipstream.policy.checkpoint.policy import PolicyCheckpoints
-from slipstream.policy.config import LearnerConfig, ParallelConfig, ScratchConfig
-from slipstream.policy.cpu import host
-from slipstream.policy.errors import CheckpointWriteError
-from slipstream.policy.layers import TORCH_DTYPES
-from slipstream.policy.megatron import MegatronPolicy
+from slipstream.learner import parallel
+from slipstream.learner.checkpoint.policy import PolicyCheckpoints
+from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.cpu import host
+from slipstream.learner.errors import CheckpointWriteError
+from slipstream.learner.layers import TORCH_DTYPES
+from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.forked.ranks import free_ports, on_ranks
 

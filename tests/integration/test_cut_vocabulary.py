@@ -12,8 +12,8 @@ from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
-from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,11 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
-from slipstream.policy import parallel
-from slipstream.policy.capture import Capture
-from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
-from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.packing import plan_shards
+from slipstream.learner import parallel
+from slipstream.learner.capture import Capture
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess

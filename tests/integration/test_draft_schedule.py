@@ -11,9 +11,9 @@ import pytest
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.schedule import constant
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy import parallel
-from slipstream.policy.checkpoint.reader import open_checkpoint
-from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute
-from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.packing import plan_shards
+from slipstream.learner import parallel
+from slipstream.learner.checkpoint.reader import open_checkpoint
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import file_fingerprints, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
 from tests.forked.ranks import free_ports, on_ranks

@@ -13,12 +13,12 @@ from safetensors import safe_open
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
-from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate
-from slipstream.rollout.config import EngineConfig, SamplingConfig
 from slipstream.types import Dtype, Prompt
 from tests.integration import qwen3_moe
 

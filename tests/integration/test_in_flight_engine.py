@@ -11,9 +11,9 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.grpo.loop import KvCache
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.requests import GroupRequest, group_requests
 from slipstream.types import Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
 

@@ -12,10 +12,10 @@ import pytest
 
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of, part_of_batch
-from slipstream.policy import parallel
-from slipstream.policy.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
-from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.packing import plan_shards
+from slipstream.learner import parallel
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.packing import plan_shards
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype, TrainBatch
 from tests.forked.ranks import free_ports, on_ranks

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy import parallel
-from slipstream.policy.config import LearnerConfig, ParallelConfig
-from slipstream.policy.megatron import MegatronPolicy
+from slipstream.learner import parallel
+from slipstream.learner.config import LearnerConfig, ParallelConfig
+from slipstream.learner.megatron import MegatronPolicy
 from tests.forked.ranks import free_ports, on_ranks
-from tests.unit.policy import mimo
+from tests.unit.learner import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, clip_grad=0.05)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig
-from slipstream.rollout.config import EngineConfig, SamplingConfig
+from slipstream.learner.config import LearnerConfig
 from slipstream.train.batch import assemble
 from slipstream.types import Dtype, Prompt
 

@@ -14,15 +14,15 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.fit import require_fit
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
-from slipstream.policy.config import LearnerConfig
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.gate import RefitGate
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import RemoteLearner, start_learner

@@ -15,7 +15,7 @@ from slipstream.drafts.draft_model import check_draft_model, num_parameters, scr
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.policy.config import LearnerConfig
+from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
 
 pytestmark = pytest.mark.slow

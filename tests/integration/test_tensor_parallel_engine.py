@@ -11,15 +11,15 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
-from slipstream.policy.config import LearnerConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.config import LearnerConfig
 from slipstream.ragged import Ragged
 from slipstream.refit.channel.driver import Delivery, Exported, open_channel, send
 from slipstream.refit.config import Channel, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot, bytes_digest
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow

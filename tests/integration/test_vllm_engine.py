@@ -12,9 +12,9 @@ from slipstream.config import ConfigError
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.refit.fingerprint import ALL
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 
 pytestmark = pytest.mark.slow
@@ -181,8 +181,8 @@ def test_weights_are_read_under_either_of_vllms_model_runners(module: str) -> No
 
     import torch
 
+    from slipstream.engine.vllm_plugin import EngineProbe
     from slipstream.refit.fingerprint import ALL, held_whole, part_fingerprints
-    from slipstream.rollout.vllm_plugin import EngineProbe
 
     runner_of_vllm = importlib.import_module(module).GPUModelRunner
 

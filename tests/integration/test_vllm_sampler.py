@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from slipstream.rollout import vllm_sampler
+from slipstream.engine import vllm_sampler
 
 pytestmark = pytest.mark.slow  # vLLM's import takes seconds
 
@@ -105,7 +105,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # vLLM's stand-ins for pinned memory
 from vllm.v1.worker.gpu.sample import gumbel
 
-from slipstream.rollout import vllm_sampler
+from slipstream.engine import vllm_sampler
 
 cpu = torch.device("cpu")
 sample, scale = gumbel.gumbel_sample, gumbel.apply_temperature

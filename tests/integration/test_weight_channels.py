@@ -16,13 +16,13 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
-from slipstream.policy.config import LearnerConfig, ParallelConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel.driver import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
-from slipstream.rollout.config import EngineConfig, SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import Dtype, Prompt
 from slipstream.workers.calls import LostWorkerError
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from kubernetes.client import ApiClient
 
-from slipstream.cluster import pods
-from slipstream.cluster.profile import CLUSTERS, read_profile
 from slipstream.config import ConfigError
+from slipstream.kubernetes import pods
+from slipstream.kubernetes.profile import CLUSTERS, read_profile
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.evaluation import EvaluationConfig, avg_at_k, bootstrap_ci95, evaluate, maj_at_k, prompt_hash
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 # Tokens are code points: 0 ends a response.

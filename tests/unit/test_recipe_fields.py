@@ -16,8 +16,8 @@ import pytest
 
 import slipstream
 from scripts.budgets import recipe_fields
-from slipstream.cluster.profile import ClusterProfile
 from slipstream.config import ConfigError, from_mapping, merge, require_sizes
+from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe
 from tests.unit.recipe_fields import data, draft, judging, policy, tracking, training, workers
 from tests.unit.recipe_fields.base import Tools, outcome, recipe_with

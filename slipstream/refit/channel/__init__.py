@@ -5,5 +5,5 @@
 - `source`, `buckets`: weights as a stream that nobody holds whole, and the bytes of it in buckets.
 - `sender`: the learner's half; `gloo` over the network between CPUs, `vllm` by vLLM's own NCCL and CUDA IPC engines.
 
-The engines' half is `slipstream.refit.engine_transfer`; shared memory is `slipstream.refit.snapshot`.
+The engines' half is `slipstream.engine.weight_transfer`; shared memory is `slipstream.refit.snapshot`.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.activity import Activity
 from slipstream.train.asynchronous.meeting import Handover, Meeting
 from slipstream.types import RolloutGroup

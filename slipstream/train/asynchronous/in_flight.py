@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.acceptance import combine
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.acceptance import combine
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult, Portion
-from slipstream.rollout.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.train.asynchronous import age
 from slipstream.train.asynchronous.buffer import Buffer, Generated, Scored, score_all
 from slipstream.train.asynchronous.meeting import Handover, Meeting

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import InFlightEngine, Portion
+from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import InFlightEngine, Portion
-from slipstream.rollout.requests import GroupRequest
 from slipstream.train.recovery import Gate, LastingEngines, ReplaceableEngines
 from slipstream.workers.calls import LostWorkerError, Worker
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine
 from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine
 from slipstream.train.asynchronous.buffer import Buffer, Generated, Scored, score_all
 from slipstream.train.asynchronous.meeting import Handover, Meeting
 from slipstream.train.asynchronous.pending import Pending, Tally

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import from_mapping
-from slipstream.policy.errors import CheckpointError
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored
 from slipstream.train.step import Versions
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
 from slipstream.drafts.schedule import constant, described
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import RunningPoint, TuningRecord
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")

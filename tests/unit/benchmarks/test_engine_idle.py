@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.engine_idle import Comparison, show_dealing
-from slipstream.rollout.engine import GenerationResult
+from slipstream.engine.protocol import GenerationResult
 
 
 def result(idle: float, seconds: float) -> GenerationResult:

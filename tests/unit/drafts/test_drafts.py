@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.checks import check_draft
 from slipstream.drafts.trainer import DraftTrainer
-from slipstream.policy.errors import CheckpointError
+from slipstream.learner.errors import CheckpointError
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
@@ -165,7 +165,7 @@ def test_training_the_draft_beside_the_policy_changes_no_bit_of_the_policys_upda
     """A real draft loss on the hidden states of the policy's own forward pass, with and without."""
     from slipstream.grpo.config import LossConfig, OptimizerConfig
     from slipstream.grpo.update import Update
-    from slipstream.policy.config import LearnerConfig
+    from slipstream.learner.config import LearnerConfig
     from slipstream.types import TrainBatch
     from slipstream.workers.learner_process import LearnerProcess
 
@@ -242,7 +242,7 @@ def test_a_negative_cache_is_refused() -> None:
 
 
 def test_hidden_states_captured_once_train_the_draft_as_those_of_each_step_do(policy: Path) -> None:
-    from slipstream.policy.config import LearnerConfig
+    from slipstream.learner.config import LearnerConfig
     from slipstream.workers.learner_process import LearnerProcess
 
     losses = []

@@ -12,10 +12,10 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.length import Listener, TuningConfig, choose, num_generations, sweep
 from slipstream.drafts.schedule import SWITCHED_OFF, running_points
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Engine, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Engine, GenerationResult, RunningTime
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SAMPLING = SamplingConfig(max_response_tokens=8)

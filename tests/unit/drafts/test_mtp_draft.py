@@ -19,14 +19,14 @@ from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.mtp import MtpDraft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
-from slipstream.policy.config import LearnerConfig, PolicyConfig
-from slipstream.policy.errors import CheckpointError
-from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.source import Needs, write_policy_tokenizer
+from slipstream.learner.config import LearnerConfig, PolicyConfig
+from slipstream.learner.errors import CheckpointError
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.policy_source import Needs, write_policy_tokenizer
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.learner_process import LearnerProcess
-from tests.unit.policy import mimo
+from tests.unit.learner import mimo
 
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 CONFIG = DraftConfig(method=DraftMethod.MTP, ttt_steps=2, num_steps=20, warmup_steps=2, learning_rate=5e-3)

@@ -19,15 +19,15 @@ from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.online import OnlineDraft, drawn, learned
 from slipstream.drafts.trainer import States
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
-from slipstream.policy import numerics
-from slipstream.policy.config import LearnerConfig, Recompute
-from slipstream.policy.errors import CheckpointError
+from slipstream.learner import numerics
+from slipstream.learner.config import LearnerConfig, Recompute
+from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop

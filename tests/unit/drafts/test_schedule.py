@@ -20,9 +20,9 @@ from slipstream.drafts.schedule import (
     running_points,
     schedule,
 )
+from slipstream.engine.protocol import RunningTime
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.engine import RunningTime
 
 
 def time(num_running: int, *, steps: int, tokens: int, ms: float) -> RunningTime:

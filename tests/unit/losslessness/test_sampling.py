@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import AcrossRefits, draw, positions
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace, WeightFiles
 from slipstream.types import Prompt
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)

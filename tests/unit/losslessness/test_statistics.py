@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import special, stats
 
+from slipstream.learner.conditionals import conditionals
 from slipstream.losslessness import statistics
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.statistics import Bias, Draws
-from slipstream.policy.conditionals import conditionals
 from slipstream.records.certificate import Power
 
 VOCABULARY = 12

@@ -12,17 +12,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop import KvCache
+from slipstream.learner.conditionals import conditionals, processed_logprobs
 from slipstream.losslessness import statistics
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
-from slipstream.policy.conditionals import conditionals, processed_logprobs
 from slipstream.records.certificate import CertificateRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt, VersionSpan
 
 VOCABULARY = 12

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
+from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.config import Channel, EngineState, RefitError
 from slipstream.refit.fingerprint import Turn
-from slipstream.rollout.engine import GenerationResult
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 SMALL = {

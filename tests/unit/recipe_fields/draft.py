@@ -21,12 +21,12 @@ from slipstream.drafts.draft_model import scratch_model
 from slipstream.drafts.online import OnlineDraft
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
+from slipstream.engine.protocol import GenerationResult, RunningTime
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.rollout.engine import GenerationResult, RunningTime
 from slipstream.stages import engines as stage_engines
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
 from slipstream.train import attempt

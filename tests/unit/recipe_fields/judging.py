@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engine.protocol import Trace
 from slipstream.evaluation import evaluate
 from slipstream.losslessness import sampling as certificate_sampling
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe
 from slipstream.rewards import verifier
-from slipstream.rollout.engine import Trace
 from slipstream.types import Prompt
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
 

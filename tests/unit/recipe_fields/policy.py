@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.policy import parallel
-from slipstream.policy.architecture import Architecture
-from slipstream.policy.config import LearnerConfig
-from slipstream.policy.layers import _transformer_config, build_model
-from slipstream.policy.megatron import MegatronPolicy
-from slipstream.policy.optimizer import with_optimizer
-from slipstream.policy.pretrain import pretrain
-from slipstream.policy.source import resolve
+from slipstream.learner import parallel
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.config import LearnerConfig
+from slipstream.learner.layers import _transformer_config, build_model
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.optimizer import with_optimizer
+from slipstream.learner.policy_pretraining import pretrain
+from slipstream.learner.policy_source import resolve
 from slipstream.recipe import Recipe
 from slipstream.stages import prepare_policy, support
 from tests.unit.recipe_fields.base import Check, Tools

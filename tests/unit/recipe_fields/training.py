@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.drafts.schedule import DraftLength
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
@@ -28,7 +29,6 @@ from slipstream.refit.fingerprint import Turn
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
-from slipstream.rollout.engine import GenerationResult
 from slipstream.stages.train_grpo import arm_plan
 from slipstream.train import arm
 from slipstream.types import Arm, Prompt

@@ -6,14 +6,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from slipstream.placement.cluster import parse_cluster
-from slipstream.placement.plan import make_plan
-from slipstream.placement.table import plan_text
+from slipstream.engine import vllm_engine
+from slipstream.engine.vllm_arguments import sampling_params
 from slipstream.recipe import Recipe
-from slipstream.rollout import vllm_engine
-from slipstream.rollout.vllm_arguments import sampling_params
 from slipstream.stages.engines import recipe_engine
 from slipstream.workers import engines, learners
+from slipstream.workers.placement.cluster import parse_cluster
+from slipstream.workers.placement.plan import make_plan
+from slipstream.workers.placement.table import plan_text
 from tests.unit.recipe_fields.base import Check, Tools
 
 
@@ -33,7 +33,7 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
     fake = SimpleNamespace(LLM=LLM, SamplingParams=lambda **arguments: arguments)
     tools.patch.setitem(sys.modules, "vllm", fake)
     transfer = SimpleNamespace(BACKEND="slipstream")
-    tools.patch.setitem(sys.modules, "slipstream.refit.engine_transfer", transfer)
+    tools.patch.setitem(sys.modules, "slipstream.engine.weight_transfer", transfer)
     tools.patch.setattr(vllm_engine.os, "environ", {})
     engine = vllm_engine.VllmEngine(tools.directory, config=recipe.engine, speculative_config=None)
     params = sampling_params(recipe.sampling, engine._stop_token_ids)

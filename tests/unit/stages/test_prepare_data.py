@@ -18,14 +18,14 @@ from slipstream.config import ConfigError, merge
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
-from slipstream.placement.config import PlacementConfig
-from slipstream.policy.config import ParallelConfig
+from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.support import recipe_prompt_sets, tokenizer
 from slipstream.tracking import TrackingConfig
 from slipstream.types import Workload
+from slipstream.workers.placement.config import PlacementConfig
 
 # Nothing listens there: points stay in the spool, and no store is set up.
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.cluster.profile import read_profile
 from slipstream.config import ConfigError
+from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext
 from slipstream.stages.start_run import start_run

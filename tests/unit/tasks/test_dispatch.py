@@ -22,15 +22,15 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
-from slipstream.cluster.preflight.inside import PreflightRecord
-from slipstream.cluster.preflight.needs import Finding, State
-from slipstream.cluster.profile import ClusterProfile
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.kubernetes.preflight.inside import PreflightRecord
+from slipstream.kubernetes.preflight.needs import Finding, State
+from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records.files import write_record
-from slipstream.report.bake_off_records import Entrant
-from slipstream.stages.ablation_grid import Grid, Kind
 from slipstream.stages.context import RunContext
+from slipstream.study.ablation_grid import Grid, Kind
+from slipstream.study.bake_off_records import Entrant
 from slipstream.types import Arm, ArmLoop, Workload
 from tests.unit.tasks.declared import declared_tasks
 

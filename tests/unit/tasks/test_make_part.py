@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.cluster.profile import read_profile
 from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.kubernetes.profile import read_profile
 from slipstream.records.files import write_record
-from slipstream.stages.ablate import PartRecord, ending, plan_ablation
-from slipstream.stages.ablation_grid import Grid, Kind
+from slipstream.study.ablate import PartRecord, ending, plan_ablation
+from slipstream.study.ablation_grid import Grid, Kind
 from slipstream.types import Workload
 
 ROOT = Path(__file__).parents[3]

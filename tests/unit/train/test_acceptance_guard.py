@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slipstream.engine.acceptance import sampling_deviation
 from slipstream.records.steps import AcceptanceStats
-from slipstream.rollout.acceptance import sampling_deviation
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 
 

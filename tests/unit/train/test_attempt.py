@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from slipstream.config import merge
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop import KvCache
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry, StepRecord
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
-from slipstream.rollout.requests import GroupRequest
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.pending import Pending, Tally

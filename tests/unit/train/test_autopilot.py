@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.autopilot import PilotedEngines
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup

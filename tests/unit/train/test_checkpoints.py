@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.policy import directories
-from slipstream.policy.errors import CheckpointError, CheckpointWriteError
+from slipstream.learner import directories
+from slipstream.learner.errors import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes

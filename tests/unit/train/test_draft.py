@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, DraftDecision, DraftUpdate, StepRecord
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from tests.unit.train.test_metrics import STEP
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.in_turn import EnginesInTurn, GateInTurn
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import Prompt

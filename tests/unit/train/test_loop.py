@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
@@ -22,8 +24,6 @@ from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import Gate, SyncLoop

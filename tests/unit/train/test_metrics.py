@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AcceptanceStats,
@@ -20,7 +21,6 @@ from slipstream.records.steps import (
     TrainStats,
 )
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.tracking.config import check_metrics
 from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes

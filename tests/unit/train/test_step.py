@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
 from slipstream.train.asynchronous.timing import Stopwatch
 from slipstream.train.metrics import StageClock

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.policy.config import ParallelConfig
-from slipstream.policy.packing import plan_shards
+from slipstream.learner.config import ParallelConfig
+from slipstream.learner.packing import plan_shards
 from slipstream.workers.shards import Shards
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.age import batch, due, num_missing
 from slipstream.train.asynchronous.buffer import Generated, Scored
 

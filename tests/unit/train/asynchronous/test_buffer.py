@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.activity import Activity
 from slipstream.train.asynchronous.buffer import Buffer, Generated, Scored, score_all
 from slipstream.train.asynchronous.meeting import Handover, Meeting, Over

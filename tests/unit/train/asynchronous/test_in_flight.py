@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Portion
+from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop import TooOld
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import Portion
-from slipstream.rollout.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.train.asynchronous.pending import Pending
 from slipstream.train.draft import TrainedDraft
 from slipstream.train.step import engine_seed

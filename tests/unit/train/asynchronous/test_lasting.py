@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.engine.protocol import Portion
+from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import RefitCheck
 from slipstream.refit.gate import Export
-from slipstream.rollout.engine import Portion
-from slipstream.rollout.requests import GroupRequest
 from slipstream.train.asynchronous.lasting import LastingInFlight
 from slipstream.train.recovery import WeightsLostError
 from slipstream.workers.calls import LostWorkerError, Worker

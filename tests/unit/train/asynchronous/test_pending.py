@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.policy.errors import CheckpointError
+from slipstream.engine.protocol import GenerationResult
+from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored
 from slipstream.train.asynchronous.pending import Pending, Tally
 from slipstream.types import FinishReason, VersionSpan

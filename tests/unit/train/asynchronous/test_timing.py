@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import Overlap
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.engine import GenerationResult
 from slipstream.train.asynchronous.buffer import Generated, Scored
 from slipstream.train.asynchronous.timing import Stopwatch
 from slipstream.train.metrics import StageClock

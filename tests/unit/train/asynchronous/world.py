@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.data.prompts import PromptStream
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
@@ -26,9 +29,6 @@ from slipstream.refit.channel.driver import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.rollout.config import SamplingConfig
-from slipstream.rollout.engine import GenerationResult, Portion
-from slipstream.rollout.requests import GroupRequest
 from slipstream.train.asynchronous.in_flight import InFlightLoop
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop

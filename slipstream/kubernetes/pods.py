@@ -1,0 +1,223 @@
+"""Pod specs for a cluster profile: tasks without GPUs, and the three kinds of pods of a Ray job.
+
+Flyte's Ray plugin makes all pods of a job from one base, the task's own pod, and lays a spec of ours over the head's
+and over the workers': maps are merged, lists appended, and a value that is set wins. So what all three need stands in
+the base alone, each list entry once; the submitter is the base as it is. Every call makes fresh objects, for flytekit
+and its plugins change what they are given.
+
+Source: `buildHeadPodTemplate`, `buildSubmitterPodTemplate` and `mergeCustomPodSpec` of
+flyteplugins/go/tasks/plugins/k8s/ray/ray.go in flyteorg/flyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kubernetes import client as k8s
+
+from slipstream.kubernetes.profile import (
+    CLUSTER_VARIABLE,
+    NODE_VARIABLE,
+    ClusterProfile,
+    GpuNodes,
+    PodSize,
+    Scheduler,
+    SharedStorage,
+)
+
+PRIMARY = "primary"
+RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
+"""The names that KubeRay's plugin gives the primary container: an overlay of another name is dropped."""
+
+RAY_TOKEN_KEY = "auth_token"  # the key in the secret that KubeRay looks for
+_USER = 1000  # flytekit, in both images
+_SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
+_RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
+_GPU = "nvidia.com/gpu"
+
+
+PREFLIGHT_ACCOUNT = "slipstream-preflight"  # of deploy/preflight: it may read what a preflight asks for
+
+
+def preflight_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """The pod of a preflight: of a task without GPUs, but with a token of the cluster."""
+    pod = cpu_pod(profile)
+    pod.service_account_name = PREFLIGHT_ACCOUNT
+    pod.automount_service_account_token = True
+    return pod
+
+
+def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """The pod of a task without GPUs; any Ray in it is a local instance on the loopback interface."""
+    pod = _base(profile, profile.cpu)
+    container = pod.containers[0]
+    container.env_from = _secrets(profile)
+    _share_memory(pod, container, profile.cpu)
+    return pod
+
+
+def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """What the submitter, the head and the workers of a Ray job have in common; it is the submitter's pod."""
+    secret = k8s.V1SecretKeySelector(name=profile.ray_token_secret, key=RAY_TOKEN_KEY)
+    token = [
+        k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
+        k8s.V1EnvVar(name="RAY_AUTH_TOKEN", value_from=k8s.V1EnvVarSource(secret_key_ref=secret)),
+    ]
+    pod = _base(profile, _SUBMITTER, token)
+    pod.node_selector = {**(pod.node_selector or {}), "kubernetes.io/arch": _gpu(profile).architecture.value}
+    return pod
+
+
+def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """What Ray's head has beyond the base: it runs the task's process, so it alone has the servers' credentials."""
+    size = profile.head
+    assert size is not None
+    container = k8s.V1Container(name=RAY_HEAD, resources=_resources(size), env_from=_secrets(profile))
+    pod = k8s.V1PodSpec(containers=[container])
+    _share_memory(pod, container, size)
+    return pod
+
+
+def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
+    """What a node's worker has beyond the base: all its GPUs, the fabric, memory that may be pinned."""
+    gpu = _gpu(profile)
+    resources = _resources(gpu.pod, {_GPU: gpu.gpus_per_node, **gpu.rdma_resources})
+    container = k8s.V1Container(
+        name=RAY_WORKER,
+        resources=resources,
+        env=[k8s.V1EnvVar(name=name, value=value) for name, value in _fabric(gpu).items()],
+        # RDMA pins what it sends, which the limit of locked memory would refuse.
+        security_context=k8s.V1SecurityContext(capabilities=k8s.V1Capabilities(add=["IPC_LOCK"])),
+    )
+    pod = k8s.V1PodSpec(
+        containers=[container],
+        node_selector={"nvidia.com/gpu.product": gpu.product},
+        affinity=_same_clique(gpu.clique_label) if gpu.clique_label else None,
+    )
+    _share_memory(pod, container, gpu.pod)
+    if gpu.channel_claim_template is not None:
+        resources.claims = [k8s.CoreV1ResourceClaim(name=_CHANNEL)]
+        claim = k8s.V1PodResourceClaim(name=_CHANNEL, resource_claim_template_name=gpu.channel_claim_template)
+        pod.resource_claims = [claim]
+    return pod
+
+
+def labels(component: str) -> dict[str, str]:
+    """That deploy/'s network policies select."""
+    return {"app.kubernetes.io/name": "slipstream", "app.kubernetes.io/component": component}
+
+
+def queue_labels(profile: ClusterProfile) -> dict[str, str]:
+    """On the Ray job: Kueue, or Volcano through KubeRay, starts all of its pods together or none.
+
+    Source: KubeRay's guides to Kueue and Volcano; batchscheduler/volcano/volcano_scheduler.go of KubeRay 1.6.
+    """
+    if profile.queue is None:
+        return {}
+    by_scheduler = {Scheduler.KUEUE: "kueue.x-k8s.io/queue-name", Scheduler.VOLCANO: "volcano.sh/queue-name"}
+    return {by_scheduler[profile.queue.scheduler]: profile.queue.name}
+
+
+def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
+    """On the workers: Kueue keeps them in one NVLink domain, where its queue knows the topology."""
+    if profile.queue is None or not profile.queue.knows_topology:
+        return {}
+    label = _gpu(profile).clique_label
+    return {"kueue.x-k8s.io/podset-required-topology": label} if label else {}
+
+
+def _own_node() -> k8s.V1EnvVar:
+    """The node that the pod is on: inside it the host's name is the pod's."""
+    field = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")
+    return k8s.V1EnvVar(name=NODE_VARIABLE, value_from=k8s.V1EnvVarSource(field_ref=field))
+
+
+def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = ()) -> k8s.V1PodSpec:
+    storage = _storage(profile)
+    shared = {
+        CLUSTER_VARIABLE: profile.name,
+        "HF_HOME": f"{storage.mount_path}/hub",  # a policy is links to files there, which later tasks follow
+    }
+    container = k8s.V1Container(
+        name=PRIMARY,
+        resources=_resources(size),
+        env=[*(k8s.V1EnvVar(name=name, value=value) for name, value in shared.items()), _own_node(), *env],
+        volume_mounts=[k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)],
+        security_context=k8s.V1SecurityContext(
+            allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"])
+        ),
+    )
+    claim = k8s.V1PersistentVolumeClaimVolumeSource(claim_name=storage.claim)
+    return k8s.V1PodSpec(
+        containers=[container],
+        volumes=[k8s.V1Volume(name=_RUNS, persistent_volume_claim=claim)],
+        node_selector=dict(profile.labels) or None,
+        tolerations=[_toleration(t.key, t.value, t.effect) for t in profile.tolerations] or None,
+        security_context=k8s.V1PodSecurityContext(
+            run_as_non_root=True,
+            run_as_user=_USER,
+            run_as_group=_USER,
+            fs_group=storage.group,
+            fs_group_change_policy="OnRootMismatch",
+            seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
+        ),
+        service_account_name=profile.service_account,
+        automount_service_account_token=False,  # no task but the preflight asks Kubernetes for anything
+        enable_service_links=False,
+    )
+
+
+def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
+    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
+    amounts = {
+        "cpu": str(size.cpus),
+        "memory": f"{size.memory_gib}Gi",
+        "ephemeral-storage": f"{size.ephemeral_storage_gib}Gi",
+        **{name: str(count) for name, count in (extended or {}).items()},
+    }
+    return k8s.V1ResourceRequirements(requests=dict(amounts), limits=dict(amounts))
+
+
+def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize) -> None:
+    """Replace the 64 MiB of /dev/shm by memory of the pod's."""
+    if not size.shared_memory_gib:
+        return
+    memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{size.shared_memory_gib}Gi")
+    pod.volumes = [*(pod.volumes or []), k8s.V1Volume(name=_SHM, empty_dir=memory)]
+    mount = k8s.V1VolumeMount(name=_SHM, mount_path="/dev/shm")
+    container.volume_mounts = [*(container.volume_mounts or []), mount]
+
+
+def _fabric(gpu: GpuNodes) -> dict[str, str]:
+    """What NCCL is told; with a channel of the ComputeDomain it reaches other nodes over NVLink, or says why not."""
+    return {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
+
+
+def _same_clique(label: str) -> k8s.V1Affinity:
+    """All workers of one Ray cluster in one NVLink domain, whichever the first one finds."""
+    term = k8s.V1PodAffinityTerm(
+        topology_key=label,
+        label_selector=k8s.V1LabelSelector(match_labels={"ray.io/node-type": "worker"}),
+        match_label_keys=["ray.io/cluster"],
+    )
+    return k8s.V1Affinity(pod_affinity=k8s.V1PodAffinity(required_during_scheduling_ignored_during_execution=[term]))
+
+
+def _secrets(profile: ClusterProfile) -> list[k8s.V1EnvFromSource] | None:
+    names = [service.secret for service in (profile.tracking, profile.object_store) if service and service.secret]
+    return [k8s.V1EnvFromSource(secret_ref=k8s.V1SecretEnvSource(name=name)) for name in names] or None
+
+
+def _toleration(key: str, value: str | None, effect: str) -> k8s.V1Toleration:
+    operator = "Exists" if value is None else "Equal"
+    return k8s.V1Toleration(key=key, operator=operator, value=value, effect=effect)
+
+
+def _gpu(profile: ClusterProfile) -> GpuNodes:
+    assert profile.gpu is not None
+    return profile.gpu
+
+
+def _storage(profile: ClusterProfile) -> SharedStorage:
+    assert profile.storage is not None
+    return profile.storage

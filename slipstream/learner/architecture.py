@@ -1,0 +1,185 @@
+"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import ConfigError, require
+from slipstream.learner.config import ScratchConfig
+from slipstream.learner.experts import Experts
+from slipstream.types import Dtype
+
+QWEN3 = "Qwen3ForCausalLM"
+QWEN3_MOE = "Qwen3MoeForCausalLM"
+MIMO = "MiMoForCausalLM"
+_MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Everything that determines the parameters' shapes and the forward pass.
+
+    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
+    biases on queries, keys and values, and without norms on queries and keys.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int  # key-value heads
+    head_dim: int
+    ffn_hidden_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    norm_eps: float
+    tie_word_embeddings: bool
+    eos_token_id: int
+    experts: Experts | None = None  # None of a dense model
+    num_mtp_layers: int = 0  # 1 of a MiMo
+
+    @classmethod
+    def from_scratch(cls, scratch: ScratchConfig, *, vocab_size: int, eos_token_id: int) -> Architecture:
+        """The architecture that a `ScratchConfig` describes, over a tokenizer's vocabulary."""
+        return cls(
+            vocab_size=vocab_size,
+            hidden_size=scratch.hidden_size,
+            num_layers=scratch.num_layers,
+            num_attention_heads=scratch.num_attention_heads,
+            num_query_groups=scratch.num_query_groups,
+            head_dim=scratch.head_dim,
+            ffn_hidden_size=scratch.ffn_hidden_size,
+            max_position_embeddings=scratch.max_position_embeddings,
+            rope_theta=scratch.rope_theta,
+            norm_eps=1e-6,
+            tie_word_embeddings=scratch.tie_word_embeddings,
+            eos_token_id=eos_token_id,
+            num_mtp_layers=scratch.num_mtp_layers,
+        )
+
+    @classmethod
+    def from_hf(cls, path: Path) -> Architecture:
+        """Read `config.json` of a model directory in Hugging Face format.
+
+        Raises:
+            ConfigError: another architecture than Qwen3, Qwen3-MoE or MiMo, or a feature of it that the learner lacks.
+        """
+        config = json.loads((path / "config.json").read_text())
+        architectures = config.get("architectures")
+        known = architectures in ([QWEN3], [QWEN3_MOE], [MIMO])
+        rule = f"must be a {QWEN3}, a {QWEN3_MOE} or a {MIMO}"
+        require(known, "policy.model", rule, architectures, f"see {path}")
+        is_mimo = architectures == [MIMO]
+        if is_mimo:
+            _require_mimo(config, path)
+        else:
+            require(
+                not config.get("attention_bias"), "policy.model", "must have no attention bias", True, f"see {path}"
+            )
+        require(not config.get("use_sliding_window"), "policy.model", "must use full attention", "sliding window")
+        eos = config["eos_token_id"]
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            num_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_query_groups=config["num_key_value_heads"],
+            head_dim=config["hidden_size"] // config["num_attention_heads"] if is_mimo else config["head_dim"],
+            ffn_hidden_size=config["intermediate_size"],
+            max_position_embeddings=config["max_position_embeddings"],
+            rope_theta=_rope_theta(config),
+            norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config["tie_word_embeddings"],
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            experts=Experts.from_hf(config) if architectures == [QWEN3_MOE] else None,
+            num_mtp_layers=1 if is_mimo else 0,
+        )
+
+    @property
+    def name(self) -> str:
+        """As transformers and vLLM call it."""
+        if self.has_mtp:
+            return MIMO
+        return QWEN3 if self.experts is None else QWEN3_MOE
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it is a MiMo."""
+        return self.num_mtp_layers > 0
+
+    @property
+    def mtp_layer_ids(self) -> tuple[int, ...]:
+        """Of the states that an MTP layer reads: the residual stream after so many layers."""
+        return (self.num_layers,)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer routes tokens to experts."""
+        return self.experts is not None and self.experts.are_in(layer)
+
+    def to_hf(self, dtype: Dtype) -> dict[str, Any]:
+        """The `config.json` that transformers and vLLM read as this architecture."""
+        return {
+            "architectures": [self.name],
+            "model_type": _MODEL_TYPES[self.name],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_query_groups,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn_hidden_size,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            # transformers 5 reads rope_parameters; everything older reads rope_theta.
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_bias": self.has_mtp,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "initializer_range": 0.02,
+            "eos_token_id": self.eos_token_id,
+            "dtype": dtype.value,
+            "torch_dtype": dtype.value,
+            **({} if self.experts is None else self.experts.to_hf()),
+            **({"num_nextn_predict_layers": self.num_mtp_layers} if self.has_mtp else {}),
+        }
+
+    def num_parameters(self) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
+        matrices = self.hidden_size * 2 * (queries + keys)
+        vectors = 2 * self.hidden_size + (queries + 2 * keys if self.has_mtp else 2 * self.head_dim)
+        dense = 3 * self.hidden_size * self.ffn_hidden_size
+        sparse = 0 if self.experts is None else self.experts.num_parameters(self.hidden_size)
+        networks = sum(sparse if self.has_experts(layer) else dense for layer in range(self.num_layers))
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        # An MTP layer joins two states into one, has three norms, and is a layer like the others.
+        mtp = self.num_mtp_layers * (2 * self.hidden_size**2 + 3 * self.hidden_size + matrices + vectors + dense)
+        return self.num_layers * (matrices + vectors) + networks + embeddings + self.hidden_size + mtp
+
+
+def _require_mimo(config: Mapping[str, Any], path: Path) -> None:
+    """What a MiMo must have beside what every model must."""
+    layers = config.get("num_nextn_predict_layers")
+    require(layers == 1, "policy.model", f"a {MIMO} must have num_nextn_predict_layers 1", layers, f"see {path}")
+    require(config.get("attention_bias", True), "policy.model", f"a {MIMO} must have attention bias", False)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    rule = f"the head_dim of a {MIMO} must be hidden_size / num_attention_heads = {hidden} / {heads}, as vLLM has it"
+    require(dim * heads == hidden, "policy.model", rule, dim, f"see {path}")
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    require(kind == "default", "policy.model", "must use plain RoPE", kind, "remove rope_scaling from its config.json")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ConfigError("policy.model has no rope_theta in its config.json")
+    return float(theta)

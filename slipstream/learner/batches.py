@@ -1,0 +1,199 @@
+"""Token sequences as micro-batches of tensors: padded, a row each, or packed one behind the other into one row.
+
+Legend: `B` rows of a micro-batch, `T` predicted tokens: inputs are positions 0 .. T-1, labels positions 1 .. T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.learner import collectives
+from slipstream.learner.packing import MICROBATCH_COST, plan_microbatches, plan_packed_microbatches
+
+Sequences = Sequence[Sequence[int]]
+Values = Sequence[float] | NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What the model reads."""
+
+    token_ids_BT: Tensor
+    positions_BT: Tensor  # each sequence's 0, 1, …
+    padding_BT: Tensor | None  # True where there is no token; None: packed
+    packed: PackedSeqParams | None  # where each sequence starts and ends in the one row
+    places: tuple[tuple[int, slice], ...]  # of each sequence: its row, and its columns there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Some of the caller's sequences; of an idle one nothing counts."""
+
+    indices: tuple[int, ...]  # into the caller's sequences, in the order of `inputs.places`; none if it is idle
+    inputs: Inputs
+    labels_BT: Tensor
+    mask_BT: Tensor  # True where the label counts
+
+    def spread(self, values: Sequence[Values]) -> Tensor:
+        """[B, T] float32 holding each sequence's `values` at its labels that count, 0 elsewhere."""
+        mine = np.concatenate([np.asarray(values[index], dtype=np.float32) for index in self.indices])
+        spread_BT = torch.zeros(self.mask_BT.shape, device=self.mask_BT.device)
+        spread_BT[self.mask_BT] = torch.from_numpy(mine).to(self.mask_BT.device)
+        return spread_BT
+
+    def repeat(self, values: Sequence[float]) -> Tensor:
+        """[B, T] float32 holding each sequence's one value at all of its labels, 0 elsewhere."""
+        repeated_BT = np.zeros(tuple(self.mask_BT.shape), dtype=np.float32)
+        for index, place in zip(self.indices, self.inputs.places, strict=True):
+            repeated_BT[place] = values[index]
+        return torch.from_numpy(repeated_BT).to(self.mask_BT.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How sequences are put together.
+
+    Attributes:
+        microbatch_cost: see `plan_microbatches`; packed sequences need none, for they waste nothing.
+        multiple: of which T is made one, for sequence parallelism, which splits the inputs evenly over ranks; this
+            padding is not part of `max_tokens`.
+    """
+
+    max_tokens: int
+    packs: bool = False
+    microbatch_cost: int = MICROBATCH_COST
+    multiple: int = 1
+
+    def plan(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """Which sequences share a micro-batch, the longest of each first."""
+        if self.packs:
+            return plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
+        return plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
+
+    def inputs(self, sequences: Sequences, device: torch.device) -> Inputs:
+        """The model's inputs of one micro-batch, of every token."""
+        lengths = [len(tokens) for tokens in sequences]
+        return self._packed(sequences, lengths, device) if self.packs else self._padded(sequences, lengths, device)
+
+    def microbatches(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> list[MicroBatch]:
+        """Cut the sequences into micro-batches; labels count from each sequence's `loss_starts` on."""
+        return [
+            self._microbatch(sequences, loss_starts, indices, device)
+            for indices in self.plan([len(tokens) for tokens in sequences])
+        ]
+
+    def whole(self, sequences: Sequences, device: torch.device) -> list[MicroBatch]:
+        """Micro-batches that read every token, and of which no label counts."""
+        found = []
+        for indices in self.plan([len(tokens) for tokens in sequences]):
+            inputs = self.inputs([sequences[index] for index in indices], device)
+            none_BT = torch.zeros(inputs.token_ids_BT.shape, dtype=torch.bool, device=device)
+            found.append(MicroBatch(indices=indices, inputs=inputs, labels_BT=inputs.token_ids_BT, mask_BT=none_BT))
+        return found
+
+    def _microbatch(
+        self, sequences: Sequences, loss_starts: Sequence[int], indices: tuple[int, ...], device: torch.device
+    ) -> MicroBatch:
+        inputs = self.inputs([sequences[index][:-1] for index in indices], device)
+        labels_BT = np.zeros(tuple(inputs.token_ids_BT.shape), dtype=np.int64)
+        mask_BT = np.zeros(labels_BT.shape, dtype=bool)
+        for index, (row, columns) in zip(indices, inputs.places, strict=True):
+            labels_BT[row, columns] = sequences[index][1:]
+            mask_BT[row, columns.start + loss_starts[index] - 1 : columns.stop] = True
+        labels, mask = torch.from_numpy(labels_BT).to(device), torch.from_numpy(mask_BT).to(device)
+        return MicroBatch(indices=indices, inputs=inputs, labels_BT=labels, mask_BT=mask)
+
+    def _padded(self, sequences: Sequences, lengths: Sequence[int], device: torch.device) -> Inputs:
+        token_ids_BT = np.zeros((len(lengths), self._width(max(lengths))), dtype=np.int64)
+        for row, tokens in enumerate(sequences):
+            token_ids_BT[row, : len(tokens)] = tokens
+        columns_T = np.arange(token_ids_BT.shape[1])
+        return Inputs(
+            token_ids_BT=torch.from_numpy(token_ids_BT).to(device),
+            positions_BT=torch.from_numpy(columns_T).to(device).expand(token_ids_BT.shape),
+            padding_BT=torch.from_numpy(columns_T >= np.array(lengths)[:, None]).to(device),
+            packed=None,
+            places=tuple((row, slice(0, length)) for row, length in enumerate(lengths)),
+        )
+
+    def _packed(self, sequences: Sequences, lengths: Sequence[int], device: torch.device) -> Inputs:
+        rest = self._width(sum(lengths)) - sum(lengths)  # a sequence of its own, which nobody asks for
+        all_lengths = [*lengths, rest] if rest else list(lengths)
+        ends = np.cumsum(all_lengths)
+        starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        longest = max(all_lengths)
+        token_ids_P = np.concatenate([*sequences, [0] * rest]).astype(np.int64)
+        positions_P = np.concatenate([np.arange(length) for length in all_lengths])
+        return Inputs(
+            token_ids_BT=torch.from_numpy(token_ids_P)[None].to(device),
+            positions_BT=torch.from_numpy(positions_P)[None].to(device),
+            padding_BT=None,
+            packed=PackedSeqParams(
+                cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+            ),
+            places=tuple((0, slice(end - length, end)) for end, length in zip(ends.tolist(), lengths, strict=False)),
+        )
+
+    def _width(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.multiple) * self.multiple
+
+
+class ByToken:
+    """One number a label that counts, gathered from micro-batches."""
+
+    def __init__(self, sequences: Sequences, loss_starts: Sequence[int], device: torch.device) -> None:
+        self._values_N = torch.zeros(num_labels(sequences, loss_starts), device=device)
+        lengths = [len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True)]
+        self._offsets = np.cumsum([0, *lengths])
+
+    def keep(self, values_BT: Tensor, batch: MicroBatch) -> None:
+        """Take those of one micro-batch."""
+        for index, place in zip(batch.indices, batch.inputs.places, strict=True):
+            start, end = self._offsets[index : index + 2]
+            self._values_N[start:end] = values_BT[place][batch.mask_BT[place]]
+
+    def collected(self) -> list[NDArray[np.float32]]:
+        """One array a sequence, in the caller's order, on every stage of the pipeline."""
+        values_N = collectives.from_last_stage(self._values_N).cpu().numpy()
+        return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
+
+
+def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
+    """The hidden states [T, B, H] of this pipeline stage."""
+    return model(
+        input_ids=inputs.token_ids_BT,
+        position_ids=inputs.positions_BT,
+        attention_mask=None,
+        packed_seq_params=inputs.packed,
+        padding_mask=inputs.padding_BT,
+    )
+
+
+def idle_microbatch(device: torch.device) -> MicroBatch:
+    """One token, with which a rank takes part in what others compute of theirs."""
+    inputs = Batching(max_tokens=1).inputs([[0]], device)
+    is_none_11 = torch.zeros(1, 1, dtype=torch.bool, device=device)
+    return MicroBatch(
+        indices=(), inputs=dataclasses.replace(inputs, places=()), labels_BT=inputs.token_ids_BT, mask_BT=is_none_11
+    )
+
+
+def num_labels(sequences: Sequences, loss_starts: Sequence[int]) -> int:
+    """Labels that count, over all sequences.
+
+    Raises:
+        ValueError: a sequence has no label, or a first one that no token precedes.
+    """
+    for index, (tokens, start) in enumerate(zip(sequences, loss_starts, strict=True)):
+        if not 1 <= start < len(tokens):
+            raise ValueError(f"sequence {index} must have a prompt and a response, got {start} of {len(tokens)} tokens")
+    return sum(len(tokens) - start for tokens, start in zip(sequences, loss_starts, strict=True))

@@ -1,0 +1,124 @@
+"""Reading hidden states out of a forward pass. Legend: `T` tokens, `B` sequences, `H` hidden size, `A` layers read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from slipstream.learner import collectives
+from slipstream.learner.batches import MicroBatch
+
+_CPU = torch.device("cpu")
+_LAST = -1  # stands for what the output layer sees
+
+
+class CapturedStates:
+    """Forward hooks, for the span of a `with`, on the residual stream and on the final norm of this pipeline stage."""
+
+    def __init__(self, gpt: GPTModel, layer_ids: Sequence[int]) -> None:
+        self._gpt, self._layer_ids = gpt, layer_ids
+        self._by_id: dict[int, Tensor] = {}  # [T, B, H]
+        self._hooks: list[RemovableHandle] = []
+
+    def of(self, place: tuple[int, slice]) -> Tensor:
+        """A sequence's states [T, (A + 1) H], those after the final norm last; zeros where another stage has them."""
+        row, columns = place
+        config = self._gpt.config
+        none_TH = torch.zeros(columns.stop - columns.start, config.hidden_size, dtype=config.params_dtype)
+        found = (self._by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
+        device = next(self._gpt.parameters()).device
+        return torch.cat([none_TH.to(device) if each is None else each[columns, row] for each in found], dim=-1)
+
+    def __enter__(self) -> CapturedStates:
+        """Attach the hooks."""
+        decoder: Any = self._gpt.decoder  # whose layers are declared as modules of any kind
+        modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
+        if self._gpt.pre_process:
+            modules[0] = self._gpt.embedding
+        if self._gpt.post_process:
+            modules[_LAST] = decoder.final_layernorm
+        for layer_id in {*self._layer_ids, _LAST} & modules.keys():
+            self._hooks.append(modules[layer_id].register_forward_hook(functools.partial(self._keep, layer_id)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove them."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # A Megatron layer returns (hidden states, cross-attention context), embedding and norm their output alone.
+        hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
+        if self._gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
+            hidden = torch.cat(collectives.tensor_parallel_shards(hidden))
+        self._by_id[layer_id] = hidden
+
+
+class Capture:
+    """Collects the hidden states of the forward passes of one update, for a draft to learn from.
+
+    The states are detached copies: no gradient of what is computed from them reaches the policy. Labels are the inputs
+    shifted by one, so a sequence of T tokens has states for its first T - 1.
+
+    Attributes:
+        by_sequence: after `finish`, a pair by the sequence's index: [T, A H], and after the final norm [T, H].
+    """
+
+    def __init__(self, layer_ids: Sequence[int], *, device: torch.device = _CPU) -> None:
+        """Keep the states on `device`."""
+        self._layer_ids, self._device = layer_ids, device
+        self._parts: dict[int, Tensor] = {}
+        self.by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
+        """Capture the forward pass of the block, which reads `batch`."""
+        with CapturedStates(gpt, self._layer_ids) as captured:
+            yield
+        for index, place in zip(batch.indices, batch.inputs.places, strict=True):
+            part = captured.of(place)
+            self._parts[index] = part if collectives.num_pipeline_stages() > 1 else part.to(self._device)
+
+    def finish(self) -> None:
+        """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
+        num_layers = len(self._layer_ids)
+        for index in sorted(self._parts):
+            states = collectives.from_pipeline_stages(self._parts.pop(index)).to(self._device)
+            size = states.shape[-1] // (num_layers + 1)
+            self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
+
+
+def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
+    """Where states are kept: on the rank's device if they fill at most half of what is free there, else on the host."""
+    if device.type == "cpu":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if 2 * num_bytes <= free else _CPU
+
+
+def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHandle]:
+    """Have `call` made after the forward and before the backward pass of each of this rank's layers.
+
+    Until the handles are removed. It changes nothing in what the layers compute.
+    """
+
+    def backward(gradient: Tensor) -> None:
+        del gradient
+        call()
+
+    def forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        call()
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(backward)
+
+    decoder: Any = gpt.decoder
+    return [layer.register_forward_hook(forward) for layer in decoder.layers]

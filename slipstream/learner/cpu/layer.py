@@ -1,0 +1,305 @@
+"""A transformer layer for CPUs: Megatron's, with its forward pass and its gradient each written as one operation.
+
+On a CPU a small layer is bound by the number of operations and by what padding costs, more than by its arithmetic. This
+one takes fewer, keeps no graph inside the layer, and computes real tokens only. It holds the same parameters under the
+same names, so that everything else of Megatron (blocks, schedules, optimizer) is unaware of it; docs/log.md.
+
+Legend: `S` tokens, `B` sequences, `N` real tokens of them all, `H` hidden size, `G` query groups (key-value heads), `R`
+query heads a group, `D` head dim, `F` width of the MLP.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from slipstream.learner.packing import plan_rectangles
+
+
+class _Parameters(NamedTuple):
+    """Of one layer, in the order in which the operation takes them and returns their gradients."""
+
+    input_norm_H: Tensor
+    qkv_QH: Tensor  # Q = G * (R + 2) * D: for each group its queries, its key, its value
+    query_norm_D: Tensor
+    key_norm_D: Tensor
+    proj_HO: Tensor  # O = G * R * D
+    mlp_norm_H: Tensor
+    gate_up_FH: Tensor  # 2 F rows: the gate's, then those it multiplies
+    down_HF: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rectangle:
+    """Neighbouring sequences of like lengths, padded for attention to `B` x `S` = `C` cells.
+
+    A cell of padding holds a copy of the first token; no real token sees it.
+    """
+
+    start: int  # of its tokens
+    end: int
+    batch: int
+    num_tokens: int  # S
+    cells_N: Tensor  # of each token
+    tokens_C: Tensor  # in each cell, from `start`
+    future_1RS: Tensor  # [1, R * S, S]: -inf where the key comes after the query
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """Where the `N` tokens of a micro-batch are, sequence by sequence, and what depends on their positions alone.
+
+    All but the attention itself runs over the real tokens only.
+    """
+
+    rows_N: Tensor  # in the layer's input, flattened to [S * B, H]
+    cos_N11D: Tensor
+    sin_N11D: Tensor  # the first half negated, so that rotating needs no negation
+    rectangles: tuple[_Rectangle, ...]
+
+
+class _Settings(NamedTuple):
+    eps: float  # of the norms
+    recomputes: bool  # attention and the MLP, for the gradient, instead of keeping what is inside them
+
+
+class CpuTransformerLayer(TransformerLayer):
+    """A dense pre-norm layer: grouped-query attention with norms on queries and keys, a gated MLP, all on one rank."""
+
+    def forward(
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, padding_mask: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """[S, B, H] to [S, B, H]; a token attends to itself and to those before it in its sequence.
+
+        Args:
+            rotary_pos_emb: [S, 1, 1, D], the angle of each position.
+            padding_mask: [B, S], True where there is no token, on the right; zeros come out there.
+        """
+        attention, mlp = cast(Any, self.self_attention), cast(Any, self.mlp)
+        parameters = _Parameters(
+            cast(Any, self.input_layernorm).weight,
+            attention.linear_qkv.weight,
+            attention.q_layernorm.weight,
+            attention.k_layernorm.weight,
+            attention.linear_proj.weight,
+            cast(Any, self.pre_mlp_layernorm).weight,
+            mlp.linear_fc1.weight,
+            mlp.linear_fc2.weight,
+        )
+        heads = cast(int, self.config.num_attention_heads) // cast(int, self.config.num_query_groups)
+        plan = _plan(padding_mask, hidden_states.shape[1], rotary_pos_emb, hidden_states.dtype, heads)
+        settings = _Settings(self.config.layernorm_epsilon, self.config.recompute_granularity == "selective")
+        return cast(Tensor, _Layer.apply(hidden_states, plan, settings, *parameters)), None
+
+
+@functools.lru_cache(maxsize=1)  # by identity of the tensors, which all layers are given in turn
+def _plan(
+    padding_BS: Tensor | None, batch: int, rotary_pos_emb_S11D: Tensor, dtype: torch.dtype, heads_of_a_group: int
+) -> _Plan:
+    num_tokens, half = rotary_pos_emb_S11D.shape[0], rotary_pos_emb_S11D.shape[-1] // 2
+    lengths = [num_tokens] * batch if padding_BS is None else (~padding_BS).sum(1).tolist()
+    position_N = torch.cat([torch.arange(length) for length in lengths])
+    sequence_N = torch.arange(batch).repeat_interleave(torch.tensor(lengths))
+    angles = rotary_pos_emb_S11D.detach()[position_N]
+    sin = angles.sin()
+    rectangles = []
+    start = 0
+    for first, last in plan_rectangles(lengths):
+        end, width = start + sum(lengths[first:last]), max(lengths[first:last])
+        cells_N = (sequence_N[start:end] - first) * width + position_N[start:end]
+        tokens_C = torch.zeros((last - first) * width, dtype=torch.long)
+        tokens_C[cells_N] = torch.arange(end - start)
+        future = torch.full((width, width), float("-inf"), dtype=dtype).triu(1).repeat(heads_of_a_group, 1).unsqueeze(0)
+        rectangles.append(_Rectangle(start, end, last - first, width, cells_N, tokens_C, future))
+        start = end
+    return _Plan(
+        rows_N=position_N * batch + sequence_N,
+        cos_N11D=angles.cos().to(dtype),
+        sin_N11D=torch.cat((-sin[..., :half], sin[..., half:]), dim=-1).to(dtype),
+        rectangles=tuple(rectangles),
+    )
+
+
+class _Layer(torch.autograd.Function):
+    """y = x + attention(norm(x)), then y + mlp(norm(y))."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBH: Tensor, plan: _Plan, settings: _Settings, *parameters: Tensor) -> Tensor:
+        p, eps = _Parameters(*parameters), settings.eps
+        dim = p.query_norm_D.shape[0]
+        heads = p.proj_HO.shape[1] // dim
+        groups = (p.qkv_QH.shape[0] // dim - heads) // 2
+        repeat = heads // groups
+        flat_x = x_SBH.reshape(-1, x_SBH.shape[-1])
+        x = flat_x.index_select(0, plan.rows_N)
+
+        x_scaled, x_normed, x_scale = _norm(x, p.input_norm_H, eps)
+        qkv = (x_scaled @ p.qkv_QH.t()).view(-1, groups, repeat + 2, dim)
+        qk = qkv[..., : repeat + 1, :]
+        qk_scaled, qk_normed, qk_scale = _norm(qk, _qk_weight(p, repeat), eps)
+        torch.addcmul(qk_scaled * plan.cos_N11D, qk_scaled.roll(dim // 2, -1), plan.sin_N11D, out=qk)
+        mixed = x.new_empty(len(x), heads * dim)
+        attended = [_attended(qkv, mixed, rectangle) for rectangle in plan.rectangles]
+        y = torch.addmm(x, mixed, p.proj_HO.t())
+
+        y_scaled, y_normed, y_scale = _norm(y, p.mlp_norm_H, eps)
+        gate_up = y_scaled @ p.gate_up_FH.t()
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.addmm(y, torch.nn.functional.silu(gate).mul_(up), p.down_HF.t())
+
+        inside = (qkv,) if settings.recomputes else (gate_up, *itertools.chain.from_iterable(attended))
+        ctx.save_for_backward(
+            *(x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale),
+            *parameters,
+            *inside,
+        )
+        ctx.plan, ctx.settings = plan, settings
+        return torch.zeros_like(flat_x).index_copy_(0, plan.rows_N, out).view(x_SBH.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch._C.DisableTorchFunction():  # `cuda_as_cpu` looks at every operation
+            return _Layer._backward(ctx, grads[0])
+
+    @staticmethod
+    def _backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor | None, ...]:
+        saved, plan = ctx.saved_tensors, ctx.plan
+        x_scaled, x_normed, x_scale, qk_normed, qk_scale, mixed, y_scaled, y_normed, y_scale = saved[:9]
+        p = _Parameters(*saved[9:17])
+        _, groups, repeat, dim = qk_normed.shape
+        repeat -= 1
+        if ctx.settings.recomputes:
+            gate_up = y_scaled @ p.gate_up_FH.t()
+            attended = itertools.chain.from_iterable(_attend(saved[17], each) for each in plan.rectangles)
+        else:
+            gate_up, *attended = saved[17:]
+        attended = iter(attended)
+        grad = grad_SBH.reshape(-1, grad_SBH.shape[-1]).index_select(0, plan.rows_N)
+
+        gate, up = gate_up.chunk(2, dim=-1)
+        silu = torch.nn.functional.silu(gate)
+        d_gated = grad @ p.down_HF
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, dim=-1)
+        torch.mul(d_gated, silu, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(d_gated.mul_(up), gate, grad_input=d_gate)
+        d_down = grad.t() @ silu.mul_(up)
+        d_y, d_mlp_norm = _norm_backward(d_gate_up @ p.gate_up_FH, y_normed, p.mlp_norm_H, y_scale)
+        d_y = d_y.add_(grad)
+
+        d_mixed = d_y @ p.proj_HO
+        dots_NA = (d_mixed * mixed).view(-1, groups * repeat, dim).sum(-1)
+        d_qkv = d_y.new_empty(len(d_y), p.qkv_QH.shape[0])
+        for rectangle in plan.rectangles:
+            kept = tuple(itertools.islice(attended, 4))
+            _attend_backward(d_mixed, dots_NA, d_qkv.view(-1, groups, repeat + 2, dim), kept, rectangle)
+        d_qk = d_qkv.view(-1, groups, repeat + 2, dim)[..., : repeat + 1, :]
+        d_rotated = (d_qk * plan.sin_N11D).roll(dim // 2, -1).addcmul_(d_qk, plan.cos_N11D)
+        d_qk[:], d_qk_norm = _norm_backward(d_rotated, qk_normed, _qk_weight(p, repeat), qk_scale)
+        d_x, d_input_norm = _norm_backward(d_qkv @ p.qkv_QH, x_normed, p.input_norm_H, x_scale)
+        gradients = _Parameters(
+            input_norm_H=d_input_norm,
+            qkv_QH=d_qkv.t() @ x_scaled,
+            query_norm_D=d_qk_norm[:repeat].sum(0),
+            key_norm_D=d_qk_norm[repeat],
+            proj_HO=d_y.t() @ mixed,
+            mlp_norm_H=d_mlp_norm,
+            gate_up_FH=d_gate_up.t() @ y_scaled,
+            down_HF=d_down,
+        )
+        d_x_SBH = torch.zeros_like(grad_SBH, memory_format=torch.contiguous_format)
+        d_x_SBH.view(-1, d_x.shape[1]).index_copy_(0, plan.rows_N, d_x.add_(d_y))
+        return d_x_SBH, None, None, *gradients
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm over the last dimension, computed in float32: the result, x / rms and 1 / rms."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = wide * scale
+    return (normed * weight.float()).to(x.dtype), normed.to(x.dtype), scale.to(x.dtype)
+
+
+def _norm_backward(grad: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """With n = x / rms: dx = (g w - n mean(g w n)) / rms, dw = sum(g n). `weight` may have more dimensions than one."""
+    by_normed = grad * normed
+    grad_weight = by_normed.flatten(0, -1 - weight.dim()).sum(0)
+    mean = by_normed.mul_(weight).mean(-1, keepdim=True)
+    return (grad * weight).addcmul_(normed, mean, value=-1).mul_(scale), grad_weight
+
+
+def _qk_weight(p: _Parameters, repeat: int) -> Tensor:
+    """[R + 1, D]: the weight of the queries' norm for each query head of a group, then the key's."""
+    return torch.cat((p.query_norm_D.expand(repeat, -1), p.key_norm_D.unsqueeze(0)))
+
+
+def _attend(qkv_NGXD: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, and the chances with which each query takes from each key, within a rectangle.
+
+    The heads of a group are stacked along the query axis: queries [B * G, R * S, D], keys and values [B * G, S, D].
+    """
+    _, groups, width, dim = qkv_NGXD.shape
+    qkv = qkv_NGXD[rectangle.start : rectangle.end].flatten(1).index_select(0, rectangle.tokens_C)
+    qkv = qkv.view(rectangle.batch, rectangle.num_tokens, groups, width, dim)
+    query, key, value = (_stack(part) for part in qkv.split((width - 2, 1, 1), dim=3))
+    scores = torch.baddbmm(rectangle.future_1RS, query, key.transpose(1, 2), alpha=dim**-0.5)
+    return query, key, value, torch.softmax(scores, -1)
+
+
+def _attended(qkv_NGXD: Tensor, mixed: Tensor, rectangle: _Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention within a rectangle, written to its tokens in `mixed` [N, G * R * D]; what its gradient needs."""
+    query, key, value, chances = _attend(qkv_NGXD, rectangle)
+    repeat = qkv_NGXD.shape[2] - 2
+    by_cell = _unstack(torch.bmm(chances, value), rectangle, repeat).reshape(len(rectangle.tokens_C), -1)
+    torch.index_select(by_cell, 0, rectangle.cells_N, out=mixed[rectangle.start : rectangle.end])
+    return query, key, value, chances
+
+
+def _attend_backward(
+    d_mixed: Tensor, dots_NA: Tensor, d_qkv_NGXD: Tensor, attended: tuple[Tensor, ...], rectangle: _Rectangle
+) -> None:
+    """The gradient of `_attend`, written to the rectangle's tokens in `d_qkv_NGXD`.
+
+    That of a softmax, (d - sum(d chances)) chances, is not torch's own operation: on a processor with AVX2 its bits
+    depend on the number of threads where a row's length is no multiple of 8. The sum over all keys is the dot product
+    of what came out of a head with its gradient, [N, A] for A heads (Dao et al., FlashAttention, arXiv 2205.14135).
+    """
+    query, key, value, chances = attended
+    _, groups, width, dim = d_qkv_NGXD.shape
+    repeat = width - 2
+    d_out = _stack(_cells(d_mixed, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, dim))
+    dots = _stack(_cells(dots_NA, rectangle).view(rectangle.batch, rectangle.num_tokens, groups, repeat, 1))
+    scale = dim**-0.5  # on the smaller tensors
+    d_scores = torch.bmm(d_out, value.mul(scale).transpose(1, 2)).sub_(dots.mul_(scale)).mul_(chances)
+    d_qkv = torch.cat(
+        (
+            _unstack(torch.bmm(d_scores, key), rectangle, repeat),
+            _unstack(torch.bmm(d_scores.transpose(1, 2), query), rectangle, 1),
+            _unstack(torch.bmm(chances.transpose(1, 2), d_out), rectangle, 1),
+        ),
+        dim=3,
+    )
+    d_qkv_NGXD[rectangle.start : rectangle.end] = d_qkv.flatten(0, 1).index_select(0, rectangle.cells_N)
+
+
+def _cells(x_N: Tensor, rectangle: _Rectangle) -> Tensor:
+    """The rows of a rectangle's tokens in its cells; zeros in padding, which passes nothing on."""
+    cells = x_N.new_zeros(len(rectangle.tokens_C), x_N.shape[1])
+    return cells.index_copy_(0, rectangle.cells_N, x_N[rectangle.start : rectangle.end])
+
+
+def _stack(x_BSGRD: Tensor) -> Tensor:
+    """[B * G, R * S, D]."""
+    batch, num_tokens, groups, repeat, dim = x_BSGRD.shape
+    return x_BSGRD.permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * num_tokens, dim)
+
+
+def _unstack(x: Tensor, rectangle: _Rectangle, repeat: int) -> Tensor:
+    """The inverse of `_stack`, a view [B, S, G, R, D]."""
+    return x.view(rectangle.batch, -1, repeat, rectangle.num_tokens, x.shape[-1]).permute(0, 3, 1, 2, 4)

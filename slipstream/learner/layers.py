@@ -1,0 +1,301 @@
+"""The model as a Megatron-Core layer spec, of torch kernels, which run with and without CUDA, or of
+TransformerEngine's.
+
+Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
+at 1,024 tokens on a CPU). On a CPU, layers that are whole on their rank are those of `cpu/layer.py`. Legend: `S` tokens
+of the longest sequence, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from slipstream.config import require
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.attention import CausalAttention
+from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
+from slipstream.learner.cpu import host
+from slipstream.learner.cpu.cpu_experts import use_cpu_dispatchers
+from slipstream.learner.cpu.layer import CpuTransformerLayer
+from slipstream.learner.experts import Experts
+from slipstream.learner.mtp_layer import MtpLayer
+from slipstream.learner.weights import Layout, Mapping, Shard, mappings, mtp_mappings
+from slipstream.types import Dtype
+
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPTModel:
+    """Build this rank's part of the model on the CPU, with undefined weights."""
+    config = _transformer_config(arch, learner)
+    model = _HeadlessGpt(
+        config=config,
+        # Declared too narrowly: a block spec is allowed.
+        transformer_layer_spec=cast(ModuleSpec, _block_spec(config, arch, shard, learner)),
+        vocab_size=arch.vocab_size,
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=shard.is_first,
+        post_process=shard.is_last,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # declared int, used as a float
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+    )
+    _mark_tensor_parallel(model, mappings(arch, shard))
+    if host.is_cpu_only():
+        use_cpu_dispatchers(model)
+    return model
+
+
+def build_mtp(arch: Architecture, learner: LearnerConfig) -> MtpLayer | None:
+    """The layer beside the model that predicts the token after the next, with undefined weights; None without one.
+
+    Raises:
+        ConfigError: `learner.parallel` splits what the layer reads.
+    """
+    if not arch.has_mtp:
+        return None
+    where = learner.parallel
+    rule = "must be 1 for a policy with an MTP layer, which reads states and embeddings of one stage"
+    require(where.pipeline == 1, "learner.parallel.pipeline", rule, where.pipeline)
+    rule = "must be false for a policy with an MTP layer, which reads whole states"
+    require(not where.sequence_parallel, "learner.parallel.sequence_parallel", rule, True)
+    kernels = _kernels(learner)
+    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
+    layer = _layer_spec(TransformerLayer, kernels, arch, ModuleSpec(module=MLP, submodules=network))
+    mtp = MtpLayer(_transformer_config(arch, learner), norm=kernels.norm, layer=layer)
+    _mark_tensor_parallel(mtp, mtp_mappings(arch))
+    return mtp
+
+
+class _HeadlessGpt(GPTModel):
+    """Ends with the hidden states after the final norm: `OutputHead` applies the output layer, to as many tokens at a
+    time as the learner has memory for.
+
+    Packed sequences pass as one long sequence, of which only the angles of the rotary embedding and the attention know
+    better. Megatron's own way with them (`qkv_format="thd"`) waits for the device twice a layer.
+    """
+
+    def _preprocess(  # type: ignore[override]  # called by name
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **inputs: Any
+    ) -> tuple[Any, ...]:
+        whole: tuple[Any, ...] = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=cast(PackedSeqParams, packed_seq_params), **inputs
+        )
+        hidden, angles_S11D, *others = whole
+        if packed_seq_params is not None:  # of 0, 1, … up to the longest: each token takes its own
+            angles_S11D = angles_S11D[position_ids[0]]
+        return hidden, angles_S11D, *others
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # called by name
+        return hidden_states
+
+
+def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
+    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
+    whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
+    return host.is_cpu_only() and whole and not packs(learner)
+
+
+def packs(learner: LearnerConfig) -> bool:
+    """Whether sequences are packed one behind the other: by themselves where a kernel takes them so."""
+    if learner.packing is Packing.AUTO:
+        return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16
+    return learner.packing is Packing.ALWAYS
+
+
+def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[Mapping]) -> None:
+    """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
+
+    Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
+    """
+    parameters = dict(model.named_parameters())
+    for mapping in table:
+        parameter = parameters[mapping.megatron]
+        if mapping.layout is not Layout.REPLICATED and not hasattr(parameter, "tensor_model_parallel"):
+            dim = 1 if mapping.layout is Layout.ROW else 0
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+
+
+class _RmsNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under Megatron's constructor."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Under sequence parallelism each rank sees a part of the tokens: the tag has its gradient summed over ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _Kernels(NamedTuple):
+    """What a layer is made of; the parameters have the same names whichever it is."""
+
+    norm: Any
+    column: Any  # a linear split by outputs
+    row: Any  # a linear split by inputs
+    attention: Any
+
+
+def _kernels(learner: LearnerConfig) -> _Kernels:
+    """TransformerEngine's on a GPU where it is installed, else torch's; attention over packed sequences is torch's.
+
+    Its norm and its linear stay apart: together they would save a pass over the activations, but their parameters
+    would have other names.
+    """
+    if host.is_cpu_only() or find_spec("transformer_engine") is None:
+        return _Kernels(_RmsNorm, ColumnParallelLinear, RowParallelLinear, CausalAttention)
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    engine = TESpecProvider()
+    norm = engine.layer_norm(rms_norm=True)
+    attention = CausalAttention if packs(learner) else engine.core_attention()
+    return _Kernels(norm, engine.column_parallel_linear(), engine.row_parallel_linear(), attention)
+
+
+class _Router(TopKRouter):
+    """Megatron's in the weights' type, as transformers and vLLM have it.
+
+    Its own product needs TransformerEngine, and a function for a bias, which there is not, compiles itself in the first
+    step.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        pass
+
+
+def _block_spec(
+    config: TransformerConfig, arch: Architecture, shard: Shard, learner: LearnerConfig
+) -> TransformerBlockSubmodules:
+    kernels = _kernels(learner)
+    network = MLPSubmodules(linear_fc1=kernels.column, linear_fc2=kernels.row)
+    mixture = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=network), router=_Router)
+    module = CpuTransformerLayer if skips_padding(arch, learner) else TransformerLayer
+    dense = _layer_spec(module, kernels, arch, ModuleSpec(module=MLP, submodules=network))
+    sparse = _layer_spec(module, kernels, arch, ModuleSpec(module=MoELayer, submodules=mixture))
+    num_layers = get_num_layers_to_build(config)
+    first = shard.pipeline_rank * num_layers
+    layers = [sparse if arch.has_experts(first + index) else dense for index in range(num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=kernels.norm)
+
+
+def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Architecture, mlp: ModuleSpec) -> ModuleSpec:
+    norms = {} if arch.has_mtp else {"q_layernorm": kernels.norm, "k_layernorm": kernels.norm}
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=kernels.column,
+            core_attention=kernels.attention,
+            linear_proj=kernels.row,
+            **norms,
+        ),
+    )
+    return ModuleSpec(
+        module=module,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=kernels.norm,
+            self_attention=attention,
+            self_attn_bda=cast(Any, get_bias_dropout_add),
+            pre_mlp_layernorm=kernels.norm,
+            mlp=mlp,
+            mlp_bda=cast(Any, get_bias_dropout_add),
+        ),
+    )
+
+
+def _transformer_config(arch: Architecture, learner: LearnerConfig) -> TransformerConfig:
+    assert learner.dtype is not Dtype.AUTO, "the stage settles what auto stands for"
+    dtype, parallel = TORCH_DTYPES[learner.dtype], learner.parallel
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=not arch.has_mtp,
+        add_qkv_bias=arch.has_mtp,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=learner.dtype is Dtype.BFLOAT16,
+        variable_seq_lengths=parallel.pipeline > 1,  # stages exchange shapes: micro-batches have different lengths
+        moe_token_dispatcher_type="alltoall",  # without experts, Megatron still checks this beside variable lengths
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        # Each of these needs a CUDA extension, or compiles its kernels in the middle of the first steps.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        # The loss arrives divided by the token count of the whole step: Megatron must sum, over micro-batches and
+        # data-parallel ranks, and divide by nothing.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize_sums,
+        **_recomputed(learner.recompute, has_experts=arch.experts is not None),
+        **({} if arch.experts is None else _mixture(arch.experts, parallel)),
+    )
+
+
+def _mixture(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
+    """A router as transformers and vLLM have it, in the type of the weights, and no loss that balances experts."""
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.num_experts_per_token,
+        "moe_router_pre_softmax": not experts.normalizes_chosen,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.expert,
+    }
+
+
+def _recomputed(recompute: Recompute, *, has_experts: bool) -> dict[str, Any]:
+    match recompute:
+        case Recompute.NONE:
+            return {}
+        case Recompute.SELECTIVE:
+            modules = ["core_attn", "mlp", *(["moe"] if has_experts else [])]
+            return {"recompute_granularity": "selective", "recompute_modules": modules}
+        case Recompute.FULL:
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _finalize_sums(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    del num_tokens  # would divide once more
+    finalize_model_grads(model, None, **kwargs)

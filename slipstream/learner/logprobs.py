@@ -1,0 +1,228 @@
+"""From hidden states to log-probabilities and entropies, without holding the logits of all tokens at once.
+
+The output layer is applied to a chunk of tokens at a time, and its logits are computed anew for the gradient: at a
+vocabulary of 150,000 the logits of a micro-batch are larger than everything else that it needs. Only the tokens whose
+label counts are computed.
+
+Legend: `T` tokens, `B` sequences, `N` tokens whose label counts, `C` of them in a chunk, `H` hidden size, `V` this
+rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from slipstream.learner import collectives
+from slipstream.learner.batches import MicroBatch
+from slipstream.learner.cpu import host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """What the policy says of the labels of a micro-batch, at one temperature."""
+
+    logprobs_BT: Tensor  # with gradient; undefined where the label does not count
+    entropy: Tensor | None  # scalar without gradient: nats summed over the labels that count; None: not asked for
+
+
+class OutputHead:
+    """The output layer of a pipeline's last stage, over the hidden states that the model ends with."""
+
+    def __init__(self, gpt: GPTModel, *, chunk_tokens: int | None, adds_to_main_grad: bool) -> None:
+        """Without `chunk_tokens` the logits of a whole micro-batch are held, with their gradient.
+
+        Args:
+            adds_to_main_grad: the weight's gradient goes straight into Megatron's float32 buffer.
+        """
+        self._gpt = gpt
+        self._chunk_tokens = chunk_tokens
+        self._adds_to_main_grad = adds_to_main_grad
+        self._group = collectives.tensor_group()
+
+    def scores(
+        self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool = False
+    ) -> TokenScores:
+        """Score a micro-batch's labels under softmax(logits / temperature).
+
+        Args:
+            hidden_TBH: after the final norm; under sequence parallelism this rank's part of the tokens.
+        """
+        if self._chunk_tokens is None:
+            return self._whole(hidden_TBH, batch, temperature, with_entropy=with_entropy)
+        hidden_NH = self._all_tokens(hidden_TBH).transpose(0, 1)[batch.mask_BT]
+        if self._group.size() > 1 and not self._gpt.config.sequence_parallel:
+            # Backwards the ranks' gradients are summed. Megatron drops the sum if the gradient is not contiguous, as
+            # that of a transposed tensor is: so of these rows.
+            hidden_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
+        weight_VH = self._weight()
+        logprobs_N, entropy_N = _ChunkedLogprobs.apply(
+            hidden_NH,
+            weight_VH,
+            batch.labels_BT[batch.mask_BT],
+            _Head(
+                temperature=temperature,
+                chunk_tokens=self._chunk_tokens,
+                group=self._group,
+                main_grad_VH=cast(Any, weight_VH).main_grad if self._adds_to_main_grad else None,
+            ),
+        )
+        logprobs_BT = logprobs_N.new_zeros(batch.mask_BT.shape).masked_scatter(batch.mask_BT, logprobs_N)
+        return TokenScores(logprobs_BT=logprobs_BT, entropy=entropy_N.sum() if with_entropy else None)
+
+    def rows(self, hidden_TBH: Tensor, batch: MicroBatch) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+        """The logits over the whole vocabulary, without gradient, a few tokens of one sequence at a time.
+
+        Yields:
+            A sequence of the micro-batch, which of its labels that count, their logits [C, vocabulary], the labels [C].
+        """
+        hidden_BTH, weight_VH = self._all_tokens(hidden_TBH).transpose(0, 1), self._weight()
+        for number, place in enumerate(batch.inputs.places):
+            mask_T = batch.mask_BT[place]
+            hidden_NH, labels_N = hidden_BTH[place][mask_T], batch.labels_BT[place][mask_T]
+            size = self._chunk_tokens or len(labels_N)
+            for start in range(0, len(labels_N), size):
+                part = slice(start, min(start + size, len(labels_N)))
+                shards = collectives.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
+                yield number, part, torch.cat(shards, dim=-1), labels_N[part]
+
+    def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
+        logits_TBV, _ = self._gpt.output_layer(hidden_TBH, weight=self._weight())
+        logits_BTV = logits_TBV.transpose(0, 1).contiguous().float() / temperature
+        entropy = None
+        if with_entropy:
+            entropy_BT = _entropy(logits_BTV.detach(), self._group)
+            entropy = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
+        if self._group.size() == 1:
+            losses = F.cross_entropy(logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), reduction="none")
+            return TokenScores(logprobs_BT=-losses.view_as(batch.labels_BT), entropy=entropy)
+        # Overwrites its argument, which the division above has just made.
+        return TokenScores(logprobs_BT=-vocab_parallel_cross_entropy(logits_BTV, batch.labels_BT), entropy=entropy)
+
+    def _all_tokens(self, hidden_TBH: Tensor) -> Tensor:
+        """Under sequence parallelism those of the other ranks too; backwards the ranks' gradients are summed."""
+        if self._gpt.config.sequence_parallel:
+            return cast(Tensor, gather_from_sequence_parallel_region(hidden_TBH))
+        return hidden_TBH
+
+    def _weight(self) -> Tensor:
+        if self._gpt.share_embeddings_and_output_weights:
+            return self._gpt.shared_embedding_or_output_weight()
+        return cast(Tensor, self._gpt.output_layer.weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Head:
+    """What `_ChunkedLogprobs` needs beside tensors."""
+
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup
+    main_grad_VH: Tensor | None
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[C, V] float32, which the caller may overwrite."""
+        return (hidden_CH @ weight_VH.t()).float().div_(self.temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probabilities of labels, and entropies without gradient; keeps one number a token for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+        own_N = labels_N - head.group.rank() * len(weight_VH)  # outside 0 .. V-1 where another rank has it
+        logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
+        for part in _chunks(len(hidden_NH), head.chunk_tokens):
+            logits_CV = head.logits(hidden_NH[part], weight_VH)
+            largest_C = _largest(logits_CV, head.group)
+            logits_CV.sub_(largest_C[:, None])
+            inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
+            chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
+            sum_C, dot_C = _moments(logits_CV)
+            sum_C, dot_C, chosen_C = _summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            log_C = sum_C.log()
+            logprobs_N[part] = chosen_C - log_C
+            entropy_N[part] = log_C - dot_C / sum_C
+            normalizer_N[part] = log_C + largest_C
+        ctx.save_for_backward(hidden_NH, weight_VH, own_N, normalizer_N)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        with host.model_arithmetic():
+            return _ChunkedLogprobs._backward(ctx, grads[0])
+
+    @staticmethod
+    def _backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_NH, weight_VH, own_N, normalizer_N = ctx.saved_tensors
+        head: _Head = ctx.head
+        d_hidden_NH = torch.empty_like(hidden_NH)
+        d_weight_VH = head.main_grad_VH
+        if d_weight_VH is None:
+            d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        scaled_N = grad_N / head.temperature
+        for part in _chunks(len(hidden_NH), head.chunk_tokens):
+            d_logits_CV = head.logits(hidden_NH[part], weight_VH).sub_(normalizer_N[part, None]).exp_()
+            d_logits_CV.mul_(-scaled_N[part, None])
+            inside_C1, at_C1 = _inside(own_N[part], d_logits_CV.shape[1])
+            d_logits_CV.scatter_add_(1, at_C1, torch.where(inside_C1, scaled_N[part, None], 0.0))
+            narrow_CV = d_logits_CV.to(weight_VH.dtype)
+            torch.mm(narrow_CV, weight_VH, out=d_hidden_NH[part])
+            if narrow_CV.dtype is d_weight_VH.dtype:
+                d_weight_VH.addmm_(narrow_CV.t(), hidden_NH[part])
+            else:
+                d_weight_VH.add_(narrow_CV.t() @ hidden_NH[part])
+        if head.main_grad_VH is not None:
+            return d_hidden_NH, None, None, None
+        return d_hidden_NH, d_weight_VH.to(weight_VH.dtype), None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))
+
+
+def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """[C, 1] each: whether this rank has the label, and a place that exists."""
+    return ((own_C >= 0) & (own_C < size))[:, None], own_C.clamp(0, size - 1)[:, None]
+
+
+def _largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[C], over the vocabulary of all ranks."""
+    largest_C = logits_CV.amax(-1)
+    if group.size() > 1:
+        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
+    return largest_C
+
+
+def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """[C] each, of this rank's logits x: the sums of exp(x) and of x exp(x)."""
+    mass_CV = logits_CV.exp()
+    sum_C = mass_CV.sum(-1)
+    return sum_C, mass_CV.mul_(logits_CV).sum(-1)
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, T], nats, of softmax(logits) over the vocabulary of all ranks."""
+    logits_NV = logits_BTV.flatten(0, 1)
+    sum_N, dot_N = _summed(torch.stack(_moments(logits_NV - _largest(logits_NV, group)[:, None])), group)
+    return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])

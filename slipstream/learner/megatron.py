@@ -1,0 +1,402 @@
+"""The learner: a Qwen3, dense or a mixture of experts, or a MiMo in Megatron-Core: log-probabilities and updates.
+
+Legend: `B` sequences of a micro-batch, `T` predicted tokens (inputs are positions 0 .. T-1, labels 1 .. T), `V` the
+vocabulary, `H` hidden size. The ranks of one model (tensor- and pipeline-parallel) are called with the same arguments;
+data-parallel ranks each with their own share of the sequences, of which they return the results. What an update
+returns is of the whole step, and the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from slipstream.config import require
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.grpo.correction import corrected
+from slipstream.grpo.loss import policy_loss
+from slipstream.grpo.update import Trained, Update
+from slipstream.learner import collectives, hf, parallel, pipeline_schedule
+from slipstream.learner.architecture import MIMO, Architecture
+from slipstream.learner.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
+from slipstream.learner.building import Parts, built
+from slipstream.learner.capture import Capture, device_with_room, hooked_layers
+from slipstream.learner.checkpoint.policy import PolicyCheckpoints
+from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.cpu import host
+from slipstream.learner.initial import initial_weights
+from slipstream.learner.layers import TORCH_DTYPES, packs, skips_padding
+from slipstream.learner.logprobs import OutputHead
+from slipstream.learner.mtp_training import MtpTrainer
+from slipstream.learner.optimizer import with_optimizer
+from slipstream.learner.outgoing import OutgoingWeights
+from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
+from slipstream.learner.pipeline_schedule import LossOf, Result
+from slipstream.learner.training_memory import TrainingMemory
+from slipstream.learner.weights import load_exactly, mtp_from_hf
+from slipstream.records.steps import TrainStats
+
+FloatArray = NDArray[np.float32]
+
+
+class MegatronPolicy(OutgoingWeights):
+    """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
+
+    Attributes:
+        version: how many `train_step`s the weights have seen.
+        device: where this rank computes.
+        mtp_loss: of the MTP layer in the last `lm_step` that trained it.
+    """
+
+    def __init__(
+        self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
+    ) -> None:
+        self.device = parallel.device()
+        mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        super().__init__(parts.gpt.to(self.device), mtp, architecture, learner.dtype)
+        self.version = 0
+        self._learner = learner
+        self._optimizer_config = optimizer
+        self._mtp_trainer: MtpTrainer | None = None
+        self.mtp_loss: float | None = None
+        self._module: torch.nn.Module = self._gpt
+        self._optimizer: MegatronOptimizer | None = None
+        self._memory = TrainingMemory(self._gpt, [], device=self.device)
+        self._num_updates = 0
+        self._layer_hooks: list[RemovableHandle] = []
+        self._batching = Batching(
+            max_tokens=learner.max_tokens_per_microbatch,
+            packs=packs(learner),
+            microbatch_cost=UNPADDED_MICROBATCH_COST if skips_padding(architecture, learner) else MICROBATCH_COST,
+            multiple=learner.parallel.tensor if learner.parallel.sequence_parallel else 1,
+        )
+        if learner.num_threads is not None:
+            torch.set_num_threads(learner.num_threads)
+        if optimizer is not None:
+            self._module, self._optimizer = with_optimizer(self._gpt, learner, optimizer)
+            self._memory = TrainingMemory.of_megatron(self._module, self._optimizer, self.device)
+        self._head = OutputHead(
+            self._gpt, chunk_tokens=learner.logprob_chunk_tokens, adds_to_main_grad=optimizer is not None
+        )
+        self._checkpoints = PolicyCheckpoints(self._gpt, self._optimizer, architecture)
+
+    @classmethod
+    def load(
+        cls,
+        hf_path: Path,
+        *,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
+        rank: int = 0,
+        world_size: int = 1,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+    ) -> MegatronPolicy:
+        """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
+
+        Raises:
+            ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
+        """
+        architecture = Architecture.from_hf(hf_path)
+        parallel.initialize(
+            learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
+        )
+        with hf.open_weights(hf_path) as read:
+            return cls(built(architecture, learner, read), architecture, learner, optimizer)
+
+    @classmethod
+    def from_scratch(
+        cls,
+        scratch: ScratchConfig,
+        *,
+        vocab_size: int,
+        eos_token_id: int,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig | None,
+        **rank: Unpack[parallel.Rank],
+    ) -> MegatronPolicy:
+        """A policy with random weights, which depend on `scratch` alone, not on the layout.
+
+        Its MTP layer, if it has one, learns with every `lm_step`, by an optimizer of the same config.
+        """
+        architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
+        parallel.initialize(learner.parallel, **rank)
+        weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
+        policy = cls(built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        if architecture.has_mtp and optimizer is not None:
+            policy.start_mtp(optimizer)
+        return policy
+
+    def load_mtp(self, path: Path) -> None:
+        """Replace the MTP layer by that of another directory, before its training starts."""
+        assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
+        with hf.open_weights(path) as read:
+            load_exactly(self._mtp, dict(mtp_from_hf(read, self.architecture, self._shard)))
+
+    def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
+        """What trains the policy's MTP layer, with an optimizer and a clip of its own.
+
+        Raises:
+            ConfigError: the policy has no MTP layer.
+        """
+        name, rule = self.architecture.name, "mtp needs a policy with an MTP layer"
+        require(self._mtp is not None, "draft.method", rule, name, f"such as a {MIMO}")
+        assert self._mtp is not None
+        assert self._mtp_trainer is None, "its parameters have gradient buffers already"
+        self._mtp_trainer = MtpTrainer(
+            self._gpt,
+            self._mtp,
+            architecture=self.architecture,
+            learner=self._learner,
+            optimizer=optimizer,
+            batching=self._batching,
+            device=self.device,
+        )
+        return self._mtp_trainer
+
+    def logprobs(self, token_ids: Sequences, prompt_lengths: Sequence[int], temperature: float) -> list[FloatArray]:
+        """Log-probability of each response token under softmax(logits / temperature), without gradient.
+
+        Returns:
+            One float32 array a sequence, in the order given, of its response's length.
+        """
+        values = ByToken(token_ids, prompt_lengths, self.device)
+
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            logprobs_BT = self._head.scores(hidden_TBH, batch, temperature).logprobs_BT
+            values.keep(logprobs_BT, batch)
+            return logprobs_BT.new_zeros(()), {}
+
+        self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
+        return values.collected()
+
+    def map_logits(
+        self,
+        token_ids: Sequences,
+        prompt_lengths: Sequence[int],
+        function: Callable[[Tensor, Tensor], Tensor],
+        *,
+        width: int,
+    ) -> NDArray[np.float64]:
+        """Apply a function to the logits that predict each response token, without gradient.
+
+        Args:
+            function: from logits [N, vocabulary] and the tokens that came [N] to values [N, width]; of a sequence,
+                or of `logprob_chunk_tokens` of its tokens.
+        Returns:
+            [response tokens of all sequences, width], in the order given.
+        """
+        values_NW = torch.zeros(num_labels(token_ids, prompt_lengths), width, dtype=torch.float64, device=self.device)
+        offsets = np.cumsum([0, *(len(t) - p for t, p in zip(token_ids, prompt_lengths, strict=True))])
+
+        def keep(hidden_TBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Result]:
+            for number, part, logits_CV, labels_C in self._head.rows(hidden_TBH, batch):
+                first = offsets[batch.indices[number]]
+                values_NW[first + part.start : first + part.stop] = function(logits_CV, labels_C).double()
+            return hidden_TBH.new_zeros(()), {}
+
+        self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
+        return collectives.from_last_stage(values_NW).cpu().numpy()
+
+    def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
+        """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
+
+        Args:
+            update: the sequences, what is known of them, and the loss; without `trainer_logprobs` this pass's own,
+                detached, take their place, and are returned.
+            capture: takes the hidden states of this same forward pass, detached; the update does not depend on it.
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        batch, ref_logprobs = update.batch, update.ref_logprobs
+        num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        given = update.trainer_logprobs
+        own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
+
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            scores = self._head.scores(hidden_TBH, micro, update.temperature, with_entropy=True)
+            logprobs_BT = scores.logprobs_BT
+            if own is not None:
+                own.keep(logprobs_BT.detach(), micro)
+            trainer_logprobs_BT = logprobs_BT.detach() if given is None else micro.spread(given)
+            log_ratio_BT = trainer_logprobs_BT - micro.spread(batch.rollout_logprobs)
+            part = policy_loss(
+                logprobs_BT,
+                trainer_logprobs_BT=trainer_logprobs_BT,
+                weights=corrected(log_ratio_BT, micro.mask_BT, micro.inputs.places, update.loss),
+                ref_logprobs_BT=None if ref_logprobs is None else micro.spread(ref_logprobs),
+                advantages_BT=micro.repeat(batch.advantages),
+                mask_BT=micro.mask_BT,
+                num_tokens=num_tokens,
+                config=update.loss,
+            )
+            assert scores.entropy is not None
+            sums = {"clipped": part.num_clipped, "kl": part.kl_sum, "entropy": scores.entropy}
+            return part.loss, {"loss": part.loss.detach(), **sums}
+
+        batches = self._microbatches(batch.token_ids, batch.prompt_lengths)
+        learning_rate = self.learning_rate
+        names = ("loss", "clipped", "kl", "entropy")
+        sums, grad_norm = self._update(batches, loss_of, names, learning_rate, capture)
+        if capture is not None:
+            capture.finish()
+        self.version += 1
+        stats = TrainStats(
+            loss=sums["loss"],
+            grad_norm=grad_norm,
+            kl=sums["kl"] / num_tokens,
+            clip_fraction=sums["clipped"] / num_tokens,
+            num_tokens=num_tokens,
+            learning_rate=learning_rate,
+            entropy=sums["entropy"] / num_tokens,
+        )
+        return Trained(stats=stats, own_logprobs=None if own is None else own.collected())
+
+    def around_layers(self, call: Callable[[], None] | None) -> None:
+        """Have `call` made between the passes of this rank's layers; None: nothing any more. See `hooked_layers`."""
+        for hook in self._layer_hooks:
+            hook.remove()
+        self._layer_hooks = [] if call is None else hooked_layers(self._gpt, call)
+
+    def lm_step(self, sequences: Sequences, loss_starts: Sequence[int], *, learning_rate: float | None = None) -> float:
+        """One optimizer update on the next-token loss.
+
+        Args:
+            loss_starts: tokens before this index are read but not learned; 0 learns all that have a predecessor.
+            learning_rate: of this update; None follows the optimizer's config.
+        Returns:
+            Mean loss a learned token, in nats.
+        """
+        starts = [max(start, 1) for start in loss_starts]
+        num_tokens = collectives.sum_over_data_ranks(num_labels(sequences, starts))
+
+        def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            logprobs_BT = self._head.scores(hidden_TBH, micro, 1.0).logprobs_BT
+            part = -torch.where(micro.mask_BT, logprobs_BT, 0.0).sum() / num_tokens
+            return part, {"loss": part.detach()}
+
+        learning_rate = self.learning_rate if learning_rate is None else learning_rate
+        capture = None if self._mtp_trainer is None else Capture(self.architecture.mtp_layer_ids)
+        sums, _ = self._update(self._microbatches(sequences, starts), loss_of, ("loss",), learning_rate, capture)
+        if self._mtp_trainer is not None and capture is not None:
+            capture.finish()
+            states = [capture.by_sequence[index] for index in range(len(sequences))]
+            self.mtp_loss = self._mtp_trainer.step(sequences, starts, states, learning_rate=learning_rate)
+        return sums["loss"]
+
+    def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """What an EAGLE-3 draft learns from: auxiliary hidden states and what the output layer sees.
+
+        Args:
+            layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
+        Returns:
+            For each sequence a pair ([T, len(layer_ids) * H], [T, H]), the second after the final norm, in the
+            learner's dtype, on every rank of the model; on its device, if they are small beside what is free there.
+        """
+        num_bytes = self.hidden_states_bytes(token_ids, layer_ids)
+        capture = Capture(layer_ids, device=device_with_room(num_bytes, self.device))
+
+        def nothing(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
+            del micro
+            return hidden_TBH.new_zeros(()), {}
+
+        batches = self._batching.whole(token_ids, self.device)
+        batches += [idle_microbatch(self.device)] * self._num_idle(len(batches))
+        self._run(batches, nothing, forward_only=True, capture=capture)
+        capture.finish()
+        return [capture.by_sequence[index] for index in range(len(token_ids))]
+
+    def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
+        """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
+        num_tokens = collectives.most_over_expert_ranks(sum(map(len, token_ids)))
+        itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
+        return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
+        """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
+
+        Args:
+            beside: other tensors that belong to the run, the same on all ranks.
+        """
+        self._memory.take()
+        version, num_updates = self.version, self._num_updates
+        self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint is written; raises if it could not be, as the next update would."""
+        self._checkpoints.wait()
+
+    def load_checkpoint(self, path: Path, *, beside: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        """Restore what `save_checkpoint` wrote, bit for bit, under this or another layout; returns its `extra`.
+
+        Args:
+            beside: is filled with the tensors that were written beside the policy.
+        """
+        self._memory.take()
+        state = self._checkpoints.load(path, beside=beside)
+        self.version, self._num_updates = state["version"], state["num_updates"]
+        return state["extra"]
+
+    def _microbatches(self, sequences: Sequences, loss_starts: Sequence[int]) -> list[MicroBatch]:
+        batches = self._batching.microbatches(sequences, loss_starts, self.device)
+        return batches + [idle_microbatch(self.device)] * self._num_idle(len(batches))
+
+    def _num_idle(self, num_batches: int) -> int:
+        """Micro-batches more that another rank has: those that share experts compute each of their layers together."""
+        return collectives.most_over_expert_ranks(num_batches) - num_batches
+
+    def _run(
+        self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
+    ) -> list[Result]:
+        return pipeline_schedule.run(
+            self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture
+        )
+
+    def _update(
+        self,
+        batches: list[MicroBatch],
+        loss_of: LossOf,
+        names: Sequence[str],
+        learning_rate: float,
+        capture: Capture | None = None,
+    ) -> tuple[dict[str, float], float]:
+        """Accumulate gradients over the micro-batches and step; sums of the results and the gradient's norm."""
+        assert self._optimizer is not None, "this policy was built without an optimizer"
+        assert batches, "every data-parallel rank has a sequence of an update"
+        self._checkpoints.raise_error()
+        self._memory.take()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        assert isinstance(self._module, DistributedDataParallel)
+        self._module.zero_grad_buffer()
+        # In float32 the optimizer leaves `param.grad` as an alias of the buffer: kept, the first micro-batch of the
+        # next update would be added twice.
+        self._optimizer.zero_grad()
+        results = self._run(batches, loss_of, forward_only=False, capture=capture)
+        with host.cuda_as_cpu():
+            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by an abstract base without result
+        self._num_updates += 1
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
+        return collectives.sum_results(results, names, self.device), float(grad_norm)
+
+    def rest(self) -> int:
+        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        return self._memory.give_back() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.give_back())
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        assert self._optimizer_config is not None
+        warmup = self._optimizer_config.warmup_steps
+        return self._optimizer_config.learning_rate * min(1.0, (self._num_updates + 1) / max(warmup, 1))

@@ -1,0 +1,313 @@
+"""Training of a policy's MTP layer on states that the policy left behind: no gradient reaches the policy.
+
+The layer has gradient buffers, an optimizer and a clip of its own, and reads the policy's embeddings and output layer
+without moving them.
+
+Legend: `T` tokens, `B` sequences of a micro-batch, `N` drafted tokens, `H` hidden size, `V` this rank's vocabulary. A
+window is what is drafted from one position on; pass `i` drafts token `i` of every window, at the position `i` later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.learner import collectives, parallel
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.batches import Batching, MicroBatch, Sequences
+from slipstream.learner.checkpoint.rank_state import MAIN, HeldParameter, Stepped, held_parameters
+from slipstream.learner.config import LearnerConfig
+from slipstream.learner.cpu import host
+from slipstream.learner.errors import CheckpointError
+from slipstream.learner.mtp_layer import MtpLayer, logits_of, probabilities, soft_cross_entropy
+from slipstream.learner.optimizer import with_optimizer
+from slipstream.learner.training_memory import TrainingMemory
+from slipstream.learner.weights import hf_from_shards, mtp_mappings, shards_of
+
+_NUM_UPDATES = "num_updates"
+States = Sequence[tuple[Tensor, Tensor]]
+"""Of each sequence the residual stream after the last layer, before the final norm, and what the output layer sees."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chats:
+    """A micro-batch with the policy's states."""
+
+    batch: MicroBatch  # its labels are the tokens that follow each position
+    states_TBH: Tensor
+    last_TBH: Tensor  # after the final norm
+    has_target_BT: Tensor  # whether the policy's answer to the token that follows is known
+
+    def drafts(self, index: int) -> Tensor:
+        """[B, T], where token `index` of a window lies whose first token follows a token of the response."""
+        mask_BT = self.batch.mask_BT.roll(index, 1) & (self.batch.inputs.positions_BT >= index)
+        return mask_BT & self.has_target_BT
+
+
+class MtpTrainer:
+    """Gradient buffers and optimizer around the MTP layer of one policy; every rank calls each method."""
+
+    def __init__(
+        self,
+        gpt: GPTModel,
+        mtp: MtpLayer,
+        *,
+        architecture: Architecture,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig,
+        batching: Batching,
+        device: torch.device,
+    ) -> None:
+        self._gpt, self._mtp, self._batching, self._device = gpt, mtp, batching, device
+        self._chunk_tokens = learner.logprob_chunk_tokens
+        # One layer's moments are too few to deal them out.
+        self._module, self._optimizer = with_optimizer(mtp, replace(learner, distributed_optimizer=False), optimizer)
+        self.memory = TrainingMemory.of_megatron(self._module, self._optimizer, device)
+        self._architecture, self._shard = architecture, parallel.current_shard()
+        self._held = held_parameters(
+            mtp, self._optimizer, architecture, self._shard, table=lambda arch, _: mtp_mappings(arch)
+        )
+        self.num_updates = 0
+
+    def step(
+        self,
+        sequences: Sequences,
+        loss_starts: Sequence[int],
+        states: States,
+        *,
+        learning_rate: float,
+        temperature: float = 1.0,
+        num_passes: int = 1,
+        decay: float = 1.0,
+    ) -> float:
+        """One update; data-parallel ranks pass their shares.
+
+        Args:
+            loss_starts: where each response starts: its first token is the policy's, what follows is drafted.
+            states: of each token, the last one's are not needed.
+            temperature: at which the policy samples, and the layer drafts.
+            num_passes: tokens that it learns to draft from one position; `decay` of the loss from one to the next.
+        Returns:
+            KL(policy || draft) of a drafted token, in nats, the weighted sum over the passes.
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        self.memory.take()
+        chats = list(self._chats(sequences, loss_starts, states))
+        weights = [decay**index for index in range(num_passes)]
+        num_tokens = collectives.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._module.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for each in chats:
+            with host.cuda_as_cpu(), host.model_arithmetic():
+                loss = self._loss(each, temperature, weights) / max(num_tokens, 1)
+                loss.backward()
+                total += loss.detach()
+        with host.cuda_as_cpu():
+            self._module.finish_grad_sync()
+            _, grad_norm, _ = self._optimizer.step()  # type: ignore[misc]  # declared by a base without result
+        self.num_updates += 1
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the MTP layer's gradient must be finite, got {grad_norm}")
+        return float(collectives.summed_over_data_ranks(total))
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        sequences: Sequences,
+        loss_starts: Sequence[int],
+        states: States,
+        *,
+        num_tokens: int,
+        temperature: float = 1.0,
+    ) -> tuple[list[float], float]:
+        """Acceptance of windows of `num_tokens` after the sequences' own tokens, under rejection sampling.
+
+        Returns:
+            Over all data-parallel ranks: the mean over windows of sum_v min(p(v), q(v)), by position, and the mean
+            acceptance length: 1 + the sum of the products of those chances up to each position.
+        """
+        # Of each position the chances, and the products up to it; then the number of windows.
+        sums = torch.zeros(2 * num_tokens + 1, dtype=torch.float64, device=self._device)
+        for each in self._chats(sequences, loss_starts, states):
+            with host.cuda_as_cpu(), host.model_arithmetic():
+                chances_KW = self._chances(each, num_tokens, temperature).double()
+            sums[:num_tokens] += chances_KW.sum(1)
+            sums[num_tokens:-1] += chances_KW.cumprod(0).sum(1)
+            sums[-1] += chances_KW.shape[1]
+        means = collectives.summed_over_data_ranks(sums)
+        means = means / means[-1]
+        return means[:num_tokens].tolist(), 1.0 + float(means[num_tokens:-1].sum())
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""
+        self.memory.take()
+        found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
+        for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
+            for kind, own in self._stepped(held).items():
+                shards = collectives.tensor_parallel_shards(own.detach())
+                whole = hf_from_shards(mapping, shards, self._architecture)
+                found |= {f"{kind}/{name}": tensor for name, tensor in whole}
+        return found
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`, bit for bit, under this or another layout.
+
+        Raises:
+            CheckpointError: it is none of this layer.
+        """
+        names = {f"{MAIN}/{name}" for mapping in mtp_mappings(self._architecture) for name in mapping.hf}
+        if missing := sorted(names - state.keys()):
+            raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
+        self.memory.take()
+        self.num_updates = int(state[_NUM_UPDATES])
+        kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
+        own = {kind: self._own(state, kind) for kind in kinds}
+        for held in self._held:
+            assert held.stepped is not None
+            main = held.stepped.main
+            main.copy_(own[MAIN][held.name])
+            held.parameter.copy_(main)
+            moments = held.stepped.moments if self.num_updates else ()
+            held.stepped.optimizer.state.pop(main, None)
+            if moments:
+                held.stepped.optimizer.state[main] = {
+                    kind: own[kind][held.name].to(main.device, copy=True) for kind in moments
+                }
+            _count(held.stepped, self.num_updates)
+
+    def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
+        """The float32 parameter and the optimizer's moments of it, once it has stepped."""
+        assert held.stepped is not None
+        moments = held.stepped.moments if self.num_updates else ()
+        state = held.stepped.optimizer.state[held.stepped.main] if moments else {}
+        return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
+
+    def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+        """What of one kind this rank holds: some of Muon's moments are not there for what AdamW steps."""
+
+        def read(name: str) -> Tensor:
+            return state[f"{kind}/{name}"]
+
+        table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
+        return dict(shards_of(table, read, self._architecture, self._shard))
+
+    def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
+        total = torch.zeros((), device=self._device)
+        for index, (weight, drafted_TBH) in enumerate(zip(weights, self._drafted(chats), strict=False)):
+            hidden_NH, last_NH = _chosen(chats, index, drafted_TBH)
+            total = total + weight * self._divergence(hidden_NH, last_NH, temperature)
+        return total
+
+    def _divergence(self, hidden_NH: Tensor, last_NH: Tensor, temperature: float) -> Tensor:
+        """KL(policy || draft) summed over tokens; logits of `logprob_chunk_tokens` are held at once, if that is set."""
+        size = self._chunk_tokens or max(len(hidden_NH), 1)
+        of_part = partial(_divergence, self._weight(), temperature)
+        parts = [
+            cast(Tensor, checkpoint(of_part, *each, use_reentrant=False)) if self._chunk_tokens else of_part(*each)
+            for each in zip(hidden_NH.split(size), last_NH.split(size), strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+    def _chances(self, chats: _Chats, num_tokens: int, temperature: float) -> Tensor:
+        """[num_tokens, windows]; windows that lie within one response with all their tokens."""
+        inside_BT = torch.stack([chats.drafts(i).roll(-i, 1) for i in range(num_tokens)]).all(0)
+        chances = []
+        for index, drafted_TBH in zip(range(num_tokens), self._drafted(chats), strict=False):
+            hidden_BTH = drafted_TBH.roll(-index, 0).transpose(0, 1)[inside_BT]
+            last_BTH = chats.last_TBH.roll(-index - 1, 0).transpose(0, 1)[inside_BT]
+            chances.append(_overlap(self._weight(), temperature, hidden_BTH, last_BTH))
+        return torch.stack(chances)
+
+    def _drafted(self, chats: _Chats) -> Iterator[Tensor]:
+        """[T, B, H] of each pass, for ever: what the output layer sees of the draft of each position.
+
+        A pass attends to its own keys alone; an engine keeps those of the first pass for what is verified.
+        """
+        inputs = chats.batch.inputs
+        embeddings_TBH = self._embeddings(chats.batch.labels_BT)
+        longest = int(inputs.positions_BT.max()) + 1
+        angles_S11D: Tensor = self._gpt.rotary_pos_emb(longest)
+        if inputs.packed is not None:
+            angles_S11D = angles_S11D[inputs.positions_BT[0]]
+        positions_TB1 = inputs.positions_BT.t().unsqueeze(-1)
+        states_TBH, index = chats.states_TBH, 0
+        while True:
+            drafted_TBH = self._mtp(
+                states_TBH,
+                embeddings_TBH,
+                positions_BT=inputs.positions_BT,
+                angles_S11D=angles_S11D,
+                packed=inputs.packed,
+            )
+            yield drafted_TBH
+            index += 1
+            # A window's next token is drafted one position later, from what its last one left.
+            states_TBH = torch.where(positions_TB1 < index, chats.states_TBH, drafted_TBH.roll(1, 0))
+
+    @torch.no_grad()
+    def _embeddings(self, token_ids_BT: Tensor) -> Tensor:
+        return cast(Any, self._gpt.embedding).word_embeddings(token_ids_BT).transpose(0, 1)
+
+    def _weight(self) -> Tensor:
+        """[V, H] of the output layer."""
+        if self._gpt.share_embeddings_and_output_weights:
+            return self._gpt.shared_embedding_or_output_weight().detach()
+        return cast(Tensor, self._gpt.output_layer.weight).detach()
+
+    def _chats(self, sequences: Sequences, loss_starts: Sequence[int], states: States) -> Iterator[_Chats]:
+        # A position takes part if the token after it is known: the last one's is not.
+        lengths = [min(len(tokens) - 1, len(last)) for tokens, (_, last) in zip(sequences, states, strict=True)]
+        cut = [list(tokens[: length + 1]) for tokens, length in zip(sequences, lengths, strict=True)]
+        for batch in self._batching.microbatches(cut, loss_starts, self._device):
+            batch_size, num_tokens = batch.labels_BT.shape
+            has_target_BT = torch.zeros_like(batch.mask_BT)
+            gathered = [states[0][0].new_zeros(num_tokens, batch_size, states[0][0].shape[-1]) for _ in "12"]
+            for index, (row, columns) in zip(batch.indices, batch.inputs.places, strict=True):
+                has_target_BT[row, columns.start : columns.stop - 1] = True
+                for into, own in zip(gathered, states[index], strict=True):
+                    into[columns, row] = own[: lengths[index]].detach()
+            states_TBH, last_TBH = (each.to(self._device) for each in gathered)
+            yield _Chats(batch=batch, states_TBH=states_TBH, last_TBH=last_TBH, has_target_BT=has_target_BT)
+
+
+def _count(stepped: Stepped, num_updates: int) -> None:
+    if stepped.counts_by_parameter and num_updates:
+        stepped.optimizer.state[stepped.main]["step"] = torch.tensor(float(num_updates), device=stepped.main.device)
+    elif "exp_avg" in stepped.moments:
+        for group in stepped.optimizer.param_groups:
+            group["step"] = num_updates
+
+
+def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, H] each, of the tokens that pass `index` drafts: its own, and what the policy's output layer saw there."""
+    mask_BT = chats.drafts(index)
+    return drafted_TBH.transpose(0, 1)[mask_BT], chats.last_TBH.roll(-1, 0).transpose(0, 1)[mask_BT]
+
+
+def _divergence(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: Tensor) -> Tensor:
+    with torch.no_grad():
+        policy_NV = logits_of(last_NH, weight_VH, temperature)
+        targets_NV = probabilities(policy_NV)
+        entropy_N = soft_cross_entropy(policy_NV, targets_NV)
+    return (soft_cross_entropy(logits_of(hidden_NH, weight_VH, temperature), targets_NV) - entropy_N).sum()
+
+
+def _overlap(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: Tensor) -> Tensor:
+    """[N], sum_v min(p(v), q(v)) over the whole vocabulary."""
+    policy_NV, draft_NV = (probabilities(logits_of(each, weight_VH, temperature)) for each in (last_NH, hidden_NH))
+    shared_N = torch.minimum(policy_NV, draft_NV).sum(-1)
+    return torch.stack(collectives.tensor_parallel_shards(shared_N)).sum(0)

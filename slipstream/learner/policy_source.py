@@ -1,0 +1,124 @@
+"""Where the policy that the chain starts from lies: a local directory or a hub id, checked by its configs alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.config import ConfigError, require
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.learner.architecture import MIMO, Architecture
+from slipstream.learner.config import PolicyConfig
+from slipstream.records.stages import PolicyRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
+_WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run asks of its policy."""
+
+    max_model_len: int  # tokens of the longest sequence
+    draft_layer_ids: Sequence[int]  # layers whose states the draft reads
+    mtp: bool = False  # a layer of its own that drafts
+
+
+def write_policy_tokenizer(policy: PolicyConfig, needs: Needs, directory: Path) -> None:
+    """Write the tokenizer of a policy before there is a policy: of a hub id only small files are fetched.
+
+    Raises:
+        ConfigError: what `resolve` would refuse by the model's configs.
+    """
+    scratch = policy.scratch
+    if scratch is not None:
+        write_tokenizer(directory, max_length=scratch.max_position_embeddings)
+        return
+    _, tokenizer = _check_configs(locate(policy.model, _CONFIG_FILES), policy.model, needs)
+    tokenizer.save_pretrained(str(directory))
+
+
+def config_files(model: str) -> list[Path]:
+    """The small files of a local directory or hub id: configs and tokenizer."""
+    source = locate(model, _CONFIG_FILES)
+    return sorted({path for pattern in _CONFIG_FILES for path in source.glob(pattern)})
+
+
+def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord:
+    """Check a hub id or local directory by its configs alone and lay links to its files into `directory`.
+
+    Raises:
+        ConfigError: no such model, not a Qwen3, Qwen3-MoE or MiMo, no chat template, no end-of-sequence token, no
+            weights, no MTP layer for a draft that needs one, a context shorter than `engine.max_model_len`, or fewer
+            layers than the draft reads.
+    """
+    start = time.perf_counter()
+    source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
+    architecture, _ = _check_configs(source, policy.model, needs)
+    require(any(source.glob(_WEIGHTS)), "policy.model", f"must have weights in {_WEIGHTS} files", policy.model)
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (*_CONFIG_FILES, _WEIGHTS):
+        for path in source.glob(pattern):
+            link = directory / path.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.resolve())
+    return PolicyRecord(
+        model=policy.model,
+        architecture=architecture.name,
+        num_parameters=architecture.num_parameters(),
+        vocab_size=architecture.vocab_size,
+        max_position_embeddings=architecture.max_position_embeddings,
+        eos_token_id=architecture.eos_token_id,
+        pretrain_steps=0,
+        pretrain_loss=0.0,
+        pretrain_losses=(),
+        elapsed_s=time.perf_counter() - start,
+    )
+
+
+def _check_configs(source: Path, model: str, needs: Needs) -> tuple[Architecture, PreTrainedTokenizerBase]:
+    """Architecture and tokenizer in `source`, both of them such as the run needs."""
+    from transformers import AutoTokenizer
+
+    architecture = Architecture.from_hf(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", model)
+    require(tokenizer.eos_token_id is not None, "policy.model", "must have an end-of-sequence token", None)
+    context, length = architecture.max_position_embeddings, needs.max_model_len
+    require(length <= context, "engine.max_model_len", f"must be <= the policy's {context} positions", length)
+    name = architecture.name
+    fix = f"take a {MIMO}, or another draft.method"
+    require(architecture.has_mtp or not needs.mtp, "policy.model", "must have an MTP layer to draft with", name, fix)
+    layers = needs.draft_layer_ids
+    rule = f"must be < {architecture.num_layers}, the policy's number of layers"
+    fits = all(layer < architecture.num_layers for layer in layers)
+    require(fits, "draft.aux_hidden_state_layer_ids", rule, layers)
+    return architecture, tokenizer
+
+
+def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") -> Path:
+    """The local directory of a model: itself, or the hub's snapshot, of which files like `patterns` are downloaded.
+
+    Args:
+        model: a path or a hub id, which may end in `@` and a revision.
+        field: that names it.
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        name, _, revision = model.partition("@")
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"{field} must be a local directory or a reachable hub id, got {model!r}: {error}") from error

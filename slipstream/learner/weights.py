@@ -1,0 +1,240 @@
+"""Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
+
+One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
+round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,
+`F` ffn, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from slipstream.learner.architecture import Architecture
+
+
+class Layout(Enum):
+    """How a Megatron parameter is made from HF tensors and split over tensor-parallel ranks."""
+
+    REPLICATED = auto()  # the same on every rank
+    COLUMN = auto()  # split by output rows, dimension 0
+    ROW = auto()  # split by input columns, dimension 1
+    QKV = auto()  # query, key, value interleaved by key-value head, then split by head
+    GATE_UP = auto()  # each rank holds its part of gate above its part of up
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One Megatron parameter and the HF tensors in it."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    is_expert: bool = False  # an expert is on one rank of those that experts are dealt to; all else is on each
+
+
+_INPUT = (
+    ("input_layernorm.weight", ("input_layernorm.weight",), Layout.REPLICATED),
+    (
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        Layout.QKV,
+    ),
+)
+_QK_NORMS = (
+    ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Layout.REPLICATED),
+    ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Layout.REPLICATED),
+)
+_QKV_BIASES = (
+    (
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        Layout.QKV,
+    ),
+)
+_OUTPUT = (
+    ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Layout.ROW),
+    ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Layout.REPLICATED),
+)
+_MLP = (
+    ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), Layout.GATE_UP),
+    ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Layout.ROW),
+)
+_ROUTER = (("mlp.router.weight", ("mlp.gate.weight",), Layout.REPLICATED),)
+_MTP_INPUT = (
+    ("token_layernorm.weight", ("token_layernorm.weight",), Layout.REPLICATED),
+    ("hidden_layernorm.weight", ("hidden_layernorm.weight",), Layout.REPLICATED),
+    ("input_proj.weight", ("input_proj.weight",), Layout.REPLICATED),
+)
+_MTP_OUTPUT = (("final_layernorm.weight", ("final_layernorm.weight",), Layout.REPLICATED),)
+_Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """Which part of the model a rank holds."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+    expert_rank: int = 0  # its own among the ranks that experts are dealt to
+    expert_size: int = 1
+    data_rank: int = 0  # of ranks that hold the same, experts apart
+
+    def is_copy(self, mapping: Mapping) -> bool:
+        """Whether a rank with a lower data-parallel number holds the same parameter.
+
+        Source: Megatron's `parallel_state` numbers the ranks of experts before their copies (order "tp-cp-ep-dp-pp").
+        """
+        return self.data_rank >= (self.expert_size if mapping.is_expert else 1)
+
+    @property
+    def is_first(self) -> bool:
+        """Holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Holds the final norm and the output layer."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
+    """The parameters that a rank holds, in model order; Megatron numbers layers within the pipeline stage."""
+    if shard.is_first:
+        yield Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+    per_stage = arch.num_layers // shard.pipeline_size
+    for layer in range(per_stage):
+        yield from _layer_mappings(arch, shard, layer, shard.pipeline_rank * per_stage + layer)
+    if shard.is_last:
+        yield Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
+        if not arch.tie_word_embeddings:
+            yield Mapping("output_layer.weight", ("lm_head.weight",), Layout.COLUMN)
+        elif not shard.is_first:
+            # A tied output layer on another stage than the embedding is a copy that Megatron keeps in step.
+            yield Mapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+
+
+def mtp_mappings(arch: Architecture) -> Iterator[Mapping]:
+    """The parameters of the MTP layer, which a rank holds beside the model; none of an architecture without one."""
+    for layer in range(arch.num_mtp_layers):
+        hf = f"model.mtp_layers.{layer}"
+        yield from _named(_MTP_INPUT, "", hf)
+        yield from _named((*_attention(arch), *_MLP), "layer.", hf)
+        yield from _named(_MTP_OUTPUT, "", hf)
+
+
+def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[Mapping]:
+    def of(table: _Table) -> Iterator[Mapping]:
+        return _named(table, f"decoder.layers.{layer}.", f"model.layers.{hf_layer}")
+
+    yield from of(_attention(arch))
+    if arch.experts is None or not arch.has_experts(hf_layer):
+        yield from of(_MLP)
+        return
+    yield from of(_ROUTER)
+    per_rank = arch.experts.num_experts // shard.expert_size
+    for local in range(per_rank):
+        here, there = f"mlp.experts.local_experts.{local}", f"mlp.experts.{shard.expert_rank * per_rank + local}"
+        for mapping in of(_MLP):
+            megatron = mapping.megatron.replace("mlp", here, 1)
+            yield Mapping(megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True)
+
+
+def _attention(arch: Architecture) -> _Table:
+    """Qwen3 has norms on queries and keys, MiMo biases on queries, keys and values."""
+    return (*_INPUT, *(_QKV_BIASES if arch.has_mtp else _QK_NORMS), *_OUTPUT)
+
+
+def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Mapping]:
+    for megatron, hf, layout in table:
+        yield Mapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
+
+
+def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
+    return shards_of(mappings(arch, shard), read, arch, shard)
+
+
+def mtp_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """The same of the MTP layer's."""
+    return shards_of(mtp_mappings(arch), read, arch, shard)
+
+
+def shards_of(
+    table: Iterable[Mapping], read: Callable[[str], Tensor], arch: Architecture, shard: Shard
+) -> Iterator[tuple[str, Tensor]]:
+    """The same of the parameters in `table`."""
+    for mapping in table:
+        parts = [read(name) for name in mapping.hf]
+        yield mapping.megatron, _split(mapping.layout, parts, arch, shard)
+
+
+def hf_from_shards(mapping: Mapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
+    """The full HF tensors in one Megatron parameter, from its shards of all tensor-parallel ranks in rank order."""
+    return list(zip(mapping.hf, _join(mapping.layout, shards, arch), strict=True))
+
+
+def rows_of_parts(mapping: Mapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
+    """What of each HF tensor is in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
+    local = replace(  # a shard is laid out as the whole of a model with fewer heads
+        arch,
+        num_attention_heads=arch.num_attention_heads // shard.tensor_size,
+        num_query_groups=arch.num_query_groups // shard.tensor_size,
+    )
+    return _join(mapping.layout, [rows], local)
+
+
+def _split(layout: Layout, parts: list[Tensor], arch: Architecture, shard: Shard) -> Tensor:
+    def mine(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(shard.tensor_size, dim)[shard.tensor_rank]
+
+    match layout:
+        case Layout.REPLICATED:
+            return parts[0]
+        case Layout.COLUMN:
+            return mine(parts[0], 0)
+        case Layout.ROW:
+            return mine(parts[0], 1)
+        case Layout.GATE_UP:
+            return torch.cat([mine(part, 0) for part in parts])
+        case Layout.QKV:
+            by_group = [part.unflatten(0, (arch.num_query_groups, -1)) for part in parts]  # [K, (N/K | 1 | 1) * D, H]
+            return mine(torch.cat(by_group, dim=1), 0).flatten(0, 1)
+
+
+def _join(layout: Layout, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+    match layout:
+        case Layout.REPLICATED:
+            return [shards[0]]
+        case Layout.COLUMN:
+            return [_cat(shards, 0)]
+        case Layout.ROW:
+            return [_cat(shards, 1)]
+        case Layout.GATE_UP:
+            gates, ups = zip(*(shard.chunk(2, 0) for shard in shards), strict=True)
+            return [_cat(gates, 0), _cat(ups, 0)]
+        case Layout.QKV:
+            heads_per_group = arch.num_attention_heads // arch.num_query_groups
+            by_group = _cat(shards, 0).unflatten(0, (arch.num_query_groups, -1))  # [K, (N/K + 2) * D, H]
+            sizes = [heads_per_group * arch.head_dim, arch.head_dim, arch.head_dim]
+            return [part.flatten(0, 1) for part in by_group.split(sizes, dim=1)]
+
+
+def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
+
+
+def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy `state` into the parameters of `model`, which have the same names and shapes."""
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == state.keys(), parameters.keys() ^ state.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
+            parameter.copy_(state[name])

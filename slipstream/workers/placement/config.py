@@ -1,0 +1,169 @@
+"""On how many nodes and GPUs a run lies, and what the planner must know of learner and engines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slipstream.config import require
+from slipstream.learner.config import ParallelConfig
+
+
+class PlacementMode(StrEnum):
+    """Whether learner and engines share GPUs."""
+
+    COLOCATED = "colocated"  # rank i of the learner and worker i of the engines share a GPU, in turn
+    SPLIT = "split"  # nodes of their own
+
+
+class MemoryUse(StrEnum):
+    """What a learner and engines that share GPUs keep of their memory while the others work."""
+
+    SHARED = "shared"  # all of it
+    IN_TURN = "in_turn"  # their weights: gradients and optimizer go while engines generate, caches while it trains
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Nodes and GPUs of a run; how they are divided stands in `learner.parallel` and in `engine`.
+
+    Without GPUs (`gpus_per_node` 0) every process runs on the one host, as Ray puts it. A cluster may have more nodes,
+    and more GPUs on a node, than a run takes.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    mode: PlacementMode = PlacementMode.COLOCATED
+    generation_nodes: int = 0  # split only, as is the next
+    training_nodes: int = 0
+    memory: MemoryUse = MemoryUse.SHARED
+    start_timeout_s: float = 900.0  # for nodes to join and GPUs to be free
+    logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
+
+    def __post_init__(self) -> None:
+        require(self.nodes >= 1, "placement.nodes", "must be >= 1", self.nodes)
+        require(self.gpus_per_node >= 0, "placement.gpus_per_node", "must be >= 0", self.gpus_per_node)
+        require(self.start_timeout_s > 0, "placement.start_timeout_s", "must be > 0", self.start_timeout_s)
+        require(
+            self.gpus_per_node > 0 or (self.nodes == 1 and self.mode is PlacementMode.COLOCATED),
+            "placement.gpus_per_node",
+            "must be >= 1 with several nodes or mode 'split'",
+            self.gpus_per_node,
+            "without GPUs a run lies on one node",
+        )
+        require(
+            not self.takes_turns or self.gpus_per_node > 0,
+            "placement.memory",
+            "must be 'shared' without GPUs",
+            self.memory.value,
+            "set placement.gpus_per_node, or leave it out",
+        )
+        require(
+            not self.takes_turns or self.mode is PlacementMode.COLOCATED,
+            "placement.memory",
+            "must be 'shared' with mode 'split'",
+            self.memory.value,
+            "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
+        )
+        require(
+            not self.logical_gpus or self.gpus_per_node > 0,
+            "placement.logical_gpus",
+            "must be false without GPUs",
+            self.logical_gpus,
+            "set placement.gpus_per_node, or leave it out",
+        )
+        if self.mode is PlacementMode.SPLIT:
+            self._check_split()
+            return
+        for name in ("generation_nodes", "training_nodes"):
+            value: int = getattr(self, name)
+            require(value == 0, f"placement.{name}", "must be left out with mode 'colocated'", value, "or set 'split'")
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learner and engines give memory back while the others work."""
+        return self.memory is MemoryUse.IN_TURN
+
+    def _check_split(self) -> None:
+        for name in ("generation_nodes", "training_nodes"):
+            value: int = getattr(self, name)
+            require(value >= 1, f"placement.{name}", "must be >= 1 with mode 'split'", value)
+        both = self.generation_nodes + self.training_nodes
+        rule = f"must be generation_nodes {self.generation_nodes} + training_nodes {self.training_nodes}"
+        require(both == self.nodes, "placement.nodes", rule, self.nodes)
+
+    @property
+    def num_learner_nodes(self) -> int:
+        """Nodes that hold ranks of the learner."""
+        return self.training_nodes if self.mode is PlacementMode.SPLIT else self.nodes
+
+    @property
+    def num_engine_nodes(self) -> int:
+        """Nodes that hold engines."""
+        return self.generation_nodes if self.mode is PlacementMode.SPLIT else self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All that decides which process lies on which GPU. A role fills the GPUs of its nodes.
+
+    `num_engine_sets` and `num_learners` may live on the same GPUs at once, only one of each at work: tuning compares
+    engines of several draft lengths, and processes are kept warm between stages.
+    """
+
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine_tensor: int = 1  # GPUs of one engine
+    num_engines: int = 1
+    num_engine_sets: int = 1
+    num_learners: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.has_gpus:
+            return
+        per_node = self.placement.gpus_per_node
+        learner_gpus = self.placement.num_learner_nodes * per_node
+        world = self.parallel.world_size
+        require(
+            world == learner_gpus,
+            "learner.parallel",
+            f"must multiply to the {learner_gpus} GPUs that placement gives the learner",
+            world,
+            "change tensor, pipeline or data, or placement.nodes",
+        )
+        engine_gpus = self.placement.num_engine_nodes * per_node
+        workers = self.num_engines * self.engine_tensor
+        require(
+            workers == engine_gpus,
+            "engine.num_engines",
+            f"times engine.tensor_parallel_size {self.engine_tensor} must be the {engine_gpus} GPUs that placement "
+            "gives the engines",
+            self.num_engines,
+            f"set it to {engine_gpus // self.engine_tensor}" if engine_gpus % self.engine_tensor == 0 else "",
+        )
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether GPUs are reserved at all."""
+        return self.placement.gpus_per_node > 0
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole run; without any, each worker of an engine counts as one."""
+        workers = self.num_engines * self.engine_tensor
+        return self.placement.nodes * self.placement.gpus_per_node if self.has_gpus else workers
+
+    @property
+    def learner_unit(self) -> int:
+        """Nodes that whole groups of the learner's neighbours fill together; 1: each lies inside a node."""
+        return _unit(self.parallel.num_neighbours, self.placement.gpus_per_node)
+
+    @property
+    def engine_unit(self) -> int:
+        """The same of the engines."""
+        return _unit(self.engine_tensor, self.placement.gpus_per_node)
+
+
+def _unit(group: int, gpus_per_node: int) -> int:
+    return math.lcm(group, gpus_per_node) // gpus_per_node

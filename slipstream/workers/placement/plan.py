@@ -1,0 +1,173 @@
+"""Which rank of the learner and which worker of an engine lies on which GPU: a pure function of layout and cluster.
+
+Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
+pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j
+of engine e is number e * tensor_parallel_size + j.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.config import require
+from slipstream.workers.placement.cluster import Cluster, Node
+from slipstream.workers.placement.config import Layout, PlacementMode
+
+_EXPERT_FIELD = "learner.parallel.expert"
+_ENGINE_FIELD = "engine.tensor_parallel_size"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Slot:
+    """A GPU: the index of its node among the plan's, and its own on that node."""
+
+    node: int
+    gpu: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Where everything lies.
+
+    Attributes:
+        nodes: those that the run takes, in order.
+        learner: the slot of each rank.
+        engines: the slots of each engine's workers.
+    """
+
+    layout: Layout
+    nodes: tuple[Node, ...]
+    learner: tuple[Slot, ...]
+    engines: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every GPU that the run takes, in order."""
+        per_node = self.layout.placement.gpus_per_node
+        return tuple(Slot(node, gpu) for node in range(len(self.nodes)) for gpu in range(per_node))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices that are reserved together, because an engine's workers span them: mostly each alone."""
+        unit = self.layout.engine_unit
+        first = self.engines[0][0].node
+        alone = [(node,) for node in range(len(self.nodes)) if node < first]
+        rest = range(first, len(self.nodes))
+        return (*alone, *(tuple(rest[start : start + unit]) for start in range(0, len(rest), unit)))
+
+
+def make_plan(layout: Layout, cluster: Cluster) -> Plan:
+    """Place `layout` on `cluster`; with mode `split` the learner's nodes come first.
+
+    Raises:
+        ConfigError: the cluster has too few nodes or GPUs, or a group would leave its NVLink domain.
+    """
+    assert layout.has_gpus, "without GPUs there is nothing to plan"
+    placement, per_node = layout.placement, layout.placement.gpus_per_node
+    is_split = placement.mode is PlacementMode.SPLIT
+    nodes = _split_nodes(cluster, layout) if is_split else _shared_nodes(cluster, layout)
+    slots = [Slot(node, gpu) for node in range(len(nodes)) for gpu in range(per_node)]
+    workers = slots[placement.training_nodes * per_node :]  # no training nodes: from the first
+    size = layout.engine_tensor
+    return Plan(
+        layout=layout,
+        nodes=tuple(nodes),
+        learner=tuple(slots[: placement.num_learner_nodes * per_node]),
+        engines=tuple(tuple(workers[start : start + size]) for start in range(0, len(workers), size)),
+    )
+
+
+def replanned(plan: Plan, cluster: Cluster) -> Plan:
+    """`plan` with other nodes in the place of those that the cluster has lost: what lies on the rest stays.
+
+    Groups that span nodes are placed anew, for a substitute would have to be of their domain.
+
+    Raises:
+        ConfigError: as `make_plan`.
+    """
+    layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
+    alive, taken = {node.name for node in cluster.nodes}, {node.name for node in plan.nodes}
+    spare = [node for node in cluster.nodes if node.name not in taken and node.num_gpus >= per_node]
+    if len(taken - alive) > len(spare) or max(layout.learner_unit, layout.engine_unit) > 1:
+        return make_plan(layout, cluster)
+    substitutes = iter(spare)
+    return replace(plan, nodes=tuple(node if node.name in alive else next(substitutes) for node in plan.nodes))
+
+
+def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
+    learner, engine = layout.learner_unit, layout.engine_unit
+    field = _learner_field(layout) if learner >= engine else _ENGINE_FIELD
+    return _take(cluster.nodes, layout.placement.nodes, layout, math.lcm(learner, engine), field)
+
+
+def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
+    """The learner's nodes, then the engines'; whose groups need more neighbours chooses first."""
+    placement = layout.placement
+    wanted = [
+        (layout.learner_unit, placement.training_nodes, _learner_field(layout)),
+        (layout.engine_unit, placement.generation_nodes, _ENGINE_FIELD),
+    ]
+    _require_nodes(cluster.nodes, placement.nodes, placement.gpus_per_node)
+    taken: dict[str, list[Node]] = {}
+    rest = list(cluster.nodes)
+    for unit, count, field in sorted(wanted, reverse=True):
+        taken[field] = _take(rest, count, layout, unit, field)
+        rest = [node for node in rest if node not in taken[field]]
+    return [*taken[_learner_field(layout)], *taken[_ENGINE_FIELD]]
+
+
+def _learner_field(layout: Layout) -> str:
+    """What decides how many neighbours a group of the learner has."""
+    return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
+
+
+def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: str) -> list[Node]:
+    """`count` of the nodes with enough GPUs; runs of `unit` neighbours lie in one NVLink domain each.
+
+    Args:
+        field: what makes the unit larger than a node.
+    """
+    needed = layout.placement.gpus_per_node
+    fitting = [node for node in nodes if node.num_gpus >= needed]
+    _require_nodes(nodes, count, needed)
+    if unit == 1:
+        return fitting[:count]
+    by_domain: dict[str, list[Node]] = {}
+    for node in fitting:
+        if node.nvlink_domain is not None:
+            by_domain.setdefault(node.nvlink_domain, []).append(node)
+    whole = [node for domain in by_domain.values() for node in domain[: len(domain) // unit * unit]]
+    largest = max((len(domain) for domain in by_domain.values()), default=1)
+    require(
+        len(whole) >= count,
+        field,
+        f"must divide the {needed} GPUs that placement.gpus_per_node takes of a node, or keep each of its groups in "
+        f"one NVLink domain (the largest here has {largest} such nodes)",
+        _group(layout, field),
+        f"lower it to a divisor of {needed}, or label the nodes with their domain",
+    )
+    return whole[:count]
+
+
+def _group(layout: Layout, field: str) -> int:
+    return layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours
+
+
+def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
+    fitting = [node for node in nodes if node.num_gpus >= needed]
+    require(
+        bool(fitting),
+        "placement.gpus_per_node",
+        f"must be at most the {max((node.num_gpus for node in nodes), default=0)} GPUs of the cluster's largest node",
+        needed,
+        f"the cluster has {Cluster(nodes=tuple(nodes))}",
+    )
+    require(
+        len(fitting) >= count,
+        "placement.nodes",
+        f"must find that many nodes with {needed} GPUs among {Cluster(nodes=tuple(nodes))}: there are {len(fitting)}",
+        count,
+        "lower it and the layout with it, or add nodes",
+    )

@@ -1,0 +1,217 @@
+"""Cluster profiles are read strictly, and those that are shipped hold together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.config import ConfigError, merge
+from slipstream.kubernetes.launch_checks import require_fits
+from slipstream.kubernetes.profile import CLUSTERS, Architecture, Scheduler, active_profile, read_profile
+from slipstream.recipe import load_recipe
+from slipstream.types import Workload
+
+SOUND: dict[str, Any] = {
+    "name": "mine",
+    "run_root": "/mnt/runs",
+    "cpu": {"cpus": 2, "memory_gib": 8},
+    "head": {"cpus": 4, "memory_gib": 16},
+    "gpu": {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "product": "NVIDIA-GB200",
+        "architecture": "arm64",
+        "pod": {"cpus": 64, "memory_gib": 400, "shared_memory_gib": 100},
+    },
+    "storage": {"claim": "runs", "mount_path": "/mnt"},
+    "ray_token_secret": "ray",
+}
+
+
+def refusal(directory: Path, changes: dict[str, Any]) -> str:
+    """What the profile SOUND with `changes` is refused for; `None` leaves a section out."""
+    values = {key: value for key, value in merge(SOUND, changes).items() if value is not None}
+    path = directory / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(str(path))
+    message = str(caught.value)
+    assert message.startswith(f"cluster profile {path}: ")
+    return message.removeprefix(f"cluster profile {path}: ")
+
+
+def test_a_sound_profile_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(SOUND))
+    profile = read_profile(str(path))
+    assert profile.gpu is not None
+    assert (profile.gpu.nodes, profile.gpu.architecture) == (2, Architecture.ARM64)
+    assert not profile.is_local
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 4}, "unknown key 'gpus'; did you mean 'gpu'?"),
+        ({"gpu": {"clique": "x"}}, "unknown key 'gpu.clique'; did you mean 'gpu.clique_label'?"),
+        ({"gpu": {"nodes": "8"}}, "gpu.nodes must be of type int, got '8'"),
+        ({"gpu": {"nodes": 0}}, "gpu.nodes must be >= 1, got 0"),
+        ({"gpu": {"gpus_per_node": 0}}, "gpu.gpus_per_node must be >= 1, got 0; leave gpu out"),
+        ({"gpu": {"architecture": "x86"}}, "gpu.architecture must be one of arm64, amd64, got 'x86'"),
+        (
+            {"gpu": {"rdma_resources": {"rdma/ib": 0}}},
+            "gpu.rdma_resources must read vendor/name: count >= 1, got {'rdma/ib': 0}; as in rdma/ib: 4",
+        ),
+        (
+            {"gpu": {"pod": {"shared_memory_gib": 0}}},
+            "gpu.pod.shared_memory_gib must be >= 1, got 0; weights, NCCL and Ray's object store lie in /dev/shm, and "
+            "a pod has 64 MiB there by itself",
+        ),
+        (
+            {"gpu": {"pod": {"shared_memory_gib": 400}}},
+            "shared_memory_gib must be < memory_gib 400, of which it is a part, got 400",
+        ),
+        ({"cpu": {"cpus": 0}}, "cpus must be >= 1, got 0"),
+        ({"head": None}, "head is required with gpu, got None; Ray's head runs the task's process"),
+        (
+            {"ray_token_secret": None},
+            "ray_token_secret is required with gpu, got None; name a secret with the key auth_token: without it "
+            "anybody in the network may run code",
+        ),
+        (
+            {"run_root": "/data/runs"},
+            "run_root must lie below storage.mount_path /mnt, got '/data/runs'; pods share nothing else",
+        ),
+        ({"storage": {"mount_path": "mnt"}}, "storage.mount_path must be an absolute path below /, got 'mnt'"),
+        (
+            {"storage": {"claim": "My_Claim"}},
+            "storage.claim must be a name of Kubernetes: lower-case letters, digits, '-' and '.', got 'My_Claim'",
+        ),
+        (
+            {"tracking": {"uri": "sqlite:///mlflow.db"}},
+            "tracking.uri must be http:// or https://, got 'sqlite:///mlflow.db'; pods share no SQLite file",
+        ),
+        (
+            {"object_store": {"prefix": "/data"}},
+            "object_store.prefix must start with one of s3://, gs://, abfs://, got '/data'",
+        ),
+        (
+            {"queue": {"scheduler": "volcano", "name": "q", "knows_topology": True}},
+            "queue.knows_topology must be false with volcano, got True",
+        ),
+        (
+            {"tolerations": [{"key": "a", "effect": "Never"}]},
+            "tolerations.effect must be one of NoSchedule, PreferNoSchedule, NoExecute, got 'Never'",
+        ),
+        ({"parallel_parts": 0}, "parallel_parts must be >= 1, got 0"),
+        (
+            {"schedules": {"slack": ["#runs"]}},
+            "schedules.slack must hold e-mail addresses, got ['#runs']; Slack shows a channel's",
+        ),
+        ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),
+    ],
+)
+def test_an_unsound_profile_is_refused_by_file_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert refusal(tmp_path, changes) == message
+
+
+def test_without_a_shared_volume_there_are_no_pods(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {"storage": None})
+    assert message.startswith("gpu must be left out without storage, got GpuNodes(")
+    assert message.endswith("; pods need a shared volume")
+
+
+def test_an_unknown_profile_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_profile("gb2000")
+    assert str(caught.value) == (
+        "SLIPSTREAM_CLUSTER must name a cluster profile, got 'gb2000'; known profiles: cpu, gb200, h200, local"
+    )
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml must hold a mapping of field to value, got 'list'"):
+        read_profile(str(tmp_path / "a.yaml"))
+    (tmp_path / "b.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"b\.yaml is not YAML: "):
+        read_profile(str(tmp_path / "b.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: mine\nname: other\n",
+            "is not YAML: the key 'name' stands twice, in lines 1 and 2; leave one of them out",
+        ),
+        (
+            "gpu: {nodes: 1, pod: {cpus: 1, cpus: 2}}\n",
+            "is not YAML: the key 'gpu.pod.cpus' stands twice, in lines 1 and",
+        ),
+        ("", "must hold a mapping of field to value, got 'an empty file'"),
+    ],
+)
+def test_a_profile_in_which_something_stands_twice_or_nothing_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_profile(str(path))
+    assert str(caught.value).startswith(f"cluster profile {path} {message}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": {"group": -1}}, "storage.group must be >= 0, got -1"),
+        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be at most 2147483647, got 2147483648"),
+        ({"labels": {"pool": True}}, "labels.pool must be of type str, got True; put it in quotes"),
+        ({"labels": {2024: "a"}}, "a key of labels must be of type str, got 2024; put it in quotes"),
+    ],
+)
+def test_a_profile_of_values_that_no_cluster_has_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    assert refusal(tmp_path, changes) == message
+
+
+def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_CLUSTER", raising=False)
+    assert active_profile().name == "local"
+    assert active_profile().is_local
+    monkeypatch.setenv("SLIPSTREAM_CLUSTER", "gb200")
+    assert active_profile().name == "gb200"
+
+
+def test_gb200_is_eight_trays_of_one_domain() -> None:
+    profile = read_profile("gb200")
+    assert profile.gpu is not None and profile.queue is not None
+    assert (profile.gpu.nodes, profile.gpu.gpus_per_node) == (8, 4)
+    assert profile.queue.scheduler is Scheduler.KUEUE
+
+
+@pytest.mark.parametrize("name", ["gb200", "h200"])
+@pytest.mark.parametrize("workload", list(Workload))
+def test_the_8b_recipe_of_a_profile_fits_its_nodes(name: str, workload: Workload) -> None:
+    profile = read_profile(name)
+    recipe = load_recipe(profile.recipe_8b, workload=workload)
+    require_fits(
+        profile,
+        nodes=recipe.placement.nodes,
+        gpus_per_node=recipe.placement.gpus_per_node,
+        trains_from_scratch=recipe.policy.scratch is not None,
+    )
+
+
+def test_shipped_profiles_are_all_read() -> None:
+    assert [read_profile(path.stem).name for path in sorted(CLUSTERS.glob("*.yaml"))] == [
+        "cpu",
+        "gb200",
+        "h200",
+        "local",
+    ]

@@ -1,0 +1,145 @@
+"""Which boxes of logical tensors a rank's numbers are; positions worked by hand on a model of two key-value heads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.learner import weights
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.checkpoint.boxes import Box, Patch, Piece, bands, patches, pieces
+from slipstream.learner.weights import Layout, Mapping, Shard
+
+ARCH = Architecture(
+    vocab_size=8,
+    hidden_size=2,
+    num_layers=1,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=1,
+    ffn_hidden_size=4,
+    max_position_embeddings=8,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_word_embeddings=False,
+    eos_token_id=1,
+)
+QKV = Mapping("qkv", ("q", "k", "v"), Layout.QKV)
+GATE_UP = Mapping("fc1", ("gate", "up"), Layout.GATE_UP)
+ROW = Mapping("fc2", ("down",), Layout.ROW)
+
+
+def whole_run(mapping: Mapping, shape: tuple[int, ...], shard: Shard) -> list[Piece]:
+    return list(pieces(bands(mapping, shape, ARCH, shard), shape, 0, math.prod(shape)))
+
+
+def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_turn() -> None:
+    # Rows of the parameter: q0 q1 k0 v0 | q2 q3 k1 v1.
+    assert whole_run(QKV, (8, 2), Shard()) == [
+        Piece("q", (4, 2), Box((0, 0), (2, 2)), 0, 4),
+        Piece("q", (4, 2), Box((2, 0), (2, 2)), 8, 12),
+        Piece("k", (2, 2), Box((0, 0), (1, 2)), 4, 6),
+        Piece("k", (2, 2), Box((1, 0), (1, 2)), 12, 14),
+        Piece("v", (2, 2), Box((0, 0), (1, 2)), 6, 8),
+        Piece("v", (2, 2), Box((1, 0), (1, 2)), 14, 16),
+    ]
+
+
+def test_the_second_of_two_tensor_ranks_holds_the_second_group() -> None:
+    assert whole_run(QKV, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
+        Piece("q", (4, 2), Box((2, 0), (2, 2)), 0, 4),
+        Piece("k", (2, 2), Box((1, 0), (1, 2)), 4, 6),
+        Piece("v", (2, 2), Box((1, 0), (1, 2)), 6, 8),
+    ]
+
+
+def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
+    assert whole_run(GATE_UP, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
+        Piece("gate", (4, 2), Box((2, 0), (2, 2)), 0, 4),
+        Piece("up", (4, 2), Box((2, 0), (2, 2)), 4, 8),
+    ]
+
+
+def test_a_matrix_split_by_columns_keeps_its_rows() -> None:
+    assert whole_run(ROW, (2, 2), Shard(tensor_rank=1, tensor_size=2)) == [
+        Piece("down", (2, 4), Box((0, 2), (2, 2)), 0, 4)
+    ]
+
+
+def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
+    parts = bands(Mapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
+    assert list(pieces(parts, (4, 3), 2, 10)) == [
+        Piece("m", (4, 3), Box((0, 2), (1, 1)), 0, 1),
+        Piece("m", (4, 3), Box((1, 0), (2, 3)), 1, 7),
+        Piece("m", (4, 3), Box((3, 0), (1, 1)), 7, 8),
+    ]
+
+
+def test_a_flat_run_of_a_vector_is_one_piece() -> None:
+    parts = bands(Mapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2))
+    assert list(pieces(parts, (5,), 1, 4)) == [Piece("norm", (5,), Box((1,), (3,)), 0, 3)]
+    assert list(pieces(parts, (5,), 3, 3)) == []
+
+
+def test_what_follows_each_other_in_a_logical_tensor_is_written_as_one_box() -> None:
+    # The queries of both groups are rows 0-1 and 4-5 of the parameter, and rows 0-3 of the logical tensor.
+    parts = bands(QKV, (8, 2), ARCH, Shard())
+    assert patches(parts, (8, 2), 0, 16) == [
+        Patch("k", (2, 2), Box((0, 0), (2, 2)), ((4, 6), (12, 14))),
+        Patch("q", (4, 2), Box((0, 0), (4, 2)), ((0, 4), (8, 12))),
+        Patch("v", (2, 2), Box((0, 0), (2, 2)), ((6, 8), (14, 16))),
+    ]
+    # Without its first number the first row is a box of its own.
+    assert patches(parts, (8, 2), 1, 4) == [
+        Patch("q", (4, 2), Box((0, 1), (1, 1)), ((0, 1),)),
+        Patch("q", (4, 2), Box((1, 0), (1, 2)), ((1, 3),)),
+    ]
+
+
+def test_boxes_apart_have_nothing_in_common() -> None:
+    assert Box((0, 0), (2, 2)).within(Box((2, 0), (1, 2))) is None
+    assert Box((0, 0), (3, 2)).within(Box((1, 1), (5, 5))) == Box((1, 1), (2, 1))
+
+
+@given(
+    mapping=st.sampled_from(
+        [QKV, GATE_UP, ROW, Mapping("e", ("e",), Layout.COLUMN), Mapping("n", ("n",), Layout.REPLICATED)]
+    ),
+    tensor_size=st.sampled_from([1, 2]),
+    cuts=st.lists(st.integers(0, 32), max_size=3),
+)
+def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
+    mapping: Mapping, tensor_size: int, cuts: list[int]
+) -> None:
+    """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by piece."""
+    shapes = {
+        "q": (4, 2),
+        "k": (2, 2),
+        "v": (2, 2),
+        "gate": (4, 2),
+        "up": (4, 2),
+        "down": (2, 4),
+        "e": (8, 2),
+        "n": (5,),
+    }
+    logical = {name: torch.rand(shapes[name]) for name in mapping.hf}
+    found = {name: torch.full(shapes[name], torch.nan) for name in mapping.hf}
+    for rank in range(tensor_size):
+        shard = Shard(tensor_rank=rank, tensor_size=tensor_size)
+        local = _local(mapping, logical, shard)
+        ends = sorted({min(cut, local.numel()) for cut in (0, *cuts, 32)})
+        parts = bands(mapping, tuple(local.shape), ARCH, shard)
+        for start, stop in itertools.pairwise(ends):
+            run = local.flatten()[start:stop]
+            for piece in pieces(parts, tuple(local.shape), start, stop):
+                assert piece.whole == shapes[piece.name]
+                found[piece.name][piece.box.slices()] = run[piece.start : piece.stop].view(piece.box.shape)
+    assert all(torch.equal(found[name], logical[name]) for name in mapping.hf)
+
+
+def _local(mapping: Mapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+    return weights._split(mapping.layout, [logical[name] for name in mapping.hf], ARCH, shard)

@@ -1,0 +1,207 @@
+"""Log-probabilities and entropies in chunks of tokens, against all logits at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+
+from slipstream.config import ConfigError
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.learner import logprobs
+from slipstream.learner.batches import Batching, MicroBatch
+from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.logprobs import OutputHead, TokenScores
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.types import Dtype, TrainBatch
+
+VOCAB = 32
+SCRATCH = ScratchConfig(
+    hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
+)
+LOSS = LossConfig()
+WHOLE = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+CHUNKED = dataclasses.replace(WHOLE, logprob_chunk_tokens=7)
+SEQUENCES = tuple(tuple(np.random.default_rng(i).integers(0, VOCAB, 5 + 3 * (i % 7)).tolist()) for i in range(9))
+
+
+def _policy(learner: LearnerConfig, *, tied: bool = False) -> MegatronPolicy:
+    scratch = dataclasses.replace(SCRATCH, tie_word_embeddings=tied)
+    optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
+    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
+
+
+def _head(chunk_tokens: int | None, weight_VH: torch.Tensor) -> OutputHead:
+    """An output layer of this weight alone."""
+    policy = _policy(WHOLE)
+    layer = policy._gpt.output_layer
+    layer.weight = torch.nn.Parameter(weight_VH)
+    layer.output_size_per_partition, layer.input_size = weight_VH.shape
+    return OutputHead(policy._gpt, chunk_tokens=chunk_tokens, adds_to_main_grad=False)
+
+
+def _batch(labels_BT: torch.Tensor, mask_BT: torch.Tensor) -> MicroBatch:
+    return MicroBatch(
+        indices=tuple(range(len(labels_BT))),
+        inputs=Batching(max_tokens=labels_BT.numel()).inputs(labels_BT.tolist(), labels_BT.device),
+        labels_BT=labels_BT,
+        mask_BT=mask_BT,
+    )
+
+
+def test_a_token_of_known_logits_has_the_logprob_and_the_entropy_worked_by_hand() -> None:
+    """Logits log 1 and log 3 at temperature 1: chances 1/4 and 3/4. At temperature 1/2 they are 1/10 and 9/10."""
+    weight_VH = torch.tensor([[0.0], [math.log(3.0)]])
+    batch = _batch(torch.tensor([[1]]), torch.ones(1, 1, dtype=torch.bool))
+    for chunk_tokens in (None, 1):
+        head = _head(chunk_tokens, weight_VH)
+        for temperature, chance in ((1.0, 0.75), (0.5, 0.9)):
+            scores = head.scores(torch.ones(1, 1, 1), batch, temperature, with_entropy=True)
+            entropy = -(chance * math.log(chance) + (1 - chance) * math.log(1 - chance))
+            assert scores.logprobs_BT.item() == pytest.approx(math.log(chance), abs=1e-6)
+            assert scores.entropy is not None and scores.entropy.item() == pytest.approx(entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_chunks_give_the_values_and_the_gradients_of_all_logits_at_once(chunk_tokens: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden_TBH, weight_VH = torch.randn(11, 3, 16), torch.randn(40, 16)
+    mask_BT = torch.rand(3, 11) < 0.6
+    batch = _batch(torch.randint(0, 40, (3, 11)), mask_BT)
+    upstream_BT = torch.randn(3, 11)
+
+    def outcome(chunk: int | None) -> tuple[TokenScores, torch.Tensor, torch.Tensor]:
+        head = _head(chunk, weight_VH.clone())
+        leaf = hidden_TBH.clone().requires_grad_()
+        scores = head.scores(leaf, batch, temperature, with_entropy=True)
+        (torch.where(mask_BT, scores.logprobs_BT, 0.0) * upstream_BT).sum().backward()
+        grad = head._weight().grad
+        assert leaf.grad is not None and grad is not None
+        return scores, leaf.grad, grad
+
+    whole, *whole_grads = outcome(None)
+    chunked, *chunked_grads = outcome(chunk_tokens)
+    torch.testing.assert_close(chunked.logprobs_BT[mask_BT], whole.logprobs_BT[mask_BT], rtol=1e-6, atol=1e-6)
+    assert chunked.entropy is not None and whole.entropy is not None
+    torch.testing.assert_close(chunked.entropy, whole.entropy, rtol=1e-6, atol=1e-6)
+    for one, other in zip(chunked_grads, whole_grads, strict=True):
+        # Sums over the tokens, taken in another order: how they round differs between processors.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=3e-6 * float(other.abs().max()))
+    exact = torch.log_softmax((hidden_TBH.double() @ weight_VH.double().t()) / temperature, -1)
+    assert float(whole.entropy) == pytest.approx(float(-(exact.exp() * exact).sum(-1).t()[mask_BT].sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+def test_two_ranks_with_half_of_the_vocabulary_each_compute_what_one_with_all_does(chunk_tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden_NH, weight_VH = torch.randn(11, 16), torch.randn(40, 16)
+    labels_N, upstream_N = torch.randint(0, 40, (11,)), torch.randn(11)
+    store = HashStore()
+
+    def outcome(rank: int, size: int) -> list[torch.Tensor]:
+        # Declared as no ProcessGroup, but it is one to the collectives.
+        group: Any = ProcessGroupGloo(PrefixStore(f"of {size}", store), rank, size, timedelta(seconds=60))
+        head = logprobs._Head(temperature=0.7, chunk_tokens=chunk_tokens, group=group, main_grad_VH=None)
+        hidden, part = hidden_NH.clone().requires_grad_(), weight_VH.chunk(size)[rank].clone().requires_grad_()
+        logprobs_N, entropy_N = logprobs._ChunkedLogprobs.apply(hidden, part, labels_N, head)
+        (logprobs_N * upstream_N).sum().backward()
+        logits_1NV = (hidden_NH @ part.detach().t() / 0.7)[None]
+        assert hidden.grad is not None and part.grad is not None
+        return [logprobs_N.detach(), entropy_N, logprobs._entropy(logits_1NV, group)[0], hidden.grad, part.grad]
+
+    whole = outcome(0, 1)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(outcome, (0, 1), (2, 2))
+    for of_whole, one, other in zip(whole[:3], first[:3], second[:3], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, of_whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole[1], whole[2], rtol=1e-6, atol=1e-6)  # the entropy, in chunks and of all logits
+    torch.testing.assert_close(first[3] + second[3], whole[3], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(torch.cat((first[4], second[4])), whole[4], rtol=1e-6, atol=1e-5)
+
+
+def test_no_more_logits_are_held_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    genuine = logprobs._Head.logits
+
+    def noted(self: logprobs._Head, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden_CH))
+        return genuine(self, hidden_CH, weight_VH)
+
+    monkeypatch.setattr(logprobs._Head, "logits", noted)
+    hidden_TBH = torch.randn(5, 4, 16, requires_grad=True)
+    mask_BT = torch.ones(4, 5, dtype=torch.bool)
+    mask_BT[0] = False  # what does not count is not computed
+    scores = _head(6, torch.randn(8, 16)).scores(hidden_TBH, _batch(torch.zeros(4, 5, dtype=torch.long), mask_BT), 1.0)
+    scores.logprobs_BT.sum().backward()
+    assert seen == [6, 6, 3, 6, 6, 3]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_update_in_chunks_is_that_of_all_logits_at_once(tied: bool) -> None:
+    found = []
+    for learner in (WHOLE, CHUNKED):
+        policy = _policy(learner, tied=tied)
+        before = policy.logprobs(SEQUENCES, [2] * 9, 0.8)
+        batch = TrainBatch(
+            token_ids=SEQUENCES,
+            prompt_lengths=[2] * 9,
+            rollout_logprobs=[row.tolist() for row in before],
+            advantages=np.linspace(-1.0, 1.0, 9).tolist(),
+            policy_version=0,
+        )
+        update = Update(batch=batch, trainer_logprobs=before, ref_logprobs=None, loss=LOSS, temperature=0.8)
+        stats = [policy.train_step(update).stats for _ in range(2)]
+        found.append((before, stats, policy.lm_step(SEQUENCES, [2] * 9), policy.logprobs(SEQUENCES, [2] * 9, 0.8)))
+    (before, stats, loss, after), (chunked_before, chunked_stats, chunked_loss, chunked_after) = found
+    for whole, chunked in zip((*before, *after), (*chunked_before, *chunked_after), strict=True):
+        np.testing.assert_allclose(chunked, whole, rtol=0, atol=2e-5)  # after three updates of AdamW
+    for whole, chunked in zip(before, chunked_before, strict=True):
+        np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-6)
+    for whole, chunked in zip(stats, chunked_stats, strict=True):
+        assert dataclasses.asdict(chunked) == pytest.approx(dataclasses.asdict(whole), rel=1e-5, abs=1e-6)
+    assert chunked_loss == pytest.approx(loss, rel=1e-5)
+    assert chunked_stats[0].clip_fraction == 0.0
+    assert stats[0].entropy == pytest.approx(math.log(VOCAB), abs=0.1)  # of random weights
+
+
+def test_the_first_update_in_chunks_is_exactly_on_policy_in_bfloat16() -> None:
+    policy = _policy(dataclasses.replace(CHUNKED, dtype=Dtype.BFLOAT16))
+    logprobs_before = policy.logprobs(SEQUENCES, [2] * 9, 0.8)
+    batch = TrainBatch(
+        token_ids=SEQUENCES,
+        prompt_lengths=[2] * 9,
+        rollout_logprobs=[row.tolist() for row in logprobs_before],
+        advantages=[1.0] * 9,
+        policy_version=0,
+    )
+    update = Update(
+        batch=batch, trainer_logprobs=logprobs_before, ref_logprobs=None, loss=LossConfig(), temperature=0.8
+    )
+    assert policy.train_step(update).stats.loss == pytest.approx(-1.0, abs=1e-6)
+
+
+def test_a_function_of_the_logits_sees_every_response_token_once_whatever_the_chunk() -> None:
+    def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        return torch.cat((F.log_softmax(logits_NV, -1).gather(1, labels_N[:, None]), labels_N[:, None]), dim=1)
+
+    whole, chunked = (
+        _policy(learner).map_logits(SEQUENCES, [2] * 9, function, width=2) for learner in (WHOLE, CHUNKED)
+    )
+    np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-6)
+    assert whole[:, 1].tolist() == [token for sequence in SEQUENCES for token in sequence[2:]]
+
+
+def test_a_chunk_without_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner.logprob_chunk_tokens must be > 0 or null, got 0"):
+        LearnerConfig(logprob_chunk_tokens=0)

@@ -1,0 +1,101 @@
+"""What `dtype: auto` becomes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.learner import numerics
+from slipstream.learner.numerics import (
+    capabilities,
+    choose_dtype,
+    draft_keeps_bits,
+    engine_keeps_bits,
+    learner_keeps_bits,
+)
+from slipstream.types import Dtype
+
+
+@pytest.mark.parametrize(
+    ("float32_ms", "bfloat16_ms", "expected"),
+    [
+        pytest.param(0.2, 0.1, "bfloat16", id="a processor with bfloat16 units"),
+        pytest.param(0.2, 7.0, "float32", id="one that multiplies bfloat16 in a scalar loop"),
+        pytest.param(0.2, 0.2, "float32", id="a tie costs no precision"),
+    ],
+)
+def test_the_faster_type_is_taken(float32_ms: float, bfloat16_ms: float, expected: str) -> None:
+    record = choose_dtype(num_threads=1, product_ms=lambda dtype: float32_ms if dtype is torch.float32 else bfloat16_ms)
+    assert record.dtype == expected
+    assert (record.float32_ms, record.bfloat16_ms) == (float32_ms, bfloat16_ms)
+    assert f"{float32_ms:.3f} ms in float32 and {bfloat16_ms:.3f} ms in bfloat16" in record.reason
+
+
+def test_what_else_the_machine_does_meanwhile_does_not_decide() -> None:
+    """Bfloat16 is the faster one in its best round, though the others were disturbed."""
+    times = {torch.float32: iter([2.0, 2.0, 9.0] + [3.0] * 99), torch.bfloat16: iter([50.0, 1.0, 50.0] + [50.0] * 99)}
+    record = choose_dtype(num_threads=1, product_ms=lambda dtype: next(times[dtype]))
+    assert (record.dtype, record.float32_ms, record.bfloat16_ms) == ("bfloat16", 2.0, 1.0)
+
+
+def test_the_measurement_uses_the_learners_threads_and_leaves_the_process_as_it_was() -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def product_ms(dtype: torch.dtype) -> float:
+        seen.append((dtype, torch.get_num_threads()))
+        return 1.0
+
+    choose_dtype(num_threads=before + 1, product_ms=product_ms)
+    assert set(seen) == {(torch.float32, before + 1), (torch.bfloat16, before + 1)}
+    assert torch.get_num_threads() == before
+
+
+def test_this_machine_is_measured_and_its_capabilities_are_named() -> None:
+    record = choose_dtype(num_threads=1)
+    assert record.dtype == ("float32" if record.float32_ms <= record.bfloat16_ms else "bfloat16")
+    assert min(record.float32_ms, record.bfloat16_ms) > 0
+    assert record.capabilities == capabilities()
+    assert record.capabilities[0] == f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def test_a_product_that_its_threads_share_out_does_not_keep_its_bits() -> None:
+    before = torch.get_num_threads()
+
+    def shared_out(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The sum over tokens in as many parts as there are threads."""
+        parts = range(torch.get_num_threads())
+        return sum((left.chunk(len(parts), 1)[i] @ right.chunk(len(parts))[i] for i in parts), torch.zeros(()))
+
+    assert not learner_keeps_bits(Dtype.FLOAT32, product=shared_out)
+    assert learner_keeps_bits(Dtype.FLOAT32, product=lambda left, right: left[:, :1] * right[:1])
+    assert torch.get_num_threads() == before
+
+
+def test_a_softmax_whose_gradient_depends_on_the_threads_does_not_keep_a_drafts_bits() -> None:
+    def depends(upstream: torch.Tensor, chances: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return upstream * chances * torch.get_num_threads()
+
+    assert not draft_keeps_bits(gradient=depends)
+    assert draft_keeps_bits(gradient=lambda upstream, chances, dim, dtype: upstream * chances)
+
+
+def test_a_type_that_is_not_settled_is_no_promise() -> None:
+    assert not learner_keeps_bits(Dtype.AUTO)
+    assert not engine_keeps_bits(Dtype.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("flags", "keeps"),
+    [
+        (("avx2", "avx512f"), False),
+        (("avx2", "avx512f", "avx512_bf16"), True),
+        (("avx2", "avx512f", "amx_bf16"), True),
+        (("asimd", "bf16"), False),
+    ],
+)
+def test_an_engine_in_bfloat16_keeps_its_bits_where_the_processor_multiplies_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], keeps: bool
+) -> None:
+    monkeypatch.setattr(numerics, "processor_flags", lambda: flags)
+    assert engine_keeps_bits(Dtype.BFLOAT16) is keeps
+    assert engine_keeps_bits(Dtype.FLOAT32)

@@ -1,0 +1,26 @@
+"""Where ranks meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.learner.rendezvous import Address, Rendezvous, interface_of
+
+INTERFACES = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.77.0.11"), Address("fe80::1%eth0")]}
+
+
+def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:
+    assert interface_of("10.77.0.11", INTERFACES) == "eth0"
+    assert interface_of("127.0.0.1", INTERFACES) == "lo"
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"this host's interfaces lo, eth0, got '10\.77\.0\.12'; start its Ray"):
+        interface_of("10.77.0.12", INTERFACES)
+
+
+def test_two_that_listen_on_one_host_never_take_the_same_port() -> None:
+    places = [Rendezvous.listen("127.0.0.1", world_size=2) for _ in range(8)]
+
+    assert len({place.port for place in places}) == 8

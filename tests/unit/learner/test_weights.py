@@ -1,0 +1,132 @@
+"""Hugging Face <-> Megatron parameter layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.config import ConfigError
+from slipstream.learner.architecture import Architecture
+from slipstream.learner.config import Dtype
+from slipstream.learner.shape import require_divisible
+from slipstream.learner.weights import Shard, hf_from_shards, mappings, shard_from_hf
+
+ARCH = Architecture(
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=4,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=2,
+    ffn_hidden_size=10,
+    max_position_embeddings=32,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_word_embeddings=False,
+    eos_token_id=1,
+)
+
+
+def _hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    hidden, ffn, dim = arch.hidden_size, arch.ffn_hidden_size, arch.head_dim
+    queries, keys = arch.num_attention_heads * dim, arch.num_query_groups * dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, hidden)}
+    for layer in range(arch.num_layers):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "self_attn.q_proj": (queries, hidden),
+                "self_attn.k_proj": (keys, hidden),
+                "self_attn.v_proj": (keys, hidden),
+                "self_attn.q_norm": (dim,),
+                "self_attn.k_norm": (dim,),
+                "self_attn.o_proj": (hidden, queries),
+                "post_attention_layernorm": (hidden,),
+                "mlp.gate_proj": (ffn, hidden),
+                "mlp.up_proj": (ffn, hidden),
+                "mlp.down_proj": (hidden, ffn),
+            }.items()
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if arch.tie_word_embeddings else shapes | {"lm_head.weight": (arch.vocab_size, hidden)}
+
+
+def random_hf(arch: Architecture) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in _hf_shapes(arch).items()}
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_shards_join_to_exactly_the_tensors_they_were_cut_from(tensor: int, pipeline: int, tied: bool) -> None:
+    arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
+    full = random_hf(arch)
+    joined: dict[str, Tensor] = {}
+    for stage in range(pipeline):
+        ranks = [
+            Shard(tensor_rank=rank, tensor_size=tensor, pipeline_rank=stage, pipeline_size=pipeline)
+            for rank in range(tensor)
+        ]
+        shards = [dict(shard_from_hf(full.__getitem__, arch, rank)) for rank in ranks]
+        for mapping in mappings(arch, ranks[0]):
+            joined |= dict(hf_from_shards(mapping, [shard[mapping.megatron] for shard in shards], arch))
+    assert joined.keys() == full.keys()
+    assert all(torch.equal(joined[name], full[name]) for name in full)
+
+
+def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
+    rows = {"q": 8, "k": 4, "v": 4}  # head dim 2: heads q0 q1 | q2 q3 share k0 | k1
+    full = random_hf(ARCH)
+    for name, count in rows.items():
+        start = {"q": 0, "k": 100, "v": 200}[name]
+        full[f"model.layers.0.self_attn.{name}_proj.weight"] = torch.arange(start, start + count)[:, None].expand(-1, 6)
+    second = Shard(tensor_rank=1, tensor_size=2)
+    qkv = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert qkv[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
+
+
+def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
+    full = random_hf(ARCH)
+    second = Shard(tensor_rank=1, tensor_size=2)
+    fc1 = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.3.mlp.linear_fc1.weight"]
+    gate, up = (full[f"model.layers.3.mlp.{name}_proj.weight"][5:] for name in ("gate", "up"))
+    assert torch.equal(fc1, torch.cat([gate, up]))
+
+
+def test_an_uneven_split_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"learner\.parallel\.tensor must divide the policy's 2 key-value heads, got 4"
+    ):
+        require_divisible(ARCH, tensor=4, pipeline=1)
+    with pytest.raises(ConfigError, match=r"learner\.parallel\.pipeline must divide the policy's 4 layers, got 3"):
+        require_divisible(ARCH, tensor=1, pipeline=3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted(tied: bool) -> None:
+    arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
+    assert arch.num_parameters() == sum(tensor.numel() for tensor in random_hf(arch).values())
+
+
+def test_other_architectures_and_rope_are_refused(tmp_path: Path) -> None:
+    config = ARCH.to_hf(Dtype.FLOAT32)
+    for change, message in (
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "must be a Qwen3ForCausalLM, a Qwen3MoeForCausalLM or a MiMoForCausalLM, got .'LlamaForCausalLM'.",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "must use plain RoPE, got 'yarn'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=message):
+            Architecture.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Architecture.from_hf(tmp_path) == ARCH

@@ -1,0 +1,135 @@
+"""An ablation is planned whole or not at all; a part says how it ended, and what needs it is not tried without it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.kubernetes.profile import read_profile
+from slipstream.recipe import load_recipe
+from slipstream.records.files import write_record
+from slipstream.stages.context import RunContext, recorded_recipe
+from slipstream.study.ablate import PartMissingError, PartRecord, ending, make_part, plan_ablation, read_plan
+from slipstream.study.ablation_grid import Grid, Kind
+from slipstream.study.rank_ablation import collect, fail_ablation
+from slipstream.tracking.spool import read_spool
+from slipstream.types import Workload
+
+UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
+VARIANT = "rl_zero-in_domain-eagle3-kl_div-k3-seed0"
+DRAFT = "draft-rl_zero-in_domain-eagle3-kl_div-seed0"
+
+
+def plan(root: Path, cluster: str = "local", **changes: Any) -> dict[Kind, list[RunContext]]:
+    values: dict[str, Any] = {
+        "draft_inits": (DraftInit.IN_DOMAIN,),
+        "methods": (DraftMethod.EAGLE3,),
+        "losses": ("kl_div",),
+        "draft_lengths": (3, 5),
+        "seeds": (0,),
+        "workloads": (Workload.RL_ZERO,),
+    }
+    return plan_ablation(
+        "tiny",
+        Grid(**{**values, **changes}),
+        root=root,
+        execution="abl",
+        requested={"tracking": UNTRACKED},
+        cluster=read_profile(cluster),
+    )
+
+
+def ended(root: Path, name: str, reason: str = "") -> None:
+    write_record(PartRecord(is_finished=not reason, reason=reason), root / "abl" / name / "part.json")
+
+
+def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tmp_path: Path) -> None:
+    planned = plan(tmp_path)
+    assert [context.execution for context in planned[Kind.POLICY]] == ["abl/policy-rl_zero"]
+    assert [context.execution for context in planned[Kind.VARIANT]] == [
+        f"abl/{VARIANT}",
+        "abl/rl_zero-in_domain-eagle3-kl_div-k5-seed0",
+    ]
+    assert {context.part_of for contexts in planned.values() for context in contexts} == {"abl"}
+    assert load_recipe(str(recorded_recipe(tmp_path, f"abl/{VARIANT}"))).tuning.candidate_ks == (0, 3)
+    assert len(read_plan(tmp_path, "abl").parts) == 5
+
+
+def test_the_ablations_run_is_open_and_no_whole_execution(tmp_path: Path) -> None:
+    plan(tmp_path)
+    (spool,) = (tmp_path / "spool").glob("*.jsonl")
+    (opened,) = read_spool(spool).events
+    assert opened.header is not None
+    assert opened.header.tags["slipstream.kind"] == "ablation"
+    assert opened.header.params["grid.draft_lengths"] == "3, 5"
+
+
+def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"):
+        plan(tmp_path, draft_lengths=(3, 99))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_the_cluster_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"):
+        plan(tmp_path, cluster="gb200")
+
+
+@pytest.mark.parametrize(
+    ("failed", "reason"),
+    [
+        ("", f"{DRAFT} did not end: its task was lost or never ran"),
+        ("ConfigError: too few prompts", f"{DRAFT} failed: ConfigError: too few prompts"),
+    ],
+)
+def test_a_variant_is_not_tried_without_its_draft_and_says_why(tmp_path: Path, failed: str, reason: str) -> None:
+    context = plan(tmp_path)[Kind.VARIANT][0]
+    ended(tmp_path, "policy-rl_zero")
+    ended(tmp_path, "baseline-rl_zero-seed0")
+    if failed:
+        ended(tmp_path, DRAFT, failed)
+    with pytest.raises(PartMissingError, match=reason):
+        make_part(context)
+    assert ending(tmp_path, "abl", VARIANT) == PartRecord(is_finished=False, reason=f"PartMissingError: {reason}")
+    events = [event for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
+    own = [event.header for event in events if event.header is not None and event.header.key == context.execution]
+    assert {(header.parent_key, header.name, header.tags["slipstream.kind"]) for header in own} == {
+        ("abl", VARIANT, "part")
+    }
+    assert [event.status for event in events if event.kind == "end"] == ["FAILED"]
+
+
+def test_a_part_that_left_no_word_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+    plan(tmp_path)
+    ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
+    found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
+    assert found[VARIANT] == "FloatingPointError: the loss is not finite"
+    assert found["rl_zero-in_domain-eagle3-kl_div-k5-seed0"].startswith("it left no word")
+
+
+def test_a_variant_that_never_started_says_what_failed_before_it(tmp_path: Path) -> None:
+    plan(tmp_path)
+    ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
+    failures = collect(tmp_path, read_plan(tmp_path, "abl")).failures
+    assert {failure.reason for failure in failures} == {"policy-rl_zero failed: ConfigError: no such model"}
+
+
+def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> None:
+    plan(tmp_path)
+    directory = fail_ablation(tmp_path, "abl", message="every draft failed")
+    assert directory is not None
+    assert "No variant came to a result." in (directory / "ablation.html").read_text()
+    (spool,) = (tmp_path / "spool").glob("*.jsonl")
+    assert read_spool(spool).events[-1].status == "FAILED"
+
+
+def test_an_ablation_that_was_refused_has_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        assert fail_ablation(tmp_path, "abl", message="losses must name at least one value") is None
+    assert "losses must name at least one value" in caplog.text
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,192 @@
+"""A grid becomes every combination once, its parts each once, and what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError, parse_overrides
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
+from slipstream.recipe import CONFIGS, Recipe, load_recipe, write_recipe
+from slipstream.study.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, kickoff_day, parts, variant_recipes
+from slipstream.study.ablation_records import Variant
+from slipstream.types import Workload
+from tests.unit.conftest import Refusal
+from tests.unit.lagging import ONE_STEP_OFF
+
+ONE: dict[str, Any] = {
+    "draft_inits": (DraftInit.IN_DOMAIN,),
+    "methods": (DraftMethod.EAGLE3,),
+    "losses": ("kl_div",),
+    "draft_lengths": (3,),
+    "seeds": (0,),
+    "workloads": (Workload.RL_ZERO,),
+}
+
+
+def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=1, max_size=most, unique=True).map(tuple)
+
+
+TINY = {workload: load_recipe("tiny", workload=workload) for workload in Workload}
+
+
+def variants_of(grid: Grid) -> tuple[Variant, ...]:
+    return grid.variants(TINY[workload] for workload in grid.workloads)
+
+
+def recipes_of(*overrides: str, recipe: str = "tiny", **grid: Any) -> list[Recipe]:
+    return [found for found, _ in variant_recipes(recipe, Grid(**grid), parse_overrides(overrides)).values()]
+
+
+GRIDS = st.builds(
+    Grid,
+    draft_inits=some(st.sampled_from(FRESH_INITS), 2),
+    methods=some(st.sampled_from(DraftMethod), 1),
+    losses=some(st.sampled_from(("kl_div", "tv", "lk")), 2),
+    draft_lengths=some(st.integers(0, 9), 2),
+    seeds=some(st.integers(0, 99), 4),
+    workloads=some(st.sampled_from(Workload), 2),
+)
+
+
+@given(GRIDS)
+def test_every_combination_is_one_variant_with_a_name_of_its_own(grid: Grid) -> None:
+    variants = variants_of(grid)
+    sizes = [len(values) for values in vars(grid).values()]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert len(variants) == len(set(variants)) == len({variant.name for variant in variants}) == product
+    assert {variant.seed for variant in variants} == set(grid.seeds)
+    assert {variant.setting.num_speculative_tokens for variant in variants} == set(grid.draft_lengths)
+
+
+@given(GRIDS)
+def test_what_variants_share_is_made_once_and_before_it_is_needed(grid: Grid) -> None:
+    made = parts(variants_of(grid))
+    names = [part.name for part in made]
+    number = {kind: sum(part.kind is kind for part in made) for kind in Kind}
+    per_seed = len(grid.workloads) * len(grid.seeds)
+    drafts = per_seed * len(grid.draft_inits) * len(grid.methods) * len(grid.losses)
+    assert number == {
+        Kind.POLICY: len(grid.workloads),
+        Kind.DRAFT: drafts,
+        Kind.BASELINE: per_seed,
+        Kind.VARIANT: drafts * len(grid.draft_lengths),
+    }
+    assert len(set(names)) == len(names)
+    for place, part in enumerate(made):
+        assert set(part.needs) <= set(names[:place])
+
+
+def test_a_variant_needs_the_policy_the_draft_and_the_baseline_of_its_own_seed() -> None:
+    made = parts(variants_of(Grid(**{**ONE, "seeds": (0, 4)})))
+    assert made[-1].name == "rl_zero-in_domain-eagle3-kl_div-k3-seed4"
+    assert made[-1].needs == (
+        "policy-rl_zero",
+        "draft-rl_zero-in_domain-eagle3-kl_div-seed4",
+        "baseline-rl_zero-seed4",
+    )
+
+
+def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
+    for lengths in ((0,), ()):
+        (variant,) = variants_of(Grid(**{**ONE, "draft_lengths": lengths}))
+        assert variant.name == "rl_zero-in_domain-eagle3-kl_div-k-tuned-seed0"
+        (tuned,) = recipes_of(**{**ONE, "draft_lengths": lengths})
+        assert tuned.tuning.candidate_ks == (0, 1, 3, 5, 7)  # the recipe's own
+    (fixed,) = recipes_of(**ONE)
+    assert fixed.tuning.candidate_ks == (0, 3)
+
+
+def test_a_list_that_is_left_out_keeps_what_the_recipe_says(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    own = {
+        "workload": "rl_think",
+        "grpo": {"seed": 5},
+        "draft": {"init": "general", "loss": "tv", "seed": 9},
+    }
+    write_recipe(load_recipe("tiny", overrides=own), path)
+    (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,))
+    assert (recipe.workload, recipe.grpo.seed) == (Workload.RL_THINK, 5)
+    assert (recipe.draft.init, recipe.draft.loss, recipe.draft.seed) == (DraftInit.GENERAL, "tv", 9)
+    (zero,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,), workloads=(Workload.RL_ZERO,))
+    assert (zero.workload, zero.grpo.seed, zero.draft.seed) == (Workload.RL_ZERO, 0, 0)
+
+
+def test_each_workload_keeps_the_draft_of_its_own_section(tmp_path: Path) -> None:
+    values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    values["workloads"]["rl_think"]["draft"] = {"init": "general"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    zero, think = recipes_of(recipe=str(path), draft_lengths=(3,), workloads=tuple(Workload))
+    assert (zero.draft.init, think.draft.init) == (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": (1, 1)}, "seeds must name each value once, got (1, 1)"),
+        ({"draft_lengths": (-1,)}, "draft_lengths must be >= 0, got (-1,); 0 tunes"),
+        ({"seeds": (-1,)}, "seeds must be >= 0, got (-1,)"),
+        (
+            {"seeds": tuple(range(MAX_VARIANTS + 1))},
+            "the grid must have at most 64 variants, got 65; shorten one of its lists, or run two ablations",
+        ),
+    ],
+)
+def test_an_unsound_grid_is_refused(refusal: Refusal, changes: dict[str, Any], message: str) -> None:
+    assert refusal(Grid, **{**ONE, **changes}) == message
+
+
+def test_the_largest_grid_is_taken() -> None:
+    assert len(variants_of(Grid(**{**ONE, "seeds": tuple(range(MAX_VARIANTS))}))) == MAX_VARIANTS
+
+
+def test_the_recipe_of_a_variant_follows_it_alone() -> None:
+    grid = {**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)}
+    (recipe,) = recipes_of("grpo.group_size=4", "tuning.batch_sizes=[8]", **grid)
+    draft = recipe.draft
+    assert (draft.init, draft.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
+    assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
+
+
+def test_a_workload_keeps_its_own_section_of_the_recipe() -> None:
+    zero, think = recipes_of(**{**ONE, "workloads": (Workload.RL_ZERO, Workload.RL_THINK)})
+    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
+
+
+def test_a_variant_that_the_recipe_refuses_is_named() -> None:
+    refused = r"^variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft\.loss must be one of"
+    with pytest.raises(ConfigError, match=refused):
+        recipes_of(**{**ONE, "losses": ("mse",)})
+    with pytest.raises(ConfigError, match=r"k99-seed0: engine\.max_model_len must hold"):
+        recipes_of(**{**ONE, "draft_lengths": (99,)})
+
+
+@pytest.mark.parametrize(("field", "name"), [("draft.init=general", "draft_inits"), ("draft.seed=1", "seeds")])
+def test_an_override_of_what_the_grid_varies_is_refused(field: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"must leave out {field.partition('=')[0]}.*give the input {name}"):
+        recipes_of(field, **ONE)
+
+
+def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_kickoff_there_is_none() -> None:
+    assert chosen_seeds([3, 1], datetime(2026, 11, 22, tzinfo=UTC)) == (3, 1)
+    assert chosen_seeds([0], datetime(2026, 11, 22, tzinfo=UTC)) == (0,)
+    assert chosen_seeds([], datetime(1970, 1, 1, tzinfo=UTC)) == ()
+    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=UTC)) == (30,)
+    assert kickoff_day(datetime(1970, 1, 31, 23, 59)) == 30
+    west = timezone(timedelta(hours=-5))
+    assert kickoff_day(datetime(1970, 1, 31, 23, 59, tzinfo=west)) == 31
+
+
+def test_an_asynchronous_recipe_is_refused_for_its_variants_would_be_compared_with_its_loop() -> None:
+    with pytest.raises(ConfigError, match=r"^variant .*: loop.mode must be synchronous here, got 'one_step_off'"):
+        variant_recipes("tiny", Grid(**ONE), ONE_STEP_OFF)

@@ -1,0 +1,307 @@
+"""Where everything lies: worked by hand, and for every layout that hypothesis finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import ConfigError
+from slipstream.learner.config import ParallelConfig
+from slipstream.workers.placement.cluster import Cluster, Node, parse_cluster
+from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
+from slipstream.workers.placement.plan import Plan, Slot, make_plan, replanned
+
+
+def test_two_nodes_colocated() -> None:
+    plan = make_plan(
+        Layout(
+            placement=PlacementConfig(nodes=2, gpus_per_node=2),
+            parallel=ParallelConfig(tensor=2, data=2),
+            num_engines=4,
+        ),
+        parse_cluster("3x4"),
+    )
+    assert [node.name for node in plan.nodes] == ["node0", "node1"]
+    assert plan.learner == (Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1))
+    assert plan.engines == ((Slot(0, 0),), (Slot(0, 1),), (Slot(1, 0),), (Slot(1, 1),))
+    assert plan.groups == ((0,), (1,))
+
+
+def test_split_gives_the_learner_the_first_nodes() -> None:
+    plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
+    assert plan.learner == (Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1))
+    assert plan.engines == ((Slot(2, 0), Slot(2, 1)),)
+    assert plan.groups == ((0,), (1,), (2,))
+
+
+def test_an_engine_over_two_nodes_lies_in_one_domain_and_is_reserved_whole() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain=domain) for i, domain in enumerate("aabb"))
+    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), Cluster(nodes=nodes))
+    # The engine chooses first: its two neighbours must share a domain.
+    assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
+    assert plan.engines == ((Slot(1, 0), Slot(1, 1), Slot(2, 0), Slot(2, 1)),)
+    assert plan.groups == ((0,), (1, 2))
+
+
+def test_a_domain_with_an_odd_node_leaves_it_out() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
+    layout = Layout(
+        placement=PlacementConfig(nodes=4, gpus_per_node=1), parallel=ParallelConfig(tensor=2, data=2), num_engines=4
+    )
+    assert [node.name for node in make_plan(layout, Cluster(nodes=nodes)).nodes] == ["n0", "n1", "n3", "n4"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (
+            parse_cluster("1x4"),
+            "placement.nodes must find that many nodes with 4 GPUs among 1x4: there are 1, got 2; lower it and the "
+            "layout with it, or add nodes",
+        ),
+        (
+            parse_cluster("8x2"),
+            "placement.gpus_per_node must be at most the 2 GPUs of the cluster's largest node, got 4; the cluster has "
+            "8x2",
+        ),
+    ],
+)
+def test_more_than_the_cluster_has_is_refused(refusal: Callable[..., str], cluster: Cluster, message: str) -> None:
+    assert refusal(make_plan, layout=_colocated(nodes=2, per_node=4, tensor=4), cluster=cluster) == message
+
+
+@pytest.mark.parametrize(("domain_nodes", "largest"), [(None, 1), (1, 1), (3, 3)])
+def test_tensor_parallel_ranks_across_nvlink_domains_are_refused(
+    refusal: Callable[..., str], domain_nodes: int | None, largest: int
+) -> None:
+    layout = _colocated(nodes=4, per_node=4, tensor=8)
+    cluster = parse_cluster("4x4", domain_nodes=domain_nodes)
+    assert refusal(make_plan, layout=layout, cluster=cluster) == (
+        "learner.parallel.tensor must divide the 4 GPUs that placement.gpus_per_node takes of a node, or keep each of "
+        f"its groups in one NVLink domain (the largest here has {largest} such nodes), got 8; lower it to a divisor "
+        "of 4, or label the nodes with their domain"
+    )
+    make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
+
+
+def test_ranks_that_share_experts_across_nvlink_domains_are_refused(refusal: Callable[..., str]) -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=4, gpus_per_node=4), parallel=ParallelConfig(data=16, expert=8), num_engines=16
+    )
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("4x4"))
+    assert message.startswith("learner.parallel.expert must divide the 4 GPUs that placement.gpus_per_node takes of a")
+    assert ", got 8; lower it to a divisor of 4" in message
+    make_plan(layout, parse_cluster("4x4", domain_nodes=2))  # two domains hold a group each
+
+
+def test_an_engine_across_domains_is_refused_by_its_own_field(refusal: Callable[..., str]) -> None:
+    layout = _split(training=1, generation=2, per_node=2, engine_tensor=4)
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("3x2"))
+    assert message.startswith("engine.tensor_parallel_size must divide the 2 GPUs that placement.gpus_per_node takes")
+    assert ", got 4; lower it to a divisor of 2" in message
+
+
+def test_of_groups_that_share_nodes_the_larger_is_the_one_to_change(refusal: Callable[..., str]) -> None:
+    for tensor, engine_tensor, field in ((2, 4, "engine"), (4, 4, "learner"), (8, 4, "learner")):
+        layout = Layout(
+            placement=PlacementConfig(nodes=8, gpus_per_node=1),
+            parallel=ParallelConfig(tensor=tensor, data=8 // tensor),
+            engine_tensor=engine_tensor,
+            num_engines=8 // engine_tensor,
+        )
+        message = refusal(make_plan, layout=layout, cluster=parse_cluster("8x1"))
+        assert message.startswith(
+            {"engine": "engine.tensor_parallel_size ", "learner": "learner.parallel.tensor "}[field]
+        )
+
+
+def test_two_neighbours_that_share_experts_are_a_group_too(refusal: Callable[..., str]) -> None:
+    layout = Layout(
+        placement=PlacementConfig(nodes=2, gpus_per_node=1), parallel=ParallelConfig(data=2, expert=2), num_engines=2
+    )
+    message = refusal(make_plan, layout=layout, cluster=parse_cluster("2x1"))
+    assert message.startswith("learner.parallel.expert ") and ", got 2; " in message
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_others_keep_theirs() -> None:
+    plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
+    small, spare = Node(name="small", num_gpus=1), Node(name="spare", num_gpus=2)
+    after = replanned(plan, Cluster(nodes=(small, spare, plan.nodes[0], plan.nodes[2])))
+    assert [node.name for node in after.nodes] == ["node0", "spare", "node2"]
+    assert (after.learner, after.engines) == (plan.learner, plan.engines)
+
+
+def test_without_a_spare_node_a_lost_one_is_missing(refusal: Callable[..., str]) -> None:
+    plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
+    message = refusal(replanned, plan=plan, cluster=Cluster(nodes=plan.nodes[1:]))
+    assert message.startswith("placement.nodes must find that many nodes with 2 GPUs among 2x2: there are 2, got 3")
+
+
+def test_an_engine_over_two_nodes_gets_another_pair_of_one_domain_when_one_is_lost() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain=domain) for i, domain in enumerate("aabbcc"))
+    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), Cluster(nodes=nodes[:4]))
+    assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
+    after = replanned(plan, Cluster(nodes=(*nodes[:1], *nodes[2:])))
+    assert [node.name for node in after.nodes] == ["n0", "n2", "n3"]
+
+
+def test_nodes_are_taken_by_the_engines_groups_where_those_are_larger() -> None:
+    nodes = tuple(Node(name=f"n{i}", num_gpus=1, nvlink_domain=domain) for i, domain in enumerate("aaabb"))
+    layout = Layout(
+        placement=PlacementConfig(nodes=4, gpus_per_node=1),
+        parallel=ParallelConfig(data=4),
+        engine_tensor=2,
+        num_engines=2,
+    )
+    assert [node.name for node in make_plan(layout, Cluster(nodes=nodes)).nodes] == ["n0", "n1", "n3", "n4"]
+
+
+def test_a_cluster_without_nodes_has_no_gpus(refusal: Callable[..., str]) -> None:
+    message = refusal(make_plan, layout=_colocated(nodes=1, per_node=4, tensor=4), cluster=Cluster(nodes=()))
+    assert message == (
+        "placement.gpus_per_node must be at most the 0 GPUs of the cluster's largest node, got 4; the cluster has no "
+        "nodes"
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Roles that fill their nodes, tensor-parallel groups up to four nodes large."""
+    per_node = draw(st.integers(1, 4))
+    is_split = draw(st.booleans())
+    training, generation = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    nodes = training + generation if is_split else training
+    learner_gpus = training * per_node
+    engine_gpus = (generation if is_split else training) * per_node
+    tensor = draw(st.sampled_from(_divisors(learner_gpus)))
+    pipeline = draw(st.sampled_from(_divisors(learner_gpus // tensor)))
+    engine_tensor = draw(st.sampled_from(_divisors(engine_gpus)))
+    return Layout(
+        placement=PlacementConfig(
+            nodes=nodes,
+            gpus_per_node=per_node,
+            mode=PlacementMode.SPLIT if is_split else PlacementMode.COLOCATED,
+            generation_nodes=generation if is_split else 0,
+            training_nodes=training if is_split else 0,
+        ),
+        parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=learner_gpus // tensor // pipeline),
+        engine_tensor=engine_tensor,
+        num_engines=engine_gpus // engine_tensor,
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Nodes of different sizes, some with a domain."""
+    domains = st.none() | st.sampled_from("ab")
+    sizes = draw(st.lists(st.tuples(st.integers(0, 5), domains), min_size=1, max_size=14))
+    return Cluster(
+        nodes=tuple(Node(name=str(i), num_gpus=gpus, nvlink_domain=domain) for i, (gpus, domain) in enumerate(sizes))
+    )
+
+
+@given(layouts(), clusters())
+def test_a_plan_uses_every_gpu_as_said_and_none_twice_by_one_role(layout: Layout, cluster: Cluster) -> None:
+    plan = _plan_or_none(layout, cluster)
+    if plan is None:
+        return
+    placement, per_node = layout.placement, layout.placement.gpus_per_node
+    assert len(set(plan.nodes)) == placement.nodes
+    assert all(node in cluster.nodes and node.num_gpus >= per_node for node in plan.nodes)
+    workers = [slot for engine in plan.engines for slot in engine]
+    for slots in (plan.learner, workers):
+        assert len(set(slots)) == len(slots)
+        assert list(slots) == sorted(slots)  # order is (node, GPU)
+    if placement.mode is PlacementMode.COLOCATED:
+        assert list(plan.learner) == workers == list(plan.slots)
+    else:
+        assert {slot.node for slot in plan.learner}.isdisjoint(slot.node for slot in workers)
+        assert {*plan.learner, *workers} == set(plan.slots)
+        assert len({slot.node for slot in plan.learner}) == placement.training_nodes
+    assert [len(engine) for engine in plan.engines] == [layout.engine_tensor] * layout.num_engines
+    assert sorted(index for group in plan.groups for index in group) == list(range(placement.nodes))
+
+
+@given(layouts(), clusters())
+def test_tensor_parallel_groups_lie_in_one_node_or_one_domain(layout: Layout, cluster: Cluster) -> None:
+    plan = _plan_or_none(layout, cluster)
+    if plan is None:
+        return
+    size = layout.parallel.tensor
+    learner = [plan.learner[start : start + size] for start in range(0, len(plan.learner), size)]
+    for group in (*learner, *plan.engines):
+        nodes = {slot.node for slot in group}
+        domains = {plan.nodes[node].nvlink_domain for node in nodes}
+        assert len(nodes) == 1 or (len(domains) == 1 and None not in domains)
+    for engine in plan.engines:
+        assert any({slot.node for slot in engine} <= set(group) for group in plan.groups)
+
+
+@given(layouts(), clusters(), st.data())
+def test_after_a_loss_a_plan_is_as_good_as_a_new_one_and_moves_nobody_without_need(
+    layout: Layout, cluster: Cluster, data: st.DataObject
+) -> None:
+    plan = _plan_or_none(layout, cluster)
+    if plan is None:
+        return
+    lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
+    rest = Cluster(nodes=tuple(node for node in cluster.nodes if node not in lost))
+    new = _plan_or_none(layout, rest)
+    if new is None:
+        with pytest.raises(ConfigError):
+            replanned(plan, rest)
+        return
+    after = replanned(plan, rest)
+    assert len(set(after.nodes)) == layout.placement.nodes
+    assert set(after.nodes) <= {node for node in rest.nodes if node.num_gpus >= layout.placement.gpus_per_node}
+    if layout.learner_unit == layout.engine_unit == 1:
+        assert all(now == then for now, then in zip(after.nodes, plan.nodes, strict=True) if then not in lost)
+    else:
+        assert after == new
+
+
+@given(layouts())
+def test_a_cluster_of_one_domain_always_takes_a_layout(layout: Layout) -> None:
+    placement = layout.placement
+    cluster = parse_cluster(f"{placement.nodes}x{placement.gpus_per_node}", domain_nodes=placement.nodes)
+    plan = make_plan(layout, cluster)
+    assert len(plan.learner) == layout.parallel.world_size
+    assert len(plan.engines) == layout.num_engines
+
+
+def _plan_or_none(layout: Layout, cluster: Cluster) -> Plan | None:
+    try:
+        return make_plan(layout, cluster)
+    except ConfigError:
+        return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _colocated(*, nodes: int, per_node: int, tensor: int) -> Layout:
+    gpus = nodes * per_node
+    return Layout(
+        placement=PlacementConfig(nodes=nodes, gpus_per_node=per_node),
+        parallel=ParallelConfig(tensor=tensor, data=gpus // tensor),
+        num_engines=gpus,
+    )
+
+
+def _split(*, training: int, generation: int, per_node: int, engine_tensor: int) -> Layout:
+    return Layout(
+        placement=PlacementConfig(
+            nodes=training + generation,
+            gpus_per_node=per_node,
+            mode=PlacementMode.SPLIT,
+            generation_nodes=generation,
+            training_nodes=training,
+        ),
+        parallel=ParallelConfig(data=training * per_node),
+        engine_tensor=engine_tensor,
+        num_engines=generation * per_node // engine_tensor,
+    )

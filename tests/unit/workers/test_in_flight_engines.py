@@ -1,0 +1,160 @@
+"""Several engines whose rollouts go on across refits, as their driver sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import Portion
+from slipstream.engine.requests import GroupRequest
+from slipstream.grpo.loop import KvCache
+from slipstream.types import Prompt, RolloutGroup
+from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
+from slipstream.workers.in_flight_engines import InFlightEngines
+
+SAMPLING = SamplingConfig(max_response_tokens=4)
+
+
+class Engine:
+    """An engine of which each call of `advance` completes the oldest group."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupRequest] = []
+        self.calls: list[Any] = []
+        self.is_dead = False
+
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        self.calls.append(kv_cache)
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        assert sampling is SAMPLING
+        self.groups += requests
+
+    def restart(self, seeds: dict[int, tuple[int, ...]]) -> int:
+        self.calls.append(seeds)
+        return len(seeds)
+
+    def advance(self, *, max_s: float, stops_at_first: bool) -> Portion:
+        self.calls.append((max_s, stops_at_first))
+        first = self.groups.pop(0)
+        group = RolloutGroup(prompt=first.prompt, rollouts=())
+        return Portion(groups=((first.index, group),), acceptance=None, started_s=5.0, ended_s=7.0)
+
+
+class InProcess(Crew):
+    """Calls that were answered when they were made."""
+
+    def ask(self, what: str, call: Callable[[Any], Any], *, deadline: Deadline | None = None) -> list[Any]:
+        return self.gather(what, [(worker, call(worker.actor)) for worker in self.workers])
+
+    def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
+        dead = [worker for worker, answer in calls if answer is None]
+        answers = [answer() for _, answer in calls if answer is not None]  # the others have it whoever died
+        if dead:
+            raise LostWorkerError(f"{dead[0].name} died during {what}", dead)
+        return answers
+
+
+class Actor:
+    """As Ray shows an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        for name in ("run_in_flight", "submit", "restart", "advance"):
+            setattr(self, name, SimpleNamespace(remote=self._remote(engine, getattr(engine, name))))
+
+    @staticmethod
+    def _remote(engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if engine.is_dead else lambda: method(*args, **kwargs)
+
+
+def in_flight(*engines: Engine) -> InFlightEngines:
+    workers = [Worker(Actor(engine), f"engine {index}") for index, engine in enumerate(engines)]
+    return InFlightEngines(InProcess(workers, Deadline(1.0, "engine.answer_timeout_s")))
+
+
+def request(index: int) -> GroupRequest:
+    return GroupRequest(index=index, prompt=Prompt(id=str(index), text="", token_ids=(2,), answer=""), seeds=(1, 2))
+
+
+def done(portion: Portion) -> list[int]:
+    return [index for index, _ in portion.groups]
+
+
+def test_groups_are_spread_and_come_back_from_all_engines() -> None:
+    first, second = Engine(), Engine()
+    engines = in_flight(first, second)
+    engines.submit([request(0), request(1), request(2)], sampling=SAMPLING)
+
+    portion = engines.advance(max_s=0.2)
+
+    assert done(portion) == [0, 1]
+    assert (portion.started_s, portion.ended_s) == (0.0, 2.0)  # each worked 2 s
+    assert [group.index for group in engines.under_way] == [2]
+    assert [stops for _, stops in first.calls + second.calls] == [False, False]  # none may idle while another works
+    portion = engines.advance(max_s=0.2)
+    assert done(portion) == [2]
+    assert portion.ended_s == 1.0  # the second one had no work
+    assert len(second.calls) == 1
+    assert done(engines.advance(max_s=60.0)) == []  # nothing is under way: at once
+
+
+def test_a_single_engine_returns_with_its_first_group() -> None:
+    engine = Engine()
+    engines = in_flight(engine)
+    engines.submit([request(0), request(1)], sampling=SAMPLING)
+
+    assert done(engines.advance(max_s=20.0)) == [0]
+    ((max_s, stops_at_first),) = engine.calls
+    assert stops_at_first
+    assert 19.0 < max_s <= 20.0
+
+
+def test_what_an_engine_completed_while_another_died_is_not_lost() -> None:
+    first, second = Engine(), Engine()
+    engines = in_flight(first, second)
+    engines.submit([request(index) for index in range(4)], sampling=SAMPLING)
+    first.is_dead = True
+
+    with pytest.raises(LostWorkerError, match="engine 0 died during generation in flight"):
+        engines.advance(max_s=1.0)
+
+    assert [group.index for group in engines.take_lost(["engine 0"])] == [0, 2]
+    assert [group.index for group in engines.under_way] == [3]
+    assert done(engines.advance(max_s=1.0)) == [1]  # completed beside the death
+    assert done(engines.advance(max_s=1.0)) == [3]
+
+
+def test_groups_that_a_dead_engine_was_given_are_known_as_its_own() -> None:
+    first, second = Engine(), Engine()
+    engines = in_flight(first, second)
+    second.is_dead = True
+
+    with pytest.raises(LostWorkerError):
+        engines.submit([request(0), request(1)], sampling=SAMPLING)
+
+    assert [group.index for group in engines.take_lost(["engine 1"])] == [1]
+
+
+def test_each_engine_is_told_of_the_groups_that_it_has_to_start_anew() -> None:
+    first, second = Engine(), Engine()
+    engines = in_flight(first, second)
+    engines.submit([request(0), request(1)], sampling=SAMPLING)
+
+    assert engines.restart([1, 9], seeds=lambda group: (group.index + 10, 0)) == 1
+
+    assert (first.calls, second.calls) == ([], [{1: (11, 0)}])
+
+
+def test_a_change_of_mode_reaches_all_and_forgets_what_was_under_way() -> None:
+    first, second = Engine(), Engine()
+    engines = in_flight(first, second)
+    engines.submit([request(0), request(1)], sampling=SAMPLING)
+
+    engines.run_in_flight(KvCache.KEEP)
+
+    assert (first.calls, second.calls) == ([KvCache.KEEP], [KvCache.KEEP])
+    assert engines.under_way == ()

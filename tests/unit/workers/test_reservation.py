@@ -1,0 +1,101 @@
+"""Fractions of a GPU, which Ray packs onto one as long as they fit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.engine.config import EngineConfig
+from slipstream.learner.config import LearnerConfig
+from slipstream.workers import engine_process, learner_process, reservation
+from slipstream.workers.engine_process import EngineProcess
+from slipstream.workers.learner_process import LearnerProcess
+from slipstream.workers.placement.config import Layout
+from slipstream.workers.reservation import PlacementError, engine_share, learner_share, require_gpu, reserved
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_all_that_may_live_on_a_gpu_fits_its_bundle(num_engine_sets: int, num_learners: int) -> None:
+    layout = Layout(num_engine_sets=num_engine_sets, num_learners=num_learners)
+    together = num_engine_sets * engine_share(layout) + num_learners * learner_share(layout)
+    assert together <= 1
+    assert min(engine_share(layout), learner_share(layout)) > 0
+
+
+def test_a_layout_without_gpus_reserves_nothing() -> None:
+    assert reserved(Layout()) is None
+
+
+def test_shares_are_those_of_rays_bookkeeping() -> None:
+    assert engine_share(Layout(num_engine_sets=7)) == pytest.approx(0.0857)  # 0.6 / 7, rounded down
+
+
+@pytest.fixture
+def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of the GPUs that Ray says it gave to this process."""
+    ids = ["3"]
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
+    fake = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setattr(reservation, "ray", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES", raising=False)
+    return ids
+
+
+def test_a_learner_that_was_given_a_gpu_and_sees_no_cuda_says_what_it_was_given_and_what_to_do(
+    assigned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservation.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(PlacementError) as caught:
+        LearnerProcess(LearnerConfig(), rank=2)
+    assert str(caught.value) == (
+        "learner rank 2 on node7 must compute on what Ray assigned to it, GPU 3, but torch sees no CUDA device and "
+        f"would train on the CPU (CUDA_VISIBLE_DEVICES '3', torch {torch.__version__}, torch.version.cuda 13.0): "
+        "install requirements/gpu.lock and a driver with which nvidia-smi lists the GPU, or set "
+        "placement.logical_gpus: true if Ray's GPUs are only counted"
+    )
+    LearnerProcess(LearnerConfig(), rank=2, logical_gpus=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    LearnerProcess(LearnerConfig(), rank=2)
+
+
+def test_a_learner_that_was_given_no_gpu_may_do_without_and_torch_is_not_asked(
+    assigned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assigned.clear()
+    monkeypatch.setattr(learner_process, "_without_cuda", lambda: pytest.fail("asked"))
+    LearnerProcess(LearnerConfig())
+
+
+def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_start(
+    assigned: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    def start(**more: Any) -> None:
+        EngineProcess(tmp_path, config=EngineConfig(max_model_len=32, max_num_seqs=4), speculative_config=None, **more)
+
+    with pytest.raises(
+        PlacementError, match=r"^engine on .* Ray assigned to it, GPU 3, but vLLM would generate on 'cpu'"
+    ):
+        start()
+    started: list[Any] = []
+    monkeypatch.setattr(engine_process.VllmEngine, "__init__", lambda *_, **__: started.append("vLLM"))
+    monkeypatch.setattr(engine_process, "node_address", lambda: "127.0.0.1")
+    start(logical_gpus=True)
+    assigned.clear()
+    start()
+    assert started == ["vLLM"] * 2
+    # Over several nodes the engine's workers are actors, and hold its GPUs.
+    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0,1")
+    with pytest.raises(PlacementError, match="the GPUs of bundles 0,1, but"):
+        start()
+
+
+def test_outside_ray_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES", raising=False)
+    monkeypatch.setattr(reservation, "ray", SimpleNamespace(is_initialized=lambda: False))
+    require_gpu("learner", problem=lambda: pytest.fail("asked"))
