@@ -59,8 +59,8 @@ def main() -> None:
 
 def fill(path: Path, *, num_executions: int, num_runs: int) -> None:
     """Create MLflow's tables in `path` and put executions with their tasks' runs into them."""
+    from slipstream.tracking.mlflow_store import MlflowStore
     from slipstream.tracking.spool import RunHeader
-    from slipstream.tracking.store import MlflowStore
 
     store = MlflowStore(f"sqlite:///{path}", request_timeout_s=60)
     header = RunHeader(experiment="tiny", key="template", name="template")

@@ -34,8 +34,8 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe
 from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages.engines import recipe_engine, swept_engine, switch_length
 from slipstream.stages.pretrain_draft import train_on
+from slipstream.stages.recipe_engines import recipe_engine, swept_engine, switch_length
 from slipstream.stages.support import tokenizer
 from slipstream.statistics import Estimate, bootstrap_ratio
 from slipstream.types import Prompt

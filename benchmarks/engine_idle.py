@@ -23,7 +23,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.engine.requests import group_requests
 from slipstream.engine.vllm_engine import VllmEngine, process_environment
-from slipstream.stages.engines import draft_weights
+from slipstream.stages.recipe_engines import draft_weights
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, started
 from slipstream.workers.dealing import Deal, SeenLengths, deal

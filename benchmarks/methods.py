@@ -21,8 +21,8 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.recipe import Recipe
 from slipstream.records.stages import SweepPoint
-from slipstream.stages.engines import recipe_engine
 from slipstream.stages.pretrain_draft import train_on
+from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers.placement.table import table
 from slipstream.workers.session import connect
 

@@ -17,7 +17,7 @@ from slipstream.records.steps import StepRecord
 from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
-from slipstream.stages.engines import recipe_engine
+from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score
 from slipstream.train.draft import FixedDraft

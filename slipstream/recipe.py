@@ -35,7 +35,7 @@ from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
-from slipstream.grpo.loop import LoopConfig
+from slipstream.grpo.loop_config import LoopConfig
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic

@@ -10,7 +10,7 @@ from flytekit.types.file import FlyteFile
 
 from slipstream import logs
 from slipstream.recipe import load_recipe
-from slipstream.stages import drift as stage
+from slipstream.stages import drift_check as stage
 from tasks.certify_losslessness import Report
 from tasks.deliverables import records_of
 from tasks.recoverable import recoverable

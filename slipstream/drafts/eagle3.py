@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from slipstream.config import require
-from slipstream.drafts import attention
+from slipstream.drafts import draft_attention
 from slipstream.drafts.config import DraftConfig
 
 # Frozen copies of the policy's own: vLLM takes the policy's embeddings when the draft brings none, and the verifier
@@ -114,7 +114,7 @@ def _trainable(model: Eagle3DraftModel) -> Eagle3DraftModel:
     # The learner hands over what the output layer sees, after the final norm: speculators would apply it once more.
     model.verifier_norm = torch.nn.Identity()
     (layer,) = model.layers
-    layer.self_attn.config._attn_implementation = attention.NAME
+    layer.self_attn.config._attn_implementation = draft_attention.NAME
     return model
 
 

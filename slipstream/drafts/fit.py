@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.draft_model import check_draft_model
 from slipstream.drafts.methods import DraftMethod, require_package

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from slipstream.config import require
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import vocabulary_maps, write_draft
 from slipstream.learner.architecture import Architecture

@@ -11,8 +11,8 @@ from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 from transformers import DynamicCache
 
-from slipstream.drafts.attention import Chats
 from slipstream.drafts.chats import PackedChats
+from slipstream.drafts.draft_attention import Chats
 
 
 def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) -> list[Tensor]:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from slipstream.drafts.chats import PackedChats, States, rows_of
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.draft_optimizer import DraftOptimizer
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
-from slipstream.drafts.optimizer import DraftOptimizer
 from slipstream.drafts.passes import head_inputs
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint.on_disk import sum_of, write_json, write_tensors

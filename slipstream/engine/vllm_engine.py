@@ -24,7 +24,7 @@ from slipstream.engine.vllm_drafting import Drafting
 from slipstream.engine.vllm_groups import Drawn, GroupsUnderWay
 from slipstream.engine.vllm_outputs import group_of, trace_of
 from slipstream.engine.vllm_weights import VllmWeights
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.config import EngineState

@@ -20,7 +20,7 @@ COLUMNS = (
     "flatter_probability",
     "flatter_total_variation",
 )
-"""What `conditionals` gives for each token; see `slipstream.losslessness.statistics.Draws`."""
+"""What `conditionals` gives for each token; see `slipstream.losslessness.hypothesis_tests.Draws`."""
 
 _SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop import KvCache
-from slipstream.losslessness import statistics
+from slipstream.grpo.loop_config import KvCache
+from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.hypothesis_tests import Bias, Draws
 from slipstream.losslessness.sampling import Sample, Subject, positions
-from slipstream.losslessness.statistics import Bias, Draws
 from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
 
 CLAIM = (
@@ -72,14 +72,14 @@ def certify(
     control = _draws(baseline.traces, policy, sampling, config.seed + 1, {})
     exact = _PairProbabilities(policy, sampling)
     found = {
-        **statistics.conditional_tests(draws, seed=config.seed),
+        **hypothesis_tests.conditional_tests(draws, seed=config.seed),
         **_count_tests(sample, exact),
-        **statistics.two_sample_tests(control, draws, seed=config.seed),
+        **hypothesis_tests.two_sample_tests(control, draws, seed=config.seed),
         **_pair_comparison(baseline, sample),
     }
-    controlled = {**statistics.conditional_tests(control, seed=config.seed), **_count_tests(baseline, exact)}
-    findings = statistics.family(found, level=config.family_level)
-    detectable = statistics.detectable_bias(draws, num_tests=len(findings), config=config)
+    controlled = {**hypothesis_tests.conditional_tests(control, seed=config.seed), **_count_tests(baseline, exact)}
+    findings = hypothesis_tests.family(found, level=config.family_level)
+    detectable = hypothesis_tests.detectable_bias(draws, num_tests=len(findings), config=config)
     greedy = _greedy(sample.greedy, baseline.greedy, policy, config.near_tie_nats)
     verdict, reason = _verdict(findings, detectable, greedy, config)
     return CertificateRecord(
@@ -97,7 +97,7 @@ def certify(
         num_tokens=sample.num_tokens,
         num_baseline_tokens=baseline.num_tokens,
         findings=findings,
-        control=statistics.family(controlled, level=config.family_level),
+        control=hypothesis_tests.family(controlled, level=config.family_level),
         detectable=detectable,
         greedy=greedy,
         pit_histograms=_histograms(draws, config.seed),
@@ -168,16 +168,16 @@ def _count_tests(sample: Sample, exact: _PairProbabilities) -> _Found:
         prompt = traces[0].prompt_token_ids
         (first_V,) = exact.after([prompt])
         counts_V = np.bincount([trace.token_ids[0] for trace in traces], minlength=len(first_V))
-        firsts.append(statistics.count_test(counts_V, first_V))
+        firsts.append(hypothesis_tests.count_test(counts_V, first_V))
         common = [token for token, count in enumerate(counts_V) if count]
         followed = [token for token in common if any(len(t.token_ids) == 2 for t in traces if t.token_ids[0] == token)]
         for token, second_V in zip(followed, exact.after([(*prompt, token) for token in followed]), strict=True):
             drawn = [trace.token_ids[1] for trace in traces if trace.token_ids[0] == token]
-            pairs.append(statistics.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
+            pairs.append(hypothesis_tests.count_test(np.bincount(drawn, minlength=len(second_V)), second_V))
     num = sum(map(len, sample.repeats))
     return {
-        "first token of repeated prompts": (num, *statistics.summed_chi_square(firsts)),
-        "second token given the first": (num, *statistics.summed_chi_square(pairs)),
+        "first token of repeated prompts": (num, *hypothesis_tests.summed_chi_square(firsts)),
+        "second token given the first": (num, *hypothesis_tests.summed_chi_square(pairs)),
     }
 
 
@@ -187,9 +187,9 @@ def _pair_comparison(first: Sample, second: Sample) -> _Found:
         counted = [Counter(trace.token_ids for trace in side) for side in traces]
         cells = sorted(counted[0].keys() | counted[1].keys())
         counts = [np.asarray([side[cell] for cell in cells], dtype=np.int64) for side in counted]
-        parts.append(statistics.homogeneity_test(*counts))
+        parts.append(hypothesis_tests.homogeneity_test(*counts))
     num = sum(map(len, (*first.repeats, *second.repeats)))
-    return {"autoregressive beside speculative, first pair": (num, *statistics.summed_chi_square(parts))}
+    return {"autoregressive beside speculative, first pair": (num, *hypothesis_tests.summed_chi_square(parts))}
 
 
 def _greedy(
@@ -249,7 +249,7 @@ def _verdict(
 
 
 def _histograms(draws: Draws, seed: int) -> dict[str, tuple[int, ...]]:
-    u = statistics.uniforms(draws.mass_before, draws.probability, seed)
+    u = hypothesis_tests.uniforms(draws.mass_before, draws.probability, seed)
     edges = np.linspace(0.0, 1.0, _PIT_BINS + 1)
-    masks: dict[str, Any] = statistics.window_positions(draws.position)
+    masks: dict[str, Any] = hypothesis_tests.window_positions(draws.position)
     return {name: tuple(int(n) for n in np.histogram(u[mask], edges)[0]) for name, mask in masks.items()}

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.asynchronous import LoopArm, LoopComparison
+from slipstream.report.asynchronous_arms import LoopArm, LoopComparison
 from slipstream.report.canvas import ARM_COLOURS, INK, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.statistics import moving_average

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from slipstream.records.run import RunRecord
-from slipstream.report.asynchronous import LoopComparison
+from slipstream.report.asynchronous_arms import LoopComparison
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.tables import ColumnGroup, Row, Table
-from slipstream.simulator.project.asynchronous import AsynchronousPrediction, PredictedArm, predict_asynchronous
+from slipstream.simulator.project.asynchronous_projection import (
+    AsynchronousPrediction,
+    PredictedArm,
+    predict_asynchronous,
+)
 from slipstream.simulator.project.balance import balance
 from slipstream.types import Arm, LoopMode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.records.stages import EvaluationRecord
 from slipstream.records.steps import LagStats
-from slipstream.report.asynchronous import LoopArm, LoopComparison
+from slipstream.report.asynchronous_arms import LoopArm, LoopComparison
 from slipstream.report.formats import POLICY_LABELS, count, percent, seconds, speedup_with_interval
 from slipstream.report.tables import ColumnGroup, Row, Table
 from slipstream.statistics import Estimate

@@ -15,7 +15,7 @@ from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.steps import NUM_WARMUP_STEPS
 from slipstream.report import figures, formats, projection_tables, simulator_figures, tables
-from slipstream.report.asynchronous import compare_loops
+from slipstream.report.asynchronous_arms import compare_loops
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
 from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table, split_text
 from slipstream.report.asynchronous_results import bound_text, loops_as_json
@@ -23,10 +23,10 @@ from slipstream.report.asynchronous_tables import lag_table, loop_learning_table
 from slipstream.report.draft_length import autopilot_text, running_table, schedule_text
 from slipstream.report.draft_training import decisions, draft_training
 from slipstream.report.drift_table import drift_table
+from slipstream.report.headline import verdict
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
-from slipstream.report.verdict import verdict
-from slipstream.simulator.project.runs import ProjectionRecord
+from slipstream.simulator.project.run_projection import ProjectionRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

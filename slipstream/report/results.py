@@ -6,11 +6,11 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.asynchronous import compare_loops
+from slipstream.report.asynchronous_arms import compare_loops
 from slipstream.report.asynchronous_results import loop_metrics
 from slipstream.report.formats import POLICY_LABELS, interval, speedup
+from slipstream.report.headline import verdict
 from slipstream.report.summary import RunSummary, last_quarter, summarise_run
-from slipstream.report.verdict import verdict
 from slipstream.statistics import Estimate, bootstrap_difference
 from slipstream.types import Arm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.records.run import NumericsRecord, RunRecord
 from slipstream.records.stages import EvaluationRecord
-from slipstream.report.asynchronous import compare_loops
+from slipstream.report.asynchronous_arms import compare_loops
 from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, interval, percent, seconds, speedup
 from slipstream.report.summary import ArmSummary, Comparison, RunSummary, summarise_run
 from slipstream.types import STAGES, Arm

@@ -20,7 +20,7 @@ from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_refer
 from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.project.projection import ProjectedPoint
 from slipstream.simulator.project.published import RequestedProjection, project_request
-from slipstream.simulator.project.runs import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks
+from slipstream.simulator.project.run_projection import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks
 from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode

@@ -11,7 +11,7 @@ from pathlib import Path
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
 from slipstream.engine.protocol import WeightFiles
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.progress import progress
@@ -20,8 +20,8 @@ from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.execution import end_execution
+from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions

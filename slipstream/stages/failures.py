@@ -26,7 +26,7 @@ PERMANENT = frozenset(
 TRANSIENT = {
     "slipstream.workers.calls.LostWorkerError": "a process of the run was lost",
     "slipstream.refit.config.ChannelBrokeError": "another process left the weights' channel",
-    "slipstream.tracking.store.TrackingError": "the tracking server did not answer",
+    "slipstream.tracking.mlflow_store.TrackingError": "the tracking server did not answer",
     "ray.exceptions.RayActorError": "an actor was lost",
     "ray.exceptions.NodeDiedError": "a node was lost",
     "ray.exceptions.WorkerCrashedError": "a Ray worker was lost",

@@ -16,7 +16,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import SweepPoint
 from slipstream.stages.context import RunContext
-from slipstream.stages.engines import draft_weights, drafts_by_batch, swept_engine, switch_length
+from slipstream.stages.recipe_engines import draft_weights, drafts_by_batch, swept_engine, switch_length
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions

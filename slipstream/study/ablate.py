@@ -20,11 +20,11 @@ from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
-from slipstream.stages.engines import draft_weights
 from slipstream.stages.origin import origin_tags
 from slipstream.stages.prepare_data import prepare_data
 from slipstream.stages.prepare_policy import prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
+from slipstream.stages.recipe_engines import draft_weights
 from slipstream.stages.runs import execution_run
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo

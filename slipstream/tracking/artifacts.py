@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.tracking.config import TrackingConfig, check_key, existing_sqlite, is_sqlite
-from slipstream.tracking.store import MlflowStore
+from slipstream.tracking.mlflow_store import MlflowStore
 
 
 def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:

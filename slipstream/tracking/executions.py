@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from slipstream.config import require
 from slipstream.tracking.config import EXECUTION, KIND_TAG, existing_sqlite, is_sqlite
-from slipstream.tracking.store import TrackingError
+from slipstream.tracking.mlflow_store import TrackingError
 
 _PAGE = 1000
 _TIMEOUT_S = 30.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slipstream.config import ConfigError, from_mapping, require
 from slipstream.records.files import is_torn, write_atomic
+from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 from slipstream.tracking.spool import Event, read_spool
-from slipstream.tracking.store import MlflowStore, TrackingError
 
 __all__ = ["ReplayResult", "SpoolReplay", "TrackingError", "replay"]
 

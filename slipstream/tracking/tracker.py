@@ -22,9 +22,9 @@ from slipstream.tracking.config import (
     fitted_tags,
     store_uri,
 )
+from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
 from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
 from slipstream.tracking.spool import Event, RunHeader, Spool, read_spool, spool_path
-from slipstream.tracking.store import MlflowStore, TrackingError, import_mlflow
 
 log = logging.getLogger(__name__)
 

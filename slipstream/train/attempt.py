@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.data.prompts import PromptStream
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records.steps import AutopilotStep, ScheduleEntry, StepRecord
 from slipstream.rewards.verifier import RewardResult
@@ -17,7 +17,7 @@ from slipstream.train.asynchronous.lasting import LastingInFlight, ReplaceableIn
 from slipstream.train.asynchronous.meeting import Meeting
 from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
 from slipstream.train.asynchronous.pending import Pending, Tally
-from slipstream.train.autopilot import PilotedEngines, SwitchableEngines
+from slipstream.train.autopilot_engines import PilotedEngines, SwitchableEngines
 from slipstream.train.in_turn import EnginesInTurn, GateInTurn, Resting
 from slipstream.train.loop import SyncLoop
 from slipstream.train.metrics import StageClock

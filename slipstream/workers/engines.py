@@ -18,7 +18,7 @@ from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightF
 from slipstream.engine.requests import group_requests
 from slipstream.engine.vllm_arguments import device_arguments
 from slipstream.engine.vllm_engine import process_environment
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel.choice import Location
 from slipstream.refit.config import Channel, EngineState

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.workers.calls import Crew, LostWorkerError, Worker
 from slipstream.workers.gathering import together
 from slipstream.workers.ledger import Ledger

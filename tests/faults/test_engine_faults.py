@@ -17,7 +17,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged

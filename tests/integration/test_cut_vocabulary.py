@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.drafts.speculation import speculative_config

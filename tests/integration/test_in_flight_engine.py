@@ -13,7 +13,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.types import Dtype, Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig

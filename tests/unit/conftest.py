@@ -15,7 +15,7 @@ from slipstream.config import ConfigError
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.tracking.config import sqlite_uri
-from slipstream.tracking.store import MlflowStore
+from slipstream.tracking.mlflow_store import MlflowStore
 from slipstream.types import Arm, StageTimes
 
 _DEMO = Path(__file__).with_name("golden") / "demo_2026_11_21.json"

@@ -18,7 +18,7 @@ from slipstream.simulator.cost.lengths import lengths_with_mean
 from slipstream.simulator.cost.parameters import NAMES, CostParameters, Prior, Regime, believed, names_of
 from slipstream.simulator.cost.rollout import RolloutShape, Trace, slowest_engine
 from slipstream.simulator.cost.settings import Setting
-from slipstream.simulator.fit.acceptance import check_length
+from slipstream.simulator.fit.acceptance_by_position import check_length
 from slipstream.simulator.fit.solver import Problem, minimise, sample_posterior
 
 _LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest

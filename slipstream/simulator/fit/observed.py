@@ -10,10 +10,10 @@ from statistics import fmean, median, pstdev
 from slipstream.config import require
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.simulator.cost.learner_step import stagewise
 from slipstream.simulator.cost.lengths import log_sd_of_longest, log_sd_of_truncation
 from slipstream.simulator.cost.settings import Setting
-from slipstream.simulator.cost.step import stagewise
-from slipstream.simulator.fit.acceptance import AcceptanceProfile, fit_profile
+from slipstream.simulator.fit.acceptance_by_position import AcceptanceProfile, fit_profile
 from slipstream.simulator.fit.calibration import Cell, Group
 from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes

@@ -10,8 +10,8 @@ from typing import Any
 from slipstream.config import from_mapping, read_mapping
 from slipstream.simulator.cost.data_files import CONFIGS
 from slipstream.simulator.cost.iteration import Drafting
+from slipstream.simulator.cost.learner_step import Learner, stagewise
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import Learner, stagewise
 from slipstream.simulator.fit.calibration import Cell, Group
 from slipstream.simulator.fit.ensemble import Ensemble, calibrate
 from slipstream.types import Arm, StageTimes

@@ -16,13 +16,13 @@ from slipstream.config import require
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost import Array
-from slipstream.simulator.cost.asynchronous import overlap
+from slipstream.simulator.cost.asynchronous_cost import overlap
 from slipstream.simulator.cost.hardware import target_of
+from slipstream.simulator.cost.learner_step import Learner, stagewise
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
-from slipstream.simulator.cost.step import Learner, stagewise
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
-from slipstream.simulator.project.asynchronous import measured_slowdowns, predict_asynchronous
-from slipstream.simulator.project.runs import known_layout, run_setting
+from slipstream.simulator.project.asynchronous_projection import measured_slowdowns, predict_asynchronous
+from slipstream.simulator.project.run_projection import known_layout, run_setting
 from slipstream.types import Arm, LoopMode
 
 

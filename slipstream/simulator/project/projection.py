@@ -14,11 +14,11 @@ from itertools import cycle
 import numpy as np
 
 from slipstream.simulator.cost import Array
-from slipstream.simulator.cost.asynchronous import Overlap, overlap
+from slipstream.simulator.cost.asynchronous_cost import Overlap, overlap
 from slipstream.simulator.cost.iteration import CostModel, network_collective
+from slipstream.simulator.cost.learner_step import Learner
 from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import Trace, slowest_engine
-from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.calibration import Calibration
 from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.project.scenarios import Scenario

@@ -9,7 +9,7 @@ from slipstream.simulator.cost.hardware import BYTES, Precision, load_hardware
 from slipstream.simulator.cost.models import load_model
 from slipstream.simulator.cost.rollout import RolloutShape
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.fit.acceptance import check_length
+from slipstream.simulator.fit.acceptance_by_position import check_length
 from slipstream.simulator.fit.paper import PAPER_SETTING
 
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200

@@ -23,7 +23,7 @@ from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
-from slipstream.grpo.loop import LoopConfig, TooOld
+from slipstream.grpo.loop_config import LoopConfig, TooOld
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult

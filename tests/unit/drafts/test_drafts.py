@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import ConfigError
 from slipstream.drafts.chats import pack_chats
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.learner.errors import CheckpointError
 from slipstream.ragged import Ragged

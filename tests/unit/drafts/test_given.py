@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.given import bring_draft
 from slipstream.drafts.trainer import DraftTrainer, States

@@ -14,7 +14,7 @@ from speculators.losses import resolve_loss_config
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.drafts import attention
+from slipstream.drafts import draft_attention
 from slipstream.drafts.chats import States, rows_of
 from slipstream.drafts.config import LOSSES
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses
@@ -108,7 +108,7 @@ def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States
     expected.backward()
     grads = [parameter.grad.clone() for parameter in trainer._trained]
     trainer._optimizer.zero_grad()
-    settings._attn_implementation = attention.NAME
+    settings._attn_implementation = draft_attention.NAME
     assert float(trainer._backward(row, trainer._judging(1.0), 1.0)) == pytest.approx(expected.item(), rel=1e-6)
     for parameter, grad in zip(trainer._trained, grads, strict=True):
         assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm()

@@ -8,7 +8,7 @@ from speculators.models.eagle3.attention import create_combined_mask_mod, extend
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from slipstream.drafts.attention import Chats, attend
+from slipstream.drafts.draft_attention import Chats, attend
 
 GROUPS, HEADS, DIM = 2, 6, 4
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
 from slipstream.drafts.chats import States, rows_of
-from slipstream.drafts.checks import check_draft
+from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import vocabulary_maps
 from slipstream.drafts.passes import head_inputs
 from slipstream.drafts.trainer import DraftTrainer

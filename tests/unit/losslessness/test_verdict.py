@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.learner.conditionals import conditionals, processed_logprobs
-from slipstream.losslessness import statistics
+from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
@@ -451,10 +451,10 @@ class NumberedPolicy(Policy):
 
 def test_each_column_that_the_policy_gives_becomes_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of `conditionals`: of the token, of a sharper policy, of a flatter one."""
-    seen: list[statistics.Draws] = []
-    monkeypatch.setattr(statistics, "detectable_bias", lambda draws, **_: seen.append(draws) or ())
-    monkeypatch.setattr(statistics, "conditional_tests", lambda draws, **_: {})
-    monkeypatch.setattr(statistics, "two_sample_tests", lambda first, second, **_: {})
+    seen: list[hypothesis_tests.Draws] = []
+    monkeypatch.setattr(hypothesis_tests, "detectable_bias", lambda draws, **_: seen.append(draws) or ())
+    monkeypatch.setattr(hypothesis_tests, "conditional_tests", lambda draws, **_: {})
+    monkeypatch.setattr(hypothesis_tests, "two_sample_tests", lambda first, second, **_: {})
     monkeypatch.setattr(verdicts, "_verdict", lambda *_: (LOSSLESS, ""))
     drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
     certify(drawn, baseline, NumberedPolicy(), config=SMALL, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)

@@ -27,8 +27,8 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import engines as stage_engines
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
+from slipstream.stages import recipe_engines as stage_engines
 from slipstream.train import attempt
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess

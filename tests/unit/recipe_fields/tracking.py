@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.recipe import Recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.report.drift import Subject, find_drift
-from slipstream.stages import drift, runs, start_run, support
+from slipstream.stages import drift_check, runs, start_run, support
 from slipstream.tracking import Execution, tracker
 from tests.unit.recipe_fields.base import Check, Tools
 
@@ -63,10 +63,10 @@ def drift_verdict(recipe: Recipe, tools: Tools) -> object:
         execution="now", workload="w", hardware="h", dtype=None, params={}, results={"step_speedup": 1.015}
     )
     record = find_drift(subject, earlier, recipe.tracking.drift)
-    write_record(record, tools.directory / drift.DRIFT_FILE)
+    write_record(record, tools.directory / drift_check.DRIFT_FILE)
     try:
-        drift.require_no_drift(recipe, tools.directory)
-    except drift.DriftError as error:
+        drift_check.require_no_drift(recipe, tools.directory)
+    except drift_check.DriftError as error:
         return record, str(error)
     return record, "goes on"
 

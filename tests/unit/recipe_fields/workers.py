@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.engine import vllm_engine
 from slipstream.engine.vllm_arguments import sampling_params
 from slipstream.recipe import Recipe
-from slipstream.stages.engines import recipe_engine
+from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import engines, learners
 from slipstream.workers.placement.cluster import parse_cluster
 from slipstream.workers.placement.plan import make_plan

@@ -12,11 +12,11 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.records.run import RunRecord
+from slipstream.report.headline import verdict
 from slipstream.report.page import draw, render, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.summary import pooled_acceptance, summarise, summarise_run
 from slipstream.report.terminal import speedup_table
-from slipstream.report.verdict import verdict
 from slipstream.statistics import amdahl
 from slipstream.types import STAGES
 from tests.unit.report.handmade import BARE, LOST, ONE_ARM, ONE_STEP, RECORD, TWO_STEPS, accepted, page_text, step

@@ -11,8 +11,8 @@ from slipstream.report import simulator_figures as figures
 from slipstream.report.projection_tables import check_table, own_table, published_table
 from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper
-from slipstream.simulator.project.figures import LagLine, SpeedupMap, running_batches
-from slipstream.simulator.project.runs import project_speedup, run_setting
+from slipstream.simulator.project.figure_data import LagLine, SpeedupMap, running_batches
+from slipstream.simulator.project.run_projection import project_speedup, run_setting
 from slipstream.stages.support import recipe_layout
 from slipstream.types import StageTimes
 

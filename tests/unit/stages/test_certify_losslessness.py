@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from slipstream.drafts import fit
 from slipstream.drafts.schedule import DraftLength
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Subject
 from slipstream.recipe import load_recipe
 from slipstream.refit.fingerprint import directory_fingerprint

@@ -13,7 +13,7 @@ from slipstream.learner.errors import CheckpointError, CheckpointStorageError, C
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
 from slipstream.stages.failures import PERMANENT, TRANSIENT, transient
-from slipstream.tracking.store import TrackingError
+from slipstream.tracking.mlflow_store import TrackingError
 from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.workers.calls import LostWorkerError
 

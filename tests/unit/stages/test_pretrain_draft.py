@@ -19,8 +19,8 @@ from slipstream.records.files import read_record
 from slipstream.records.stages import DraftRecord
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
-from slipstream.stages.engines import draft_weights
 from slipstream.stages.pretrain_draft import pretrain_draft, train_on
+from slipstream.stages.recipe_engines import draft_weights
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
 
 TEMPERATURE = 0.5

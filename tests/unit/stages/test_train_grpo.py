@@ -14,7 +14,7 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.stages.certify_losslessness import tuned_length
 from slipstream.stages.context import arm_node
-from slipstream.stages.engines import draft_length
+from slipstream.stages.recipe_engines import draft_length
 from slipstream.stages.train_grpo import arm_labels, in_loop
 from slipstream.types import Arm, ArmLoop
 from tests.unit.lagging import ONE_STEP_OFF

@@ -14,7 +14,7 @@ from slipstream.drafts import length
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import SweepPoint
 from slipstream.stages import tune_draft_length
-from slipstream.stages.engines import switch_length
+from slipstream.stages.recipe_engines import switch_length
 from slipstream.stages.tune_draft_length import first_speedup
 
 

@@ -243,7 +243,7 @@ TWO_RUNS = """
 import sys
 from pathlib import Path
 from slipstream.tracking import Tracker, TrackingConfig
-from slipstream.tracking.store import import_mlflow
+from slipstream.tracking.mlflow_store import import_mlflow
 import_mlflow(10)
 import mlflow.store.tracking.sqlalchemy_store
 print("ready", flush=True)

@@ -14,7 +14,7 @@ from slipstream.config import merge
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry, StepRecord
 from slipstream.train.acceptance_guard import AcceptanceGuard

@@ -11,7 +11,7 @@ import pytest
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
 from slipstream.workers.in_flight_engines import InFlightEngines

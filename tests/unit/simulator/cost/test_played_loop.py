@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.simulator.cost import Array
-from slipstream.simulator.cost.asynchronous import Bound, overlap
+from slipstream.simulator.cost.asynchronous_cost import Bound, overlap
 from slipstream.simulator.cost.lengths import Lengths, stratified
 from slipstream.simulator.cost.rollout import RolloutShape, Slots, Trace
 from slipstream.types import StageTimes

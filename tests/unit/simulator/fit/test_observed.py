@@ -13,7 +13,7 @@ from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.fit.observed import RunCalibration, calibrate_run
-from slipstream.simulator.project.runs import project_run, run_setting
+from slipstream.simulator.project.run_projection import project_run, run_setting
 from slipstream.stages.support import recipe_layout
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from slipstream.simulator.cost import Array
-from slipstream.simulator.cost.asynchronous import overlap
+from slipstream.simulator.cost.asynchronous_cost import overlap
 from slipstream.simulator.cost.iteration import Drafting
 from slipstream.simulator.cost.lengths import Lengths
 from slipstream.simulator.cost.parameters import Regime

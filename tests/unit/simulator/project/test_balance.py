@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.run import LayoutRecord, RunRecord
-from slipstream.simulator.project.asynchronous import predict_asynchronous
+from slipstream.simulator.project.asynchronous_projection import predict_asynchronous
 from slipstream.simulator.project.balance import balance
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, LoopMode

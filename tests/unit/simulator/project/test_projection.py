@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from slipstream.simulator.cost.iteration import CostModel
+from slipstream.simulator.cost.learner_step import Learner
 from slipstream.simulator.cost.parameters import IDEAL
 from slipstream.simulator.cost.rollout import slowest_engine
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.ensemble import Draw, Ensemble
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
 from slipstream.simulator.project.projection import best_of_map, project, project_ideal, speedup_map

@@ -17,7 +17,7 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
-from slipstream.grpo.loop import TooOld
+from slipstream.grpo.loop_config import TooOld
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export

@@ -22,7 +22,7 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
-from slipstream.grpo.loop import LoopConfig, TooOld
+from slipstream.grpo.loop_config import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainStats
 from slipstream.refit.channel.driver import Exported

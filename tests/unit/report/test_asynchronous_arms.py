@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.asynchronous import LoopComparison, compare_loops, pooled_lags
+from slipstream.report.asynchronous_arms import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.asynchronous_figures import loop_learning, step_lanes
 from slipstream.report.asynchronous_prediction import predicted, prediction_table, split_table, split_text
 from slipstream.report.asynchronous_results import bound_text, loop_metrics, loops_as_json
@@ -25,7 +25,7 @@ from slipstream.report.page import render, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics
 from slipstream.report.terminal import speedup_table
-from slipstream.simulator.cost.asynchronous import Bound
+from slipstream.simulator.cost.asynchronous_cost import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm, page_text
 

@@ -19,7 +19,7 @@ from slipstream.simulator.cost.hardware import Precision
 from slipstream.simulator.cost.settings import load_setting
 from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.project.published import project_request
-from slipstream.simulator.project.runs import ProjectionRecord, project_run, project_speedup, run_setting
+from slipstream.simulator.project.run_projection import ProjectionRecord, project_run, project_speedup, run_setting
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.stages.context import RunContext
 from slipstream.stages.project_speedup import project_speedup as project_stage

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from slipstream.simulator.cost.rollout import slowest_engine
-from slipstream.simulator.fit.acceptance import AcceptanceProfile
+from slipstream.simulator.fit.acceptance_by_position import AcceptanceProfile
 from slipstream.simulator.fit.ensemble import Ensemble
 from slipstream.simulator.fit.observed import CheckRecord, RunCalibration
 from slipstream.simulator.fit.paper import calibrate_paper, paper_learner
-from slipstream.simulator.project.figures import projected_figures, running_batches
+from slipstream.simulator.project.figure_data import projected_figures, running_batches
 from slipstream.simulator.project.projection import project, speedup_map
 from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
 from slipstream.types import StageTimes

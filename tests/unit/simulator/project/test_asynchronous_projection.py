@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
 from slipstream.records.steps import ArmRecord, Overlap
-from slipstream.simulator.cost.asynchronous import Bound
+from slipstream.simulator.cost.asynchronous_cost import Bound
 from slipstream.simulator.cost.parameters import Prior
-from slipstream.simulator.project.asynchronous import (
+from slipstream.simulator.project.asynchronous_projection import (
     CoreSlowdowns,
     PredictedArm,
     believed_slowdowns,

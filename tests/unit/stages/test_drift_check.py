@@ -13,7 +13,7 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
-from slipstream.stages.drift import DriftError, drift_of, require_no_drift
+from slipstream.stages.drift_check import DriftError, drift_of, require_no_drift
 from slipstream.stages.execution import end_reported_execution
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.start_run import start_run

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.simulator.cost.learner_step import Learner, relative_efficiency
 from slipstream.simulator.cost.settings import load_setting
-from slipstream.simulator.cost.step import Learner, relative_efficiency
 from slipstream.types import StageTimes
 
 MEASURED = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=50.0, logprob_s=4.0, train_s=16.0)

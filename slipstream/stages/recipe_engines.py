@@ -12,7 +12,7 @@ from slipstream.drafts.methods import TRAITS, Weights
 from slipstream.drafts.schedule import DraftLength, constant, length_of
 from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.protocol import Engine
-from slipstream.grpo.loop import KvCache
+from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record
 from slipstream.records.stages import TuningRecord

@@ -10,8 +10,8 @@ import torch
 
 from slipstream.drafts.chats import States
 from slipstream.drafts.config import DraftOnline
+from slipstream.drafts.draft_optimizer import DraftOptimizer
 from slipstream.drafts.online import OnlineDraft
-from slipstream.drafts.optimizer import DraftOptimizer
 from slipstream.grpo.config import OptimizerMethod
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.simulator.cost.asynchronous import Bound, overlap
+from slipstream.simulator.cost.asynchronous_cost import Bound, overlap
 from slipstream.simulator.cost.lengths import Lengths, longest_of
 from slipstream.simulator.cost.rollout import RolloutShape, Slots, Trace, slowest_engine
 from slipstream.types import LoopMode, StageTimes

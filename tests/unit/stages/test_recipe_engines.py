@@ -12,8 +12,8 @@ import pytest
 from slipstream.drafts.schedule import DraftLength, constant
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import engines
-from slipstream.stages.engines import draft_length, swept_engine, switch_length
+from slipstream.stages import recipe_engines
+from slipstream.stages.recipe_engines import draft_length, swept_engine, switch_length
 from slipstream.workers.engines import RemoteEngine
 from tests.unit.stages.tuned import tuned
 
@@ -29,7 +29,7 @@ def test_engines_of_the_sweep_can_change_their_length_where_it_may_follow_the_ru
         started.append((args[-1], schedule))
         yield
 
-    monkeypatch.setattr(engines, "recipe_engine", recipe_engine)
+    monkeypatch.setattr(recipe_engines, "recipe_engine", recipe_engine)
     recipe = load_recipe("tiny", overrides={"draft": {"length": rule}})
     for k in (0, 3):
         with swept_engine(recipe, Path("policy"), Path("draft"), k):

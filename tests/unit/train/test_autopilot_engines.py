@@ -13,7 +13,7 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
-from slipstream.train.autopilot import PilotedEngines
+from slipstream.train.autopilot_engines import PilotedEngines
 from slipstream.train.recovery import LastingEngines
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker

@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.config import require
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost import Array
-from slipstream.simulator.cost.asynchronous import Bound
+from slipstream.simulator.cost.asynchronous_cost import Bound
 from slipstream.simulator.cost.parameters import Prior, load_belief
 from slipstream.types import Arm, LoopMode
 

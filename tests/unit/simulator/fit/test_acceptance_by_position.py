@@ -10,7 +10,7 @@ import yaml
 
 from slipstream.config import ConfigError
 from slipstream.simulator.cost.data_files import CONFIGS
-from slipstream.simulator.fit.acceptance import AcceptanceProfile, acceptance_length, fit_profile
+from slipstream.simulator.fit.acceptance_by_position import AcceptanceProfile, acceptance_length, fit_profile
 from slipstream.simulator.fit.paper import WORKLOADS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError, from_mapping
-from slipstream.grpo.loop import LoopConfig
+from slipstream.grpo.loop_config import LoopConfig
 from slipstream.types import LoopMode
 
 

@@ -13,13 +13,13 @@ from slipstream.records.run import LayoutRecord, RunRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.cost.hardware import Precision, target_of
+from slipstream.simulator.cost.learner_step import Learner
 from slipstream.simulator.cost.rollout import Slots
 from slipstream.simulator.cost.settings import Setting, load_setting
-from slipstream.simulator.cost.step import Learner
 from slipstream.simulator.fit.ensemble import CalibrationRecord
 from slipstream.simulator.fit.observed import CheckRecord, RunCalibration, calibrate_run
 from slipstream.simulator.fit.paper import PAPER_SETTING, calibrate_paper
-from slipstream.simulator.project.figures import ProjectedFigures, projected_figures, running_batches
+from slipstream.simulator.project.figure_data import ProjectedFigures, projected_figures, running_batches
 from slipstream.simulator.project.projection import ProjectedPoint, project
 from slipstream.simulator.project.published import PublishedPoint, project_published
 from slipstream.simulator.project.scenarios import Scenario

@@ -10,9 +10,9 @@ import torch
 from scipy import special, stats
 
 from slipstream.learner.conditionals import conditionals
-from slipstream.losslessness import statistics
+from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.statistics import Bias, Draws
+from slipstream.losslessness.hypothesis_tests import Bias, Draws
 from slipstream.records.certificate import Power
 
 VOCABULARY = 12
@@ -25,8 +25,8 @@ def test_an_exact_engine_fails_about_as_often_as_the_family_level_says() -> None
     rejected = 0
     for _ in range(400):
         draws = exact_draws(600, random)
-        found = statistics.conditional_tests(draws, seed=int(random.integers(2**31)))
-        rejected += any(finding.reject for finding in statistics.family(found, level=0.1))
+        found = hypothesis_tests.conditional_tests(draws, seed=int(random.integers(2**31)))
+        rejected += any(finding.reject for finding in hypothesis_tests.family(found, level=0.1))
 
     assert rejected <= 60
 
@@ -34,7 +34,9 @@ def test_an_exact_engine_fails_about_as_often_as_the_family_level_says() -> None
 def test_more_tokens_find_smaller_biases() -> None:
     random = np.random.default_rng(3)
     small, large = (
-        statistics.detectable_bias(exact_draws(n, random), num_tests=5, config=LosslessnessConfig(num_replications=10))
+        hypothesis_tests.detectable_bias(
+            exact_draws(n, random), num_tests=5, config=LosslessnessConfig(num_replications=10)
+        )
         for n in (500, 8000)
     )
 
@@ -62,67 +64,67 @@ def exact_draws(num: int, random: np.random.Generator) -> Draws:
 
 def test_holm_by_hand() -> None:
     """Sorted 0.01, 0.02, 0.04 times 3, 2, 1 are 0.03, 0.04, 0.04."""
-    assert statistics.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert hypothesis_tests.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
 
 
 def test_chi_square_of_counts_by_hand() -> None:
     """Expected 50, 50: (60 - 50)^2 / 50 + (40 - 50)^2 / 50 = 4."""
-    assert statistics.count_test(np.array([60, 40]), np.array([0.5, 0.5])) == (pytest.approx(4.0), 1)
+    assert hypothesis_tests.count_test(np.array([60, 40]), np.array([0.5, 0.5])) == (pytest.approx(4.0), 1)
 
 
 def test_rare_cells_are_pooled() -> None:
     """Expected 94, 3, 3: the last two make one cell of 6."""
-    statistic, dof = statistics.count_test(np.array([94, 6, 0]), np.array([0.94, 0.03, 0.03]))
+    statistic, dof = hypothesis_tests.count_test(np.array([94, 6, 0]), np.array([0.94, 0.03, 0.03]))
 
     assert (statistic, dof) == (pytest.approx(0.0), 1)
 
 
 def test_two_equal_samples_are_homogeneous() -> None:
-    assert statistics.homogeneity_test(np.array([30, 70]), np.array([30, 70])) == (pytest.approx(0.0), 1)
-    statistic, _ = statistics.homogeneity_test(np.array([60, 40]), np.array([40, 60]))
+    assert hypothesis_tests.homogeneity_test(np.array([30, 70]), np.array([30, 70])) == (pytest.approx(0.0), 1)
+    statistic, _ = hypothesis_tests.homogeneity_test(np.array([60, 40]), np.array([40, 60]))
     assert statistic == pytest.approx(8.0)
-    two_to_one, _ = statistics.homogeneity_test(np.array([80, 40]), np.array([20, 40]))
+    two_to_one, _ = hypothesis_tests.homogeneity_test(np.array([80, 40]), np.array([20, 40]))
     # Shares 120 / 180 = 2/3 of cells of 100 and 80: expected 66.67 and 53.33, variances 22.22 and 17.78.
     assert two_to_one == pytest.approx((80 - 200 / 3) ** 2 / (200 / 9) + (40 - 160 / 3) ** 2 / (160 / 9))
 
 
 def test_cells_of_two_samples_are_pooled_by_what_the_smaller_one_expects() -> None:
     """The second sample is a tenth: it expects 10, 4 and 6, so the last two are one cell of 100, as is the first."""
-    statistic, dof = statistics.homogeneity_test(np.array([95, 35, 50]), np.array([5, 5, 10]))
+    statistic, dof = hypothesis_tests.homogeneity_test(np.array([95, 35, 50]), np.array([5, 5, 10]))
     assert (statistic, dof) == (pytest.approx(2 * (95 - 90) ** 2 / 9), 1)
 
 
 def test_too_few_draws_for_one_cell_test_nothing() -> None:
-    assert statistics.count_test(np.array([2, 1]), np.array([0.5, 0.5])) == (pytest.approx(0.0), 0)
-    assert statistics.summed_chi_square([(3.0, 0)]) == (3.0, 1.0)
+    assert hypothesis_tests.count_test(np.array([2, 1]), np.array([0.5, 0.5])) == (pytest.approx(0.0), 0)
+    assert hypothesis_tests.summed_chi_square([(3.0, 0)]) == (3.0, 1.0)
 
 
 def test_a_cell_that_expects_exactly_five_stands_alone() -> None:
-    assert statistics.count_test(np.array([6, 4]), np.array([0.5, 0.5])) == (pytest.approx(0.4), 1)
+    assert hypothesis_tests.count_test(np.array([6, 4]), np.array([0.5, 0.5])) == (pytest.approx(0.4), 1)
 
 
 def test_what_is_left_over_joins_the_last_cell() -> None:
     """Expected 6, 6, 6 and 2: pooled smallest first, 2 + 6, then 6, then 6."""
     counts, shares = np.array([6, 6, 6, 2]), np.array([0.3, 0.3, 0.3, 0.1])
-    assert statistics.count_test(counts, shares) == (pytest.approx(0.0), 2)
+    assert hypothesis_tests.count_test(counts, shares) == (pytest.approx(0.0), 2)
     # Expected 4, 4, 4: 8 make a cell, the third joins it, and one cell has nothing to differ from.
-    assert statistics.count_test(np.array([0, 0, 12]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
+    assert hypothesis_tests.count_test(np.array([0, 0, 12]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
 
 
 def test_independent_statistics_add_up() -> None:
-    statistic, p_value = statistics.summed_chi_square([(1.0, 1), (3.0, 2)])
+    statistic, p_value = hypothesis_tests.summed_chi_square([(1.0, 1), (3.0, 2)])
     assert (statistic, p_value) == (4.0, pytest.approx(stats.chi2.sf(4.0, 3)))
     # One degree of freedom: 4 is the square of a normal deviate of 2.
-    assert statistics.summed_chi_square([(4.0, 1)]) == (4.0, pytest.approx(0.0455, abs=1e-4))
+    assert hypothesis_tests.summed_chi_square([(4.0, 1)]) == (4.0, pytest.approx(0.0455, abs=1e-4))
 
 
 def test_holm_never_leaves_0_to_1() -> None:
-    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert hypothesis_tests.holm([0.9, 0.8]) == [1.0, 1.0]
 
 
 def test_the_transform_puts_a_token_inside_its_share_of_the_mass() -> None:
     v = np.random.default_rng(7).random(3)
-    u = statistics.uniforms(np.array([0.2, np.nan, 0.9]), np.array([0.3, 0.5, 10.0]), seed=7)
+    u = hypothesis_tests.uniforms(np.array([0.2, np.nan, 0.9]), np.array([0.3, 0.5, 10.0]), seed=7)
     assert u.tolist() == [0.2 + v[0] * 0.3, 1.0, 1.0]  # NaN: a token that the policy cannot draw
 
 
@@ -137,7 +139,7 @@ def test_the_transform_puts_a_token_inside_its_share_of_the_mass() -> None:
     ],
 )
 def test_rare_positions_join_the_one_before(counts: tuple[int, ...], expected: dict[str, int]) -> None:
-    masks = statistics.window_positions(np.repeat(np.arange(4), counts))
+    masks = hypothesis_tests.window_positions(np.repeat(np.arange(4), counts))
     assert {name: int(mask.sum()) for name, mask in masks.items()} == expected
 
 
@@ -165,20 +167,20 @@ EVEN = (np.arange(320) + 0.5) / 320  # ten in each of the 32 bins
 
 
 def test_draws_are_tested_by_bins_by_position_and_by_their_log_probability() -> None:
-    found = statistics.conditional_tests(placed(EVEN, z=2.0), seed=0)
+    found = hypothesis_tests.conditional_tests(placed(EVEN, z=2.0), seed=0)
     assert list(found) == ["pit, all tokens", "pit, no draft", "log-probability, z"]
     assert found["pit, all tokens"] == (320, pytest.approx(0.0), pytest.approx(1.0))
     assert found["pit, no draft"] == (320, pytest.approx(0.5 / 320), pytest.approx(1.0))
     # A normal deviate of 2 has the two-sided p-value erfc(2 / sqrt(2)) = 0.0455.
     assert found["log-probability, z"] == (320, pytest.approx(2.0), pytest.approx(0.0455, abs=1e-4))
-    below = statistics.conditional_tests(placed(EVEN, z=-2.0), seed=0)["log-probability, z"]
+    below = hypothesis_tests.conditional_tests(placed(EVEN, z=-2.0), seed=0)["log-probability, z"]
     assert below == (320, pytest.approx(-2.0), pytest.approx(0.0455, abs=1e-4))
 
 
 def test_bins_that_hold_too_many_draws_are_seen() -> None:
     """Ten draws move from the second bin into the first: 10^2 / 10 for each of the two."""
     moved = np.where((EVEN > 1 / 32) & (EVEN < 2 / 32), 0.01, EVEN)
-    found = statistics.conditional_tests(placed(moved), seed=0)
+    found = hypothesis_tests.conditional_tests(placed(moved), seed=0)
     assert found["pit, all tokens"] == (320, pytest.approx(20.0), pytest.approx(stats.chi2.sf(20.0, 31)))
 
 
@@ -190,7 +192,7 @@ def test_bins_that_hold_too_many_draws_are_seen() -> None:
     ],
 )
 def test_the_largest_distance_from_uniform_by_hand(u: tuple[float, ...], distance: float) -> None:
-    found = statistics.conditional_tests(placed(np.array(u)), seed=0)["pit, no draft"]
+    found = hypothesis_tests.conditional_tests(placed(np.array(u)), seed=0)["pit, no draft"]
     root = np.sqrt(3)
     p_value = special.kolmogorov((root + 0.12 + 0.11 / root) * distance)
     assert found == (3, pytest.approx(distance), pytest.approx(p_value))
@@ -201,17 +203,17 @@ def test_an_impossible_token_is_infinitely_unlikely() -> None:
     draws.probability[0] = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert statistics.conditional_tests(draws, seed=0)["log-probability, z"] == (320, -np.inf, 0.0)
+        assert hypothesis_tests.conditional_tests(draws, seed=0)["log-probability, z"] == (320, -np.inf, 0.0)
 
 
 def test_draws_that_nothing_else_was_possible_for_say_nothing() -> None:
     draws = certain()
     draws.logprob_variance[:] = 0.0
-    assert statistics.conditional_tests(draws, seed=0)["log-probability, z"] == (64, 0.0, 1.0)
+    assert hypothesis_tests.conditional_tests(draws, seed=0)["log-probability, z"] == (64, 0.0, 1.0)
 
 
 def test_two_engines_that_draw_alike_differ_in_nothing() -> None:
-    found = statistics.two_sample_tests(placed(EVEN), placed(EVEN), seed=0)
+    found = hypothesis_tests.two_sample_tests(placed(EVEN), placed(EVEN), seed=0)
     assert found == {
         "autoregressive beside speculative, pit": (640, pytest.approx(0.0), pytest.approx(1.0)),
         "autoregressive beside speculative, log-probability": (640, pytest.approx(0.0), pytest.approx(1.0)),
@@ -222,7 +224,7 @@ def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -
     """All of the second's draws lie in the upper half; its log-probabilities lie 2 standard errors lower."""
     first, second = placed(EVEN, z=2.0), placed(0.5 + EVEN / 2, z=-2.0, mean=-50.0)
     first.probability[0] = 0.0  # impossible: left to the test against the policy
-    found = statistics.two_sample_tests(first, second, seed=0)
+    found = hypothesis_tests.two_sample_tests(first, second, seed=0)
     # Lower bins hold 10 and 0 where 5 and 5 are expected, upper ones 10 and 20 where 15 are.
     statistic = 16 * 5**2 / (10 / 4) + 16 * 5**2 / (30 / 4)
     assert found["autoregressive beside speculative, pit"] == (
@@ -253,22 +255,22 @@ def certain() -> Draws:
 
 def test_the_random_part_of_the_transform_is_the_seeds() -> None:
     counts = np.histogram(np.random.default_rng(3).random(64), np.linspace(0, 1, 33))[0]
-    found = statistics.conditional_tests(certain(), seed=3)["pit, all tokens"]
+    found = hypothesis_tests.conditional_tests(certain(), seed=3)["pit, all tokens"]
     # Two draws a bin are expected, so three bins make a cell of six; that is left to `count_test`, tested above.
-    expected, dof = statistics.count_test(counts, np.full(32, 1 / 32))
+    expected, dof = hypothesis_tests.count_test(counts, np.full(32, 1 / 32))
     assert found == (64, pytest.approx(expected), pytest.approx(stats.chi2.sf(expected, dof)))
 
 
 def test_each_of_two_engines_has_its_own_random_part() -> None:
-    found = statistics.two_sample_tests(certain(), certain(), seed=3)
+    found = hypothesis_tests.two_sample_tests(certain(), certain(), seed=3)
     counts = [np.histogram(np.random.default_rng(seed).random(64), np.linspace(0, 1, 33))[0] for seed in (3, 4)]
-    expected, _ = statistics.homogeneity_test(counts[0], counts[1])
+    expected, _ = hypothesis_tests.homogeneity_test(counts[0], counts[1])
     assert found["autoregressive beside speculative, pit"][1] == pytest.approx(expected)
 
 
 def test_a_family_rejects_below_its_level_and_writes_no_infinity() -> None:
     found = {"a": (7, np.inf, 0.005), "b": (8, -np.inf, 0.5), "c": (9, 1.5, 0.01)}
-    first, second, third = statistics.family(found, level=0.02)
+    first, second, third = hypothesis_tests.family(found, level=0.02)
     largest = float(np.finfo(np.float64).max)
     assert (first.name, first.num_observations, first.statistic, first.p_value) == ("a", 7, largest, 0.005)
     assert (second.statistic, third.statistic, third.name) == (-largest, 1.5, "c")
@@ -279,7 +281,7 @@ def test_a_family_rejects_below_its_level_and_writes_no_infinity() -> None:
 def test_a_bias_that_changes_nothing_is_never_seen() -> None:
     config = LosslessnessConfig(num_replications=5)
     unseen = {"detectable_total_variation": 1.0, "detectable_fraction": 1.0}
-    found = statistics.detectable_bias(placed(EVEN), num_tests=3, config=config)
+    found = hypothesis_tests.detectable_bias(placed(EVEN), num_tests=3, config=config)
     assert found == (Power(alternative="sharper", **unseen), Power(alternative="flatter", **unseen))
 
 
@@ -292,7 +294,7 @@ def test_the_detectable_bias_is_where_enough_replications_see_it() -> None:
     draws.sharper.probability[:] = 0.0
     config = LosslessnessConfig(num_replications=20, seed=11)
     smallest = sorted(np.random.default_rng([11, replication]).random(320).min() for replication in range(20))
-    sharper, flatter = statistics.detectable_bias(draws, num_tests=3, config=config)
+    sharper, flatter = hypothesis_tests.detectable_bias(draws, num_tests=3, config=config)
     assert (sharper.alternative, flatter.alternative) == ("sharper", "flatter")
     for found in (sharper, flatter):
         assert smallest[17] < found.detectable_fraction <= 1.021 * smallest[17] + 1e-4
@@ -304,7 +306,7 @@ def test_a_bias_in_the_choice_of_tokens_alone_is_seen_and_the_same_each_time() -
     draws = placed(EVEN)
     draws.sharper.mass_before[:] = 0.01
     config = LosslessnessConfig(num_replications=5)
-    first, again = (statistics.detectable_bias(draws, num_tests=3, config=config) for _ in range(2))
+    first, again = (hypothesis_tests.detectable_bias(draws, num_tests=3, config=config) for _ in range(2))
     assert first == again
     assert 0.05 < first[0].detectable_fraction < 0.3
 
@@ -314,7 +316,7 @@ def test_a_bias_is_sought_at_the_strictest_level_of_the_correction(num_tests: in
     """A bias of 3 standard errors has p = 0.0027: below 0.01, above 0.01 / 5."""
     draws = placed(EVEN)
     draws.sharper.probability[:] *= np.exp(3.0 / np.sqrt(320))
-    sharper, _ = statistics.detectable_bias(
+    sharper, _ = hypothesis_tests.detectable_bias(
         draws, num_tests=num_tests, config=LosslessnessConfig(num_replications=2, family_level=0.01)
     )
     assert (sharper.detectable_fraction < 1.0) is seen
