@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_output_lost() -> bool:
-    """Whether nobody reads what is printed, or it cannot be written."""
+    """Return True if nobody reads what is printed, or it cannot be written."""
     poller = select.poll()
     poller.register(sys.stdout, select.POLLOUT)
     if any(event & select.POLLERR for _, event in poller.poll(0)):

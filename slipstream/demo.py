@@ -145,7 +145,7 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
 def started(
     recipe: str, *, workload: Workload | None, num_steps: int | None, seed: int | None, reuse_stored: bool
 ) -> Launch:
-    """What starts a new execution; an input that is None keeps the recipe's value.
+    """Build the launch of a new execution; an input that is None keeps the recipe's value.
 
     Raises:
         ConfigError: the recipe breaks a rule.
@@ -200,7 +200,7 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
 
 
 def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
-    """What an execution leaves to be done; the last line says how to go on with an interrupted or failed one."""
+    """Say what an execution leaves to be done; the last line tells how to resume an interrupted or failed one."""
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
     recorded = recorded_recipe(root, launch.execution)

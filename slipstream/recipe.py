@@ -94,6 +94,13 @@ class Recipe:
         self._check_online()
         self._check_loop()
         self._check_turns()
+        self._check_lengths()
+        self._check_sampling()
+        self._check_scratch()
+        assess(self)
+
+    def _check_lengths(self) -> None:
+        """Sequences that must fit an engine, a micro-batch and the policy's positions, drafts in flight included."""
         longest_k = max(self.tuning.candidate_ks)
         for section, response in (
             ("sampling", self.sampling.max_response_tokens),
@@ -119,6 +126,9 @@ class Recipe:
             f"must hold one whole sequence of {longest} tokens",
             self.learner.max_tokens_per_microbatch,
         )
+
+    def _check_sampling(self) -> None:
+        """Rollouts that training can learn from are drawn from the policy's whole distribution."""
         require(
             self.sampling.temperature > 0,
             "sampling.temperature",
@@ -133,28 +143,28 @@ class Recipe:
             (self.sampling.top_p, self.sampling.top_k),
             "the learner's logprobs know no truncation: set top_p 1.0 and top_k 0",
         )
-        if self.policy.scratch is not None:
-            require(
-                self.engine.max_model_len <= self.policy.scratch.max_position_embeddings,
-                "engine.max_model_len",
-                f"must be <= policy.scratch.max_position_embeddings {self.policy.scratch.max_position_embeddings}",
-                self.engine.max_model_len,
-            )
-            ids, reads_states = self.draft.aux_hidden_state_layer_ids, self.draft.reads("aux_hidden_state_layer_ids")
-            require(
-                not reads_states or ids[-1] < self.policy.scratch.num_layers,
-                "draft.aux_hidden_state_layer_ids",
-                f"must be < policy.scratch.num_layers {self.policy.scratch.num_layers}",
-                ids,
-            )
 
-            rule = f"must be 1 with draft.method {self.draft.method}"
-            layers = self.policy.scratch.num_mtp_layers
-            needs_mtp = self.draft.method is DraftMethod.MTP
-            require(
-                layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method"
-            )
-        assess(self)
+    def _check_scratch(self) -> None:
+        """A policy that is trained from random weights must have what engine and draft read of it."""
+        scratch = self.policy.scratch
+        if scratch is None:
+            return
+        require(
+            self.engine.max_model_len <= scratch.max_position_embeddings,
+            "engine.max_model_len",
+            f"must be <= policy.scratch.max_position_embeddings {scratch.max_position_embeddings}",
+            self.engine.max_model_len,
+        )
+        ids, reads_states = self.draft.aux_hidden_state_layer_ids, self.draft.reads("aux_hidden_state_layer_ids")
+        require(
+            not reads_states or ids[-1] < scratch.num_layers,
+            "draft.aux_hidden_state_layer_ids",
+            f"must be < policy.scratch.num_layers {scratch.num_layers}",
+            ids,
+        )
+        rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers
+        needs_mtp = self.draft.method is DraftMethod.MTP
+        require(layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method")
 
     @property
     def layout(self) -> Layout:
@@ -359,7 +369,7 @@ def recipe_path(name: str) -> Path:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """What a recipe file says, with a mapping for each workload that it has a section for.
+    """Read a recipe file, with a mapping for each workload that it has a section for.
 
     Raises:
         ConfigError: it is no recipe file, or a section is of no workload or has an unknown key, though another workload
@@ -408,11 +418,11 @@ def _absolute_path(value: Any, base: Path) -> Any:
     if not isinstance(value, str) or not value or value in _NO_PATHS:
         return value
     if is_sqlite(value):
-        return sqlite_uri(Path(os.path.abspath(base / sqlite_path(value).expanduser())))
+        return sqlite_uri(Path(os.path.abspath(base / os.path.expanduser(sqlite_path(value)))))
     is_path = value.startswith((".", "~")) or Path(value).suffix in DATA_SUFFIXES
     if "://" in value or not (is_path or os.path.exists(base / value)):
         return value
-    return os.path.abspath(base / Path(value).expanduser())
+    return os.path.abspath(base / os.path.expanduser(value))
 
 
 def write_recipe(recipe: Recipe, path: Path, origins: Mapping[str, str] | None = None) -> Path:

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class Answers(Protocol):
-    """How the scorer reads reference answers: `Verifier`."""
+    """The scorer's reading of reference answers, which `Verifier` implements."""
 
     def gradable(self, references: Sequence[str]) -> Sequence[bool]:
-        """Whether responses can be scored against each of `references`."""
+        """Return for each of `references` True if responses can be scored against it."""
         ...
 
     def equal(self, pairs: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        """Whether the two answers of each pair are the same to the scorer."""
+        """Return for each pair True if its two answers are the same to the scorer."""
         ...
 
 

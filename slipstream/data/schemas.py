@@ -212,7 +212,7 @@ def normalise(text: str) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Whether `text` shows nothing, or only the marks, labels and instructions that stand around a problem."""
+    """Return True if `text` shows nothing, or only the marks, labels and instructions that stand around a problem."""
     if len(text) > _LONGEST_FRAME:
         return all(map(_is_invisible, text))
     bare = _FRAME.sub("", text)
@@ -221,7 +221,7 @@ def is_blank(text: str) -> bool:
 
 
 class _PlainForms(dict[int, str]):
-    """What `normalise` puts in the place of each character, found when it is first met."""
+    """Replacements of characters for `normalise`, each found when the character is first met."""
 
     def __missing__(self, code: int) -> str:
         char = chr(code)

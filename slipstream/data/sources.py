@@ -246,7 +246,7 @@ def _without_counter(name: str) -> str:
 
 
 def _is_pair(names: Sequence[str]) -> bool:
-    """Whether some of the names hold `train` and others the word of another split, as `mathtrain` and `mathtest`."""
+    """Return True if some of the names hold `train` and others another split, as `mathtrain` and `mathtest`."""
     trains = [name for name in names if _TRAIN in name.casefold()]
     others = [name for name in names if re.search(r"test|eval|valid|dev", name.casefold())]
     return bool(trains and others)

@@ -58,7 +58,7 @@ def append_line(file: FileIO, line: bytes) -> None:
 
 
 def is_torn(file: FileIO) -> bool:
-    """Whether the last line of `file` lacks its end."""
+    """Return True if the last line of `file` lacks its end."""
     end = os.fstat(file.fileno()).st_size
     return end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
 

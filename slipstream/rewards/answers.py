@@ -1,4 +1,4 @@
-"""What counts as a response's answer. Pure text, linear in its length."""
+"""Extraction of a response's answer, by text alone and linear in its length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
 
 
 def opens_thought(prompt: str, *, is_turn: bool) -> bool:
-    """Whether a response begins inside a thought, which the chat template has opened before it.
+    """Return True if a response begins inside a thought, which the chat template has opened before it.
 
     Args:
         is_turn: `prompt` is no more than the beginning of the policy's own turn. Else what a user wrote of `<think>`

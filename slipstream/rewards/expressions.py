@@ -322,7 +322,7 @@ class _Reader:
         return int(token) + top / bottom
 
     def _argument(self, *, is_exponent: bool = False) -> Number:
-        """What a command or a power applies to: a group, or one sign as TeX has it; all digits of an exponent."""
+        """Read the argument of a command or a power: a group, or one sign as TeX has it; all digits of an exponent."""
         token = self._peek()
         if token == "{" or (is_exponent and token == "("):
             return self._atom()
@@ -422,7 +422,7 @@ class _Reader:
 
 
 def equal_numbers(a: Number, b: Number) -> bool | None:
-    """Whether two numbers or expressions are equal, a unit left out on one side or not; None if that is not known."""
+    """Compare two numbers or expressions, of which one may leave out the unit; None if equality is not known."""
     if a.unit and b.unit and a.unit != b.unit:
         return False
     verdict = _equal_sizes(a, b)
@@ -446,7 +446,7 @@ def _equal_sizes(a: Number, b: Number) -> bool | None:
 
 
 def is_rounding(decimal: Number, other: Number, tolerance: Fraction | None = RELATIVE_TOLERANCE) -> bool:
-    """Whether a number written as a decimal is the other one, rounded or cut off after its last place."""
+    """Return True if a number written as a decimal is the other one, rounded or cut off after its last place."""
     value, exact = decimal.fraction, _approximate(other)
     if value is None or exact is None or decimal.place is None:
         return False
@@ -663,7 +663,7 @@ def _binomial(top: Number, bottom: Number) -> Number:
 
 
 def difference(left: object, right: object) -> Sum | None:
-    """What of an equation of two expressions must be 0; None if they are more than expressions."""
+    """The difference of an equation's two sides; None if they are more than expressions."""
     if not isinstance(left, Number) or not isinstance(right, Number) or left.opaque or right.opaque:
         return None
     return _plus(_times(left.top, right.bottom), _scaled(_times(right.top, left.bottom), Fraction(-1)))

@@ -177,7 +177,7 @@ def without_invisible(text: str) -> str:
 
 
 def to_latex(spelled: str) -> str:
-    """What `spell` made, as LaTeX again, with degrees in functions as radians."""
+    """Write a spelled answer as LaTeX again, with degrees in functions as radians."""
     if _TRIGONOMETRIC.search(spelled):
         spelled = _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled)
     return spelled.translate(_FROM_SPELLED)
@@ -195,7 +195,7 @@ def is_balanced(text: str) -> bool:
 
 
 def looks_mathematical(spelled: str) -> bool:
-    """Whether math-verify may be asked about a text, as `spell` made it.
+    """Return True if math-verify may be asked about a spelled text.
 
     It drops an operator that has nothing to apply to, and what stands in `\\text{}`; it reads any word as a product of
     its letters, two numbers side by side as one, and a range as a difference.

@@ -110,7 +110,7 @@ def parse(answer: str) -> Value | None:
 
 
 def compare(a: str, b: str) -> bool | None:
-    """Whether two bare answers are equal, by their values, or by their text if they have none; None if neither says."""
+    """Compare two bare answers by value, or by text if they have no value; None if neither decides."""
     if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
         return int(a) == int(b)
     values = parse(a), parse(b)
@@ -122,12 +122,12 @@ def compare(a: str, b: str) -> bool | None:
 
 
 def is_falsehood(answer: str) -> bool:
-    """Whether the answer is a chain of equations of which one does not hold."""
+    """Return True if the answer is a chain of equations of which one does not hold."""
     return "=" in answer and isinstance(parse(answer), Falsehood)
 
 
 def equal(a: Value, b: Value) -> bool | None:
-    """Whether two values are equal; None if that takes more than is known here.
+    """Compare two values; None if equality takes more than is known here.
 
     Integers, fractions and surds are compared exactly. A decimal also equals what it is rounded or cut off
     from, to all the places that it has, if the two differ by no more than one millionth of their size: 0.333333 is a
@@ -202,7 +202,7 @@ def _equal_rows(a: Row, b: Row) -> bool | None:
 
 
 def _equal_bags(a: Sequence[Value], b: Sequence[Value]) -> bool | None:
-    """Whether each value of one has its partner in the other."""
+    """Match each value of one list with an equal value of the other; None if a match is not known."""
     if len(a) != len(b):
         return False
     left, is_certain = list(b), True
@@ -393,7 +393,7 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
 
 
 def _encloses(text: str) -> bool:
-    """Whether the first bracket is closed by the last character."""
+    """Return True if the first bracket is closed by the last character."""
     level = 0
     for index, char in enumerate(text):
         level += (char in _OPEN) - (char in _CLOSE)
@@ -434,7 +434,7 @@ def _equation(text: str, depth: int) -> Value:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side is a variable, a function's value, a word or the name of a thing, and no constant."""
+    """Return True if a side is a variable, a function's value, a word or a name, and no constant."""
     if _NAME.fullmatch(side):
         return True
     try:
@@ -452,14 +452,14 @@ def _difference(sides: Sequence[str], value: Value) -> Sum | None:
 
 
 def _same(a: Value, b: Value) -> bool:
-    """Whether `a = b` holds; a decimal may stand for what it is rounded from, however few its places."""
+    """Return True if `a = b` holds; a decimal may stand for what it is rounded from, however few its places."""
     if isinstance(a, Number) and isinstance(b, Number) and not a.unit and not b.unit:
         return equal(a, b) is True or is_rounding(a, b, None) or is_rounding(b, a, None)
     return equal(a, b) is True
 
 
 def _contradict(a: Value, b: Value) -> bool:
-    """Whether `a = b` is false, both being constants without units."""
+    """Return True if `a = b` is false and both sides are constants without units."""
     constants = [isinstance(each, Number) and not (each.opaque or each.unit or variables(each)) for each in (a, b)]
     return all(constants) and not _same(a, b)
 

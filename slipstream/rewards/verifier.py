@@ -71,11 +71,11 @@ class Verifier:
         )
 
     def equal(self, pairs: Sequence[tuple[str, str]]) -> tuple[bool, ...]:
-        """Whether the two bare answers of each pair are equal, by the comparison that scores responses."""
+        """Compare the two bare answers of each pair, as responses are scored."""
         return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
 
     def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Whether responses can be scored against each reference: 1 for itself, 0 for another value of its kind.
+        """Check that responses can be scored against each reference: 1 for itself, 0 for another value of its kind.
 
         Prose, "", an equation that does not hold, and what takes too long cannot.
         """
@@ -101,7 +101,7 @@ class Verifier:
         return parse(reference) if len(reference) <= self._max_chars else None
 
     def _reads(self, reference: str, value: Value | None) -> bool | Request:
-        """Whether the reference, in a box, is equal to itself, and more than prose."""
+        """Judge whether the reference, in a box, equals itself and is more than prose."""
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
         if value is not None:
@@ -124,7 +124,7 @@ class Verifier:
 
 
 def _witness(reference: str, answer: str | None) -> bool | Request:
-    """What math-verify is asked of an answer, or of a reference alone; False if it would misread them."""
+    """Build math-verify's request for an answer, or a reference alone; False if it would misread them."""
     texts = [spell(text) for text in (reference, answer) if text is not None]
     latex = [to_latex(text) for text in texts if looks_mathematical(text)]
     if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
@@ -133,6 +133,6 @@ def _witness(reference: str, answer: str | None) -> bool | Request:
 
 
 def _has_other(value: Value | None) -> bool:
-    """Whether another value of the same kind is certain to differ."""
+    """Return True if another value of the same kind is certain to differ."""
     other = None if value is None else changed(value)
     return value is not None and other is not None and equal(value, other) is False

@@ -53,7 +53,7 @@ def main(memory_bytes: int, alarm_s: float) -> None:
 
 
 def _are_apart(gold: Any, answer: Any) -> bool:
-    """Whether two numbers differ by more than a millionth: to `verify` those are equal that round to 6 places alike."""
+    """Return True if two numbers differ by over a millionth: `verify` calls equal what rounds alike to 6 places."""
     if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
         return False
     a, b = complex(gold.evalf(30)), complex(answer.evalf(30))

@@ -32,7 +32,7 @@ def add_inputs(command: ArgumentParser) -> None:
 def requested(
     overrides: Iterable[str], *, workload: Workload | None = None, num_steps: int | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """What a launch changes in its recipe: an input that is None nothing, every other one wins over the file.
+    """Collect what a launch changes in its recipe: an input that is None changes nothing, any other wins over the file.
 
     Args:
         overrides: as in `grpo.group_size=16`.

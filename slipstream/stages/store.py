@@ -94,7 +94,7 @@ def _entry(context: RunContext, stage: str, key: str) -> Path:
 
 
 def _made(directory: Path, key: str) -> Made | None:
-    """Who made what lies in `directory`, if it was finished and under `key`, and if all its links lead somewhere."""
+    """The record of what lies in `directory`, if it was finished under `key` and all its links lead somewhere."""
     marker = directory / _MARKER
     if not marker.is_file():
         return None

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
 _PLAN, _ENDING = "plan.json", "part.json"
 _POLICY_NODE = "prepare_policy"
+_RECIPES = "the recipe's"
 _GRID = ("draft_inits", "methods", "losses", "draft_lengths", "seeds", "workloads")
 
 
@@ -94,7 +95,7 @@ def plan_ablation(
         write_recipe(recipes[part.variant], path, resolved[part.variant][1])
     whole = ablation_context(root, execution, first)
     write_record(plan, whole.directory("plan_ablation") / _PLAN)
-    axes = {f"grid.{name}": ", ".join(str(value) for value in getattr(grid, name)) for name in _GRID}
+    axes = {f"grid.{name}": ", ".join(map(str, getattr(grid, name))) or _RECIPES for name in _GRID}
     ablation_run(whole, first, origin_tags(), {**axes, "recipe": first.name}).detach()
     counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)
     logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)

@@ -142,32 +142,29 @@ def variant_recipes(
         ConfigError: the recipe refuses a variant, which the error names.
     """
     require_free(requested)
-    bases = {
-        recipe.workload: recipe
-        for recipe in (load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,))
-    }
-    return {
-        variant: _variant_recipe(
-            name, variant, requested, seeded=variant.seed != bases[variant.setting.workload].grpo.seed
-        )
-        for variant in grid.variants(bases.values())
-    }
+    recipes = [load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,)]
+    return {variant: _variant_recipe(name, variant, requested, grid) for variant in grid.variants(recipes)}
 
 
 def _variant_recipe(
-    name: str, variant: Variant, requested: Mapping[str, Any], *, seeded: bool
+    name: str, variant: Variant, requested: Mapping[str, Any], grid: Grid
 ) -> tuple[Recipe, dict[str, str]]:
-    """The recipe of one variant; `seeded` where its seed is not the recipe's own, which draws the draft by another."""
+    """The recipe of one variant, in which only what the grid lists is changed."""
     setting = variant.setting
-    own: dict[str, Any] = {
-        "draft": {"init": setting.init.value, "method": setting.method.value, "loss": setting.loss},
+    listed = {
+        "init": setting.init.value if grid.draft_inits else None,
+        "method": setting.method.value if grid.methods else None,
+        "loss": setting.loss if grid.losses else None,
+        "seed": variant.seed if grid.seeds else None,
     }
-    if seeded:
-        own = merge(own, {"draft": {"seed": variant.seed}, "grpo": {"seed": variant.seed}})
+    own: dict[str, Any] = {"draft": {field: value for field, value in listed.items() if value is not None}}
+    if grid.seeds:
+        own["grpo"] = {"seed": variant.seed}
     if setting.num_speculative_tokens:  # the engine must have room for it
         own["tuning"] = {"candidate_ks": [0, setting.num_speculative_tokens]}
+    workload = setting.workload if grid.workloads else None
     try:
-        resolved = resolve_recipe(name, workload=setting.workload, overrides=merge(requested, own))
+        resolved = resolve_recipe(name, workload=workload, overrides=merge(requested, own))
         require_loop(resolved[0], ArmLoop.SYNCHRONOUS)
     except ConfigError as error:
         raise ConfigError(f"variant {variant.name}: {error}") from error

@@ -99,7 +99,7 @@ def sqlite_uri(path: Path) -> str:
 
 
 def is_sqlite(uri: str) -> bool:
-    """Whether `uri` stands for a SQLite file."""
+    """Return True if `uri` stands for a SQLite file."""
     return uri.startswith((_SQLITE, _QUOTED_SQLITE))
 
 

@@ -220,7 +220,7 @@ def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 10) -> ReplayR
 
 
 def not_arrived(spool: Path) -> str:
-    """What of a spool its server has not got, as in `12 points and 3 other entries`; empty if all has arrived."""
+    """Count what a spool's server has not got, as in `12 points and 3 other entries`; empty if all has arrived."""
     cursor = _read_cursor(spool)
     offset, num_points, num_others = (0, 0, 0) if cursor is None else (cursor.offset, 0, len(cursor.missing))
     while (part := read_spool(spool, offset=offset)).end_offset > offset:
@@ -231,7 +231,7 @@ def not_arrived(spool: Path) -> str:
 
 
 def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("slipstream",)) -> str:
-    """What brings the spools under `root` to `uri`, or to the SQLite store there, as it is typed."""
+    """The command, as it is typed, that brings the spools under `root` to `uri` or to the SQLite store there."""
     return shlex.join([*program, "replay", str(root.resolve()), *([] if uri is None else ["--uri", uri])])
 
 

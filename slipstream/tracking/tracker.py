@@ -255,7 +255,7 @@ class _ReplayThread(threading.Thread):
         return self._num_failures == 0
 
     def _pause_s(self) -> float:
-        """How long to wait for what is logged next: longer after each failure."""
+        """Seconds to wait for what is logged next: longer after each failure."""
         every_s = self._config.replay_every_s
         return min(every_s * 2 ** min(self._num_failures, 10), max(_MAX_BACKOFF_S, every_s))
 

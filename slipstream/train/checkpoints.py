@@ -169,7 +169,7 @@ class Checkpoints:
                 remove(path)
 
     def _is_whole(self, learner: Restorable, path: Path) -> bool | None:
-        """Whether a run could be resumed from it; None: it is no checkpoint."""
+        """Return True if a run could be resumed from it, and None if it is no checkpoint."""
         try:
             _pending(path, learner.inspect_checkpoint(path))
         except FileNotFoundError:

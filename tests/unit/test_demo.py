@@ -107,6 +107,24 @@ def test_a_recipe_file_of_any_name_gives_an_execution_a_name_that_can_be_tracked
     check_key(f"{execution}/train_grpo_speculative_asynchronous")
 
 
+def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, str] = {}
+
+    def supervise(command: list[str], *, cwd: Path, environment: dict[str, str]) -> Outcome:
+        seen.update(environment)
+        return Outcome(pid=1, status=0, interrupted=False)
+
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "supervise", supervise)
+    for name, handed_on in (("mine.yaml", f"{tmp_path}/mine.yaml"), ("local", "local")):
+        monkeypatch.setenv("SLIPSTREAM_CLUSTER", name)
+        assert demo.run(Launch(recipe="tiny", execution="e"), tmp_path / "runs") == 0
+        assert seen["SLIPSTREAM_CLUSTER"] == handed_on
+
+
 def test_a_flag_out_of_range_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"^grpo.num_steps must be .* got 0"):
         demo.started("tiny", workload=None, num_steps=0, seed=None, reuse_stored=True)

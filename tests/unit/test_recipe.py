@@ -93,6 +93,8 @@ def test_relative_paths_of_a_recipe_are_those_beside_its_file_and_of_a_launch_th
     assert recipe.policy.model == f"{tmp_path}/caller/policy"
     assert recipe.draft.model == f"{tmp_path}/caller/draft"
     assert load_recipe(name, overrides=launched) == recipe
+    stranger = load_recipe(name, overrides={"data": {"train": [{"path": "~nobody-here/a.jsonl"}]}})
+    assert stranger.data.train[0].path == f"{tmp_path}/caller/~nobody-here/a.jsonl"
     server = load_recipe(name, overrides={"tracking": {"uri": "http://127.0.0.1:5000"}})
     assert server.tracking.uri == "http://127.0.0.1:5000"
 

@@ -116,7 +116,7 @@ def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port:
 
 
 def ipc_init(settings: StreamSettings, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
-    """What vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
+    """Settings that vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
     size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
 

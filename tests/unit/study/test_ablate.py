@@ -69,6 +69,14 @@ def test_the_ablations_run_is_open_and_no_whole_execution(tmp_path: Path) -> Non
     assert opened.header.params["grid.draft_lengths"] == "3, 5"
 
 
+def test_an_axis_that_is_left_out_is_tracked_as_the_recipes(tmp_path: Path) -> None:
+    plan(tmp_path, losses=(), seeds=())
+    (spool,) = (tmp_path / "spool").glob("*.jsonl")
+    header = read_spool(spool).events[0].header
+    assert header is not None
+    assert (header.params["grid.losses"], header.params["grid.seeds"]) == ("the recipe's", "the recipe's")
+
+
 def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"):
         plan(tmp_path, draft_lengths=(3, 99))

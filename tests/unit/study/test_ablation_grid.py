@@ -34,6 +34,7 @@ def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[A
     return st.lists(values, min_size=1, max_size=most, unique=True).map(tuple)
 
 
+DRAFT_FIELDS = ("init", "method", "loss", "seed")
 TINY = {workload: load_recipe("tiny", workload=workload) for workload in Workload}
 
 
@@ -119,6 +120,20 @@ def test_a_list_that_is_left_out_keeps_what_the_recipe_says(tmp_path: Path) -> N
     assert (recipe.draft.init, recipe.draft.loss, recipe.draft.seed) == (DraftInit.GENERAL, "tv", 9)
     (zero,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,), workloads=(Workload.RL_ZERO,))
     assert (zero.workload, zero.grpo.seed, zero.draft.seed) == (Workload.RL_ZERO, 0, 0)
+
+
+def test_a_variants_recipe_says_of_what_the_grid_lists_alone_that_the_launch_gave_it() -> None:
+    ((_, origins),) = variant_recipes("tiny", Grid(draft_lengths=(3,)), {}).values()
+    assert [name for name, label in origins.items() if label == "launch"] == ["tuning.candidate_ks"]
+    ((_, origins),) = variant_recipes("tiny", Grid(**ONE), {}).values()
+    launched = ["workload", "tuning.candidate_ks", "grpo.seed", *(f"draft.{each}" for each in DRAFT_FIELDS)]
+    assert sorted(name for name, label in origins.items() if label == "launch") == sorted(launched)
+
+
+def test_a_seed_that_is_listed_draws_the_draft_too_though_it_is_the_recipes(tmp_path: Path) -> None:
+    path = write_recipe(load_recipe("tiny", overrides={"draft": {"seed": 9}}), tmp_path / "mine.yaml")
+    (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,))
+    assert (recipe.grpo.seed, recipe.draft.seed) == (0, 0)
 
 
 def test_each_workload_keeps_the_draft_of_its_own_section(tmp_path: Path) -> None:
