@@ -58,6 +58,7 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
     assert {context.part_of for contexts in planned.values() for context in contexts} == {"abl"}
     assert load_recipe(str(recorded_recipe(tmp_path, f"abl/{VARIANT}"))).tuning.candidate_ks == (0, 3)
     assert len(read_plan(tmp_path, "abl").parts) == 5
+    assert "candidate_ks:  # launch\n" in recorded_recipe(tmp_path, f"abl/{VARIANT}").read_text()
 
 
 def test_the_ablations_run_is_open_and_no_whole_execution(tmp_path: Path) -> None:

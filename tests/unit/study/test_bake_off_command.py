@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
+from slipstream.recipe import load_recipe, write_recipe
 from slipstream.study import bake_off_command
 
 
@@ -48,6 +50,14 @@ def test_what_is_asked_for_reaches_the_workflow() -> None:
     ]
     assert value(command, "--overrides") == '["grpo.group_size=4"]'
     assert command[-1] == "--no_reuse_stored"
+
+
+def test_relative_paths_are_handed_on_as_absolute_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    command = launched("--recipe", "mine.yaml", "--overrides", "tracking.uri=sqlite:///my.db").command(Path("/runs"))
+    assert value(command, "--recipe") == f"{tmp_path}/mine.yaml"
+    assert json.loads(value(command, "--overrides")) == [f'tracking.uri="sqlite:///{tmp_path}/my.db"']
 
 
 def test_a_drafter_that_the_recipe_refuses_ends_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

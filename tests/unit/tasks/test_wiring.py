@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
+from tasks.project_request import project_request
 from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
@@ -25,6 +27,7 @@ from workflows.bake_off import bake_off
 from workflows.losslessness import certify
 from workflows.speculative_rl import speculative_rl
 
+_LAUNCH = ""  # flytekit's id of where inputs come from
 _ATTEMPT = recoverable(lambda: None).__code__
 
 
@@ -54,6 +57,38 @@ def test_a_failed_node_ends_no_other_and_the_run_is_closed(
     assert workflow.failure_node.flyte_entity is closes
     assert workflow.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
     assert set(closes.python_interface.inputs) == {*workflow.python_interface.inputs, "err"}
+
+
+@pytest.mark.parametrize(
+    "workflow", [speculative_rl, asynchronous_rl, certify, bake_off, decorated], ids=lambda each: each.__name__
+)
+def test_the_first_task_is_handed_each_input_of_the_launch_under_its_own_name(workflow: PythonFunctionWorkflow) -> None:
+    workflow.compile()
+
+    first = next(node for node in workflow.nodes if node.id in ("start-run", "plan-ablation"))
+    promised = {each.var: each.binding.promise for each in first.bindings if each.binding.promise is not None}
+    shared = {*workflow.python_interface.inputs} & {each.var for each in first.bindings}
+    assert {"recipe", "overrides", "run_root"} < shared
+    assert shared == {*promised}
+    assert {var: (promise.node_id, promise.var) for var, promise in promised.items()} == {
+        var: (_LAUNCH, var) for var in shared
+    }
+
+
+def test_the_day_of_the_kickoff_seeds_a_projection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def write_request(request: Any, directory: Path, *, seed: int) -> Path:
+        seen.append(seed)
+        (tmp_path / "projection.json").touch()
+        return tmp_path / "projection.json"
+
+    monkeypatch.setattr("tasks.project_request.write_request", write_request)
+    shape = {"model": "qwen3-8b", "hardware": "gb200", "num_gpus": 32, "generation_fraction": 0.5}
+    numbers = {"num_speculative_tokens": 3, "mean_acceptance_length": 2.5, "mean_response_tokens": 0.0}
+    day = datetime(1970, 1, 31, tzinfo=UTC)
+    project_request.task_function(**shape, **numbers, max_off_policy_steps=0, kickoff_time=day)
+    assert seen == [30]
 
 
 def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
