@@ -87,7 +87,11 @@ def recipe_fields(library: Path, module: str = f"{_LIBRARY}.recipe", name: str =
     for field in config.body:
         if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
             continue
-        named = {each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)}
+        kind = field.annotation
+        if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
+            assert isinstance(kind.slice, ast.Tuple)
+            kind = kind.slice.elts[0]  # rules of the field stand behind its type
+        named = {each.id for each in ast.walk(kind) if isinstance(each, ast.Name)}
         nested = [
             f"{ast.unparse(field.target)}.{leaf}"
             for each in sorted(named & {*origins, *classes})

@@ -10,13 +10,14 @@ import dataclasses
 import difflib
 import enum
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -66,6 +67,84 @@ def require(condition: bool, field: str, rule: str, value: object, fix: str = ""
     """Raise a `ConfigError` that reads `<field> <rule>, got <value>; <fix>` unless `condition` holds."""
     if not condition:
         raise ConfigError(f"{field} {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule for the values of one field, which stands beside its type: `Annotated[int, ge(1)]`."""
+
+    text: str
+    holds: Callable[[Any], bool]
+    fix: str = ""
+
+
+def gt(bound: float, fix: str = "") -> Rule:
+    """Numbers above `bound`."""
+    return Rule(f"must be > {bound}", lambda value: value > bound, fix)
+
+
+def ge(bound: float, fix: str = "") -> Rule:
+    """Numbers from `bound` on."""
+    return Rule(f"must be >= {bound}", lambda value: value >= bound, fix)
+
+
+def within(interval: str, fix: str = "") -> Rule:
+    """Numbers of an interval as mathematics writes it: `(0, 1]` holds 1 and not 0."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = operator.le if interval[0] == "[" else operator.lt
+    below = operator.le if interval[-1] == "]" else operator.lt
+    return Rule(f"must lie in {interval}", lambda value: above(low, value) and below(value, high), fix)
+
+
+EVEN = Rule("must be even, for RoPE", lambda value: value % 2 == 0)
+
+
+PositiveInt = Annotated[int, gt(0)]
+PositiveFloat = Annotated[float, gt(0)]
+NonNegativeInt = Annotated[int, ge(0)]
+NonNegativeFloat = Annotated[float, ge(0)]
+Fraction = Annotated[float, within("(0, 1)")]
+
+
+class Checked:
+    """A config dataclass that refuses, as soon as it is made, values that break a rule of its fields.
+
+    `path` is the config's name in errors. A null, where the type allows it, breaks no rule.
+    """
+
+    __slots__ = ()
+    _path = ""
+
+    def __init_subclass__(cls, *, path: str | None = None) -> None:
+        cls._path = cls._path if path is None else path  # a dataclass with slots is made twice, then without a path
+
+    def __post_init__(self) -> None:
+        for name, is_optional, rule in _rules(type(self)):
+            value = getattr(self, name)
+            if value is not None:
+                text = f"{rule.text} or null" if is_optional and not rule.fix else rule.text
+                require(rule.holds(value), _join(self._path, name), text, value, rule.fix)
+        self._check()
+
+    def _require(self, condition: bool, field: str, rule: str, fix: str = "") -> None:
+        """Refuse the value of `field`, a name of the config or one below it, unless `condition` holds."""
+        value = operator.attrgetter(field)(self)
+        require(condition, _join(self._path, field), rule, value.value if isinstance(value, enum.Enum) else value, fix)
+
+    def _check(self) -> None:
+        """Refuse values that do not go together, where a config has such rules."""
+
+
+@cache
+def _rules(cls: type) -> tuple[tuple[str, bool, Rule], ...]:
+    """The rules of a config: the field's name, and whether it may be null."""
+    found: list[tuple[str, bool, Rule]] = []
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        is_optional = type(None) in get_args(_hints(cls)[name])
+        for part in (hint, *get_args(hint)):  # a whole type or, as in `PositiveInt | None`, a part of a union
+            if get_origin(part) is Annotated:
+                found += [(name, is_optional, rule) for rule in part.__metadata__ if isinstance(rule, Rule)]
+    return tuple(found)
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:

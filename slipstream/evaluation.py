@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from slipstream.config import require
-from slipstream.engine.config import SamplingConfig, check_sampling
+from slipstream.config import Checked, PositiveInt, require
+from slipstream.engine.config import SamplingConfig, Temperature, TopK, TopP
 from slipstream.engine.protocol import Engine
 from slipstream.records.stages import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
@@ -27,35 +27,21 @@ _NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Checked, path="evaluation"):
     """How the problems are sampled, apart from training. The defaults are what Qwen3 is published with."""
 
-    num_samples_per_problem: int = 32
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 20
-    max_response_tokens: int
+    num_samples_per_problem: PositiveInt = 32
+    temperature: Temperature = 0.6
+    top_p: TopP = 0.95
+    top_k: TopK = 20
+    max_response_tokens: PositiveInt
 
-    def __post_init__(self) -> None:
-        require(
-            self.num_samples_per_problem > 0,
-            "evaluation.num_samples_per_problem",
-            "must be > 0",
-            self.num_samples_per_problem,
-        )
-        require(
+    def _check(self) -> None:
+        self._require(
             self.temperature > 0 or self.num_samples_per_problem == 1,
-            "evaluation.temperature",
+            "temperature",
             "must be > 0 with more than one sample a problem",
-            self.temperature,
             "greedy samples are all equal: set num_samples_per_problem to 1",
-        )
-        check_sampling(
-            "evaluation",
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_response_tokens=self.max_response_tokens,
         )
 
     def sampling(self) -> SamplingConfig:

@@ -19,6 +19,7 @@ import yaml
 
 import slipstream
 from slipstream.config import (
+    Checked,
     ConfigError,
     check_known,
     from_mapping,
@@ -64,7 +65,7 @@ _NO_INFLUENCE = ("name", "placement", "tracking", "tuning", "evaluation", "lossl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Checked):
     """One experiment. Both arms of it share every field."""
 
     name: str
@@ -86,7 +87,7 @@ class Recipe:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     simulator: SimulatorConfig | None = None  # None: the run is not projected from its own measurements
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_sizes(self)
         check_experiment(self.name, "name")
         require_groups(self.tuning, self.grpo.group_size)
@@ -110,30 +111,27 @@ class Recipe:
             # no room for k more: then a rollout would depend on the length of the others.
             spare = max(2 * longest_k - 1, longest_k + 1)
             needed = self.data.max_prompt_tokens + response + spare
-            require(
+            self._require(
                 needed <= self.engine.max_model_len,
                 "engine.max_model_len",
                 f"must hold data.max_prompt_tokens {self.data.max_prompt_tokens} + {section}.max_response_tokens "
                 f"{response} + {spare} for drafts of k {longest_k} = {needed} tokens",
-                self.engine.max_model_len,
                 "raise it, or lower one of the others: where a sequence nears max_model_len, vLLM stops drafting for "
                 "its whole batch, and one that ends there with k+1 tokens in flight crashes the engine",
             )
         longest = self.data.max_prompt_tokens + self.sampling.max_response_tokens
-        require(
+        self._require(
             longest <= self.learner.max_tokens_per_microbatch,
             "learner.max_tokens_per_microbatch",
             f"must hold one whole sequence of {longest} tokens",
-            self.learner.max_tokens_per_microbatch,
         )
 
     def _check_sampling(self) -> None:
         """Rollouts that training can learn from are drawn from the policy's whole distribution."""
-        require(
+        self._require(
             self.sampling.temperature > 0,
             "sampling.temperature",
             "must be > 0 for training",
-            self.sampling.temperature,
             "greedy rollouts of a group are all equal and teach nothing",
         )
         require(
@@ -149,22 +147,20 @@ class Recipe:
         scratch = self.policy.scratch
         if scratch is None:
             return
-        require(
+        self._require(
             self.engine.max_model_len <= scratch.max_position_embeddings,
             "engine.max_model_len",
             f"must be <= policy.scratch.max_position_embeddings {scratch.max_position_embeddings}",
-            self.engine.max_model_len,
         )
         ids, reads_states = self.draft.aux_hidden_state_layer_ids, self.draft.reads("aux_hidden_state_layer_ids")
-        require(
+        self._require(
             not reads_states or ids[-1] < scratch.num_layers,
             "draft.aux_hidden_state_layer_ids",
             f"must be < policy.scratch.num_layers {scratch.num_layers}",
-            ids,
         )
         rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers
         needs_mtp = self.draft.method is DraftMethod.MTP
-        require(layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, layers, "or choose another method")
+        self._require(layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, "or choose another method")
 
     @property
     def layout(self) -> Layout:
@@ -181,50 +177,34 @@ class Recipe:
     def _check_devices(self) -> None:
         """What the accelerators and their number must allow."""
         live = self.tuning.max_live_engines
-        require(
+        self._require(
             self.engine.kv_cache_gib is not None or live * self.engine.gpu_memory_utilization <= _GPU_MEMORY,
             "engine.gpu_memory_utilization",
             f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}",
-            self.engine.gpu_memory_utilization,
             "tuning compares engines that live at once",
         )
-        require(
+        self._require(
             self.engine.kv_cache_gib is None or self.refit.channel not in (Channel.NCCL, Channel.IPC),
             "refit.channel",
             "must do without CUDA: engine.kv_cache_gib is for engines on CPUs",
-            self.refit.channel.value,
             "set auto",
         )
         methods = [self.grpo.optimizer.method, *([self.policy.scratch.optimizer] if self.policy.scratch else [])]
         methods += [self.draft.scratch.optimizer] if self.draft.trains is Training.RESPONSES else []
-        require(
-            OptimizerMethod.MUON not in methods or self.learner.parallel.tensor == 1,
-            "learner.parallel.tensor",
-            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
-            self.learner.parallel.tensor,
-            "it makes whole matrices orthogonal, not their shards: take adamw",
-        )
-        require(
-            OptimizerMethod.MUON not in methods or self.learner.parallel.expert == 1,
-            "learner.parallel.expert",
-            f"must be 1 with the optimizer {OptimizerMethod.MUON.value!r}",
-            self.learner.parallel.expert,
-            "it clips by a norm that misses the experts of other ranks: take adamw",
-        )
-        require(
-            OptimizerMethod.MUON not in methods or not self.learner.distributed_optimizer,
-            "learner.distributed_optimizer",
-            f"must be false with the optimizer {OptimizerMethod.MUON.value!r}",
-            self.learner.distributed_optimizer,
-            "it splits matrices over ranks, which Muon needs whole: take adamw",
-        )
-
+        if OptimizerMethod.MUON in methods:
+            learner, case = self.learner, f"with the optimizer {OptimizerMethod.MUON.value!r}"
+            fix = "it makes whole matrices orthogonal, not their shards: take adamw"
+            self._require(learner.parallel.tensor == 1, "learner.parallel.tensor", f"must be 1 {case}", fix)
+            fix = "it clips by a norm that misses the experts of other ranks: take adamw"
+            self._require(learner.parallel.expert == 1, "learner.parallel.expert", f"must be 1 {case}", fix)
+            fix = "it splits matrices over ranks, which Muon needs whole: take adamw"
+            is_whole = not learner.distributed_optimizer
+            self._require(is_whole, "learner.distributed_optimizer", f"must be false {case}", fix)
         whole = self.learner.parallel.pipeline == 1 and not self.learner.parallel.sequence_parallel
-        require(
+        self._require(
             whole or self.draft.method is not DraftMethod.MTP,
             "learner.parallel",
             "must have pipeline 1 and sequence_parallel false with draft.method mtp",
-            self.learner.parallel,
             "the MTP layer reads whole states, and the embeddings beside them: split by tensor and data",
         )
 
@@ -234,11 +214,10 @@ class Recipe:
             return
         num_ranks = self.learner.parallel.data
         num_rollouts = self.grpo.prompts_per_step * self.grpo.group_size // self.grpo.updates_per_step
-        require(
+        self._require(
             self.draft.online_updates * num_ranks <= num_rollouts,
             "draft.online_updates",
             f"must be at most the {num_rollouts} rollouts of an update / {num_ranks} data-parallel ranks",
-            self.draft.online_updates,
             "each learns from rollouts of its own",
         )
 
@@ -247,47 +226,41 @@ class Recipe:
         if self.loop.is_synchronous:
             return
         mode = self.loop.mode.value
-        require(
+        self._require(
             not self.placement.takes_turns,
             "placement.memory",
             f"must be 'shared' with loop.mode {mode}",
-            self.placement.memory.value,
             "there learner and engines work at the same time: leave it out, or set loop.mode synchronous",
         )
-        require(
+        self._require(
             not self.layout.has_gpus or self.placement.mode is PlacementMode.SPLIT,
             "placement.mode",
             f"must be split with loop.mode {mode}",
-            self.placement.mode.value,
             "learner and engines that share a GPU work in turn: set split, or loop.mode synchronous",
         )
-        require(
+        self._require(
             self.engine.num_engines <= self.grpo.prompts_per_step,
             "engine.num_engines",
             f"must be at most grpo.prompts_per_step {self.grpo.prompts_per_step} with loop.mode {mode}",
-            self.engine.num_engines,
             "a group runs on one engine, and the others would have no work",
         )
-        require(
+        self._require(
             self.grpo.group_size <= self.engine.max_num_seqs,
             "grpo.group_size",
             f"must be at most engine.max_num_seqs {self.engine.max_num_seqs} with loop.mode {mode}",
-            self.grpo.group_size,
             "a group runs on one engine, and whoever waits for room there grows old",
         )
-        require(
+        self._require(
             not self.draft.autopilot.enabled or self.loop.mode is not LoopMode.IN_FLIGHT,
             "draft.autopilot.enabled",
             f"must be false with loop.mode {mode}",
-            self.draft.autopilot.enabled,
             "it weighs one generation against another, and here none ends: set loop.mode one_step_off",
         )
         loss, lag = self.grpo.loss, self.loop.max_off_policy_steps
-        require(
+        self._require(
             lag == 0 or loss.corrects is not Correction.NONE or loss.correction is Correction.NONE,
             "grpo.loss.correction",
             f"must be given with loop.max_off_policy_steps {lag}",
-            loss.correction,
             "rollouts are of older policies than the one that learns: set token or sequence with a cap, "
             "grpo.loss.truncated_importance_sampling, or none in so many words",
         )

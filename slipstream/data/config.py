@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, PositiveInt, Rule, require
 from slipstream.data.synthetic import SyntheticConfig
 
 SYNTHETIC = "synthetic"
@@ -36,36 +37,22 @@ class SourceConfig:
             require(not is_given, f"{name} of data source {self.path}", "must not be set: there is one", value)
 
 
+_ONE_PROBLEM = Rule("must hold {problem} exactly once", lambda text: text.count("{problem}") == 1)
+_SOME = Rule("must name at least one source", bool)
 _SYNTHETIC_SOURCE = (SourceConfig(path=SYNTHETIC),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked, path="data"):
     """The four sets of a run. Training rows also found in a draft or the validation set are dropped and counted."""
 
-    train: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
-    draft_in_domain: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
-    draft_general: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
-    validation: tuple[SourceConfig, ...] = _SYNTHETIC_SOURCE
-    num_validation_problems: int | None = None  # refuse any other number of unique problems; None takes any
-    max_prompt_tokens: int  # longer prompts are dropped and counted
-    instruction: str = "{problem}"  # what the user turn says; `{problem}` stands for the problem
+    train: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    draft_in_domain: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    draft_general: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    validation: Annotated[tuple[SourceConfig, ...], _SOME] = _SYNTHETIC_SOURCE
+    num_validation_problems: PositiveInt | None = None  # refuse any other number of unique problems; None takes any
+    max_prompt_tokens: PositiveInt  # longer prompts are dropped and counted
+    # What the user turn says; `{problem}` stands for the problem.
+    instruction: Annotated[str, _ONE_PROBLEM] = "{problem}"
     seed: int = 0
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("train", "draft_in_domain", "draft_general", "validation"):
-            require(len(getattr(self, name)) > 0, f"data.{name}", "must name at least one source", ())
-        require(self.max_prompt_tokens > 0, "data.max_prompt_tokens", "must be > 0", self.max_prompt_tokens)
-        require(
-            self.num_validation_problems is None or self.num_validation_problems > 0,
-            "data.num_validation_problems",
-            "must be > 0 or null",
-            self.num_validation_problems,
-        )
-        require(
-            self.instruction.count("{problem}") == 1,
-            "data.instruction",
-            "must hold {problem} exactly once",
-            self.instruction,
-        )

@@ -15,16 +15,18 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from slipstream.config import ConfigError, require
+from slipstream.config import Checked, ConfigError, NonNegativeInt, Rule, ge, within
 from slipstream.types import Workload
 
 Split = Literal["train", "draft_in_domain", "draft_general", "validation"]
 Row = dict[str, Any]
 
 MAX_ANSWER = 999
-_MAX_ROWS = 1_000_000
+_SIZE = within("[1, 1000000]", "larger sets come from files")
+_FITS = Rule(f"must be <= {MAX_ANSWER}, the largest answer", lambda number: number <= MAX_ANSWER)
+_RATE = within("[0, 1]")
 _MAX_TRIES = 10_000  # without a problem that fits, or a new one
 _VALIDATION_SHARE = 16  # one problem in so many is kept for validation: the corpus never holds it
 _TEXT = (
@@ -35,7 +37,7 @@ _WORDS = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
+class SyntheticConfig(Checked, path="data.synthetic"):
     """Size and difficulty of the synthetic sets.
 
     The number of terms n of a problem is drawn with chance proportional to `terms_decay` ** n over
@@ -43,59 +45,40 @@ class SyntheticConfig:
     about 55 characters in the mean and 160 at most, a prompt about 20.
     """
 
-    num_train_problems: int = 2000
-    num_copies: int = 2  # rows for each training problem, as the real set repeats its own
-    num_conflicting: int = 8  # training problems that a further row gives another answer
-    num_leaked: int = 2  # validation problems that also stand among the training rows
-    num_draft_rows: int = 1000  # rows of each draft set
-    num_validation_problems: int = 30
-    min_terms: int = 3
-    max_terms: int = 14
-    terms_decay: float = 0.74
-    max_term: int = 99
-    one_digit_rate: float = 0.5  # chance that a term has one digit
-    subtraction_rate: float = 0.0  # chance that a term is subtracted, where the running sum allows it
-    noise_rate: float = 0.1  # chance that a worked step of the corpus is wrong, and the mistake carried on
-    careless_rate: float = 0.0  # chance that a response of the corpus skips the work and boxes the first term
-    general_rate: float = 0.1  # share of the corpus that is general-domain
+    num_train_problems: Annotated[int, _SIZE] = 2000
+    num_copies: Annotated[int, _SIZE] = 2  # rows for each training problem, as the real set repeats its own
+    num_conflicting: NonNegativeInt = 8  # training problems that a further row gives another answer
+    num_leaked: NonNegativeInt = 2  # validation problems that also stand among the training rows
+    num_draft_rows: Annotated[int, _SIZE] = 1000  # rows of each draft set
+    num_validation_problems: Annotated[int, _SIZE] = 30
+    min_terms: Annotated[int, ge(2)] = 3
+    max_terms: Annotated[int, _FITS] = 14
+    terms_decay: Annotated[float, within("(0, 2]")] = 0.74
+    max_term: Annotated[int, within("[10, 99]")] = 99
+    one_digit_rate: Annotated[float, _RATE] = 0.5  # chance that a term has one digit
+    subtraction_rate: Annotated[float, _RATE] = 0.0  # chance that a term is subtracted, where the running sum allows it
+    # Chance that a worked step of the corpus is wrong, and the mistake carried on.
+    noise_rate: Annotated[float, _RATE] = 0.1
+    # Chance that a response of the corpus skips the work and boxes the first term.
+    careless_rate: Annotated[float, _RATE] = 0.0
+    general_rate: Annotated[float, _RATE] = 0.1  # share of the corpus that is general-domain
 
-    def __post_init__(self) -> None:
-        for name in ("num_train_problems", "num_copies", "num_draft_rows", "num_validation_problems"):
-            number: int = getattr(self, name)
-            rule = f"must lie in [1, {_MAX_ROWS}]"
-            require(0 < number <= _MAX_ROWS, f"data.synthetic.{name}", rule, number, "larger sets come from files")
-        for name in ("num_conflicting", "num_leaked"):
-            require(getattr(self, name) >= 0, f"data.synthetic.{name}", "must be >= 0", getattr(self, name))
-        for name in ("one_digit_rate", "subtraction_rate", "noise_rate", "careless_rate", "general_rate"):
-            require(0 <= getattr(self, name) <= 1, f"data.synthetic.{name}", "must lie in [0, 1]", getattr(self, name))
-        require(
+    def _check(self) -> None:
+        self._require(
             self.num_leaked <= self.num_validation_problems,
-            "data.synthetic.num_leaked",
+            "num_leaked",
             f"must be <= num_validation_problems ({self.num_validation_problems})",
-            self.num_leaked,
         )
-        require(
+        self._require(
             self.num_conflicting <= self.num_train_problems,
-            "data.synthetic.num_conflicting",
+            "num_conflicting",
             f"must be <= num_train_problems ({self.num_train_problems})",
-            self.num_conflicting,
         )
-        require(self.min_terms >= 2, "data.synthetic.min_terms", "must be >= 2", self.min_terms)
-        require(
-            self.max_terms >= self.min_terms,
-            "data.synthetic.max_terms",
-            f"must be >= min_terms ({self.min_terms})",
-            self.max_terms,
-        )
-        rule = f"must be <= {MAX_ANSWER}, the largest answer"
-        require(self.max_terms <= MAX_ANSWER, "data.synthetic.max_terms", rule, self.max_terms)
-        require(0 < self.terms_decay <= 2, "data.synthetic.terms_decay", "must lie in (0, 2]", self.terms_decay)
-        require(10 <= self.max_term <= 99, "data.synthetic.max_term", "must lie in [10, 99]", self.max_term)
-        require(
+        self._require(self.max_terms >= self.min_terms, "max_terms", f"must be >= min_terms ({self.min_terms})")
+        self._require(
             self.min_terms * self.max_term <= MAX_ANSWER,
-            "data.synthetic.min_terms",
+            "min_terms",
             f"times max_term must be <= {MAX_ANSWER}, the largest answer",
-            self.min_terms,
             "lower min_terms or max_term",
         )
 

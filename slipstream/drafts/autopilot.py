@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, NonNegativeFloat, ge
 from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep
 
 _NUM_PROBES = 2  # that must agree
@@ -20,19 +21,13 @@ _MAX_BACK_OFF = 8  # times `probe_every_steps`
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutopilotConfig:
+class AutopilotConfig(Checked, path="draft.autopilot"):
     """When the speculative arm stops drafting, and how it finds back."""
 
     enabled: bool = False
-    patience_steps: int = 3  # that must lose
-    probe_every_steps: int = 8  # at first; twice as rarely after each probe, down to an eighth
-    margin: float = 0.05  # a way loses if it costs so much more, as a fraction
-
-    def __post_init__(self) -> None:
-        name = "draft.autopilot"
-        require(self.patience_steps >= _NUM_PROBES, f"{name}.patience_steps", "must be >= 2", self.patience_steps)
-        require(self.probe_every_steps >= 1, f"{name}.probe_every_steps", "must be >= 1", self.probe_every_steps)
-        require(self.margin >= 0, f"{name}.margin", "must be >= 0", self.margin)
+    patience_steps: Annotated[int, ge(_NUM_PROBES)] = 3  # that must lose
+    probe_every_steps: Annotated[int, ge(1)] = 8  # at first; twice as rarely after each probe, down to an eighth
+    margin: NonNegativeFloat = 0.05  # a way loses if it costs so much more, as a fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import (
+    EVEN,
+    Checked,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    ge,
+    gt,
+    require,
+    within,
+)
 from slipstream.drafts.autopilot import AutopilotConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
@@ -36,6 +49,9 @@ LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
 """What each means is in `drafts/losses.py`."""
 
 
+_IS_LOSS = Rule(f"must be one of {', '.join(LOSSES)}", LOSSES.__contains__)
+
+
 class DraftLengthRule(StrEnum):
     """Whether all rollouts of the speculative arm are drafted for with the tuned k, or with one k a running batch.
 
@@ -47,36 +63,31 @@ class DraftLengthRule(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftScratchConfig:
+class DraftScratchConfig(Checked, path="draft.scratch"):
     """A small Qwen3 with random weights that is to propose tokens; vocabulary and positions are the policy's.
 
     Shallow by default: it computes all its layers for each token that it proposes.
     """
 
-    hidden_size: int = 64
-    num_layers: int = 2
+    hidden_size: PositiveInt = 64
+    num_layers: PositiveInt = 2
     num_attention_heads: int = 2
-    num_query_groups: int = 1
-    head_dim: int = 32
-    ffn_hidden_size: int = 192
-    init_std: float = 0.05  # about 0.5 / sqrt(hidden_size)
+    num_query_groups: PositiveInt = 1
+    head_dim: Annotated[int, gt(0), EVEN] = 32
+    ffn_hidden_size: PositiveInt = 192
+    init_std: PositiveFloat = 0.05  # about 0.5 / sqrt(hidden_size)
     optimizer: OptimizerMethod = OptimizerMethod.MUON
 
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_query_groups", "head_dim", "ffn_hidden_size", "init_std"):
-            value: float = getattr(self, name)
-            require(value > 0, f"draft.scratch.{name}", "must be > 0", value)
-        require(
+    def _check(self) -> None:
+        self._require(
             self.num_attention_heads % self.num_query_groups == 0 < self.num_attention_heads,
-            "draft.scratch.num_attention_heads",
+            "num_attention_heads",
             f"must be a multiple of num_query_groups {self.num_query_groups}",
-            self.num_attention_heads,
         )
-        require(self.head_dim % 2 == 0, "draft.scratch.head_dim", "must be even, for RoPE", self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
+class DraftConfig(Checked, path="draft"):
     """What proposes tokens, and its pretraining; `methods.TRAITS` says which fields a method reads.
 
     `aux_hidden_state_layer_ids`: id i is the residual stream after i layers of the policy. They are explicit because
@@ -93,65 +104,48 @@ class DraftConfig:
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
     model: str | None = None  # hub id or path; of `draft_model`, where None trains `scratch`, and of `init: from_hub`
     scratch: DraftScratchConfig = field(default_factory=DraftScratchConfig)
-    prompt_lookup_min: int = 2  # of `ngram`: tokens that must have stood before, at least
+    prompt_lookup_min: Annotated[int, ge(1)] = 2  # of `ngram`: tokens that must have stood before, at least
     prompt_lookup_max: int = 5  # and how many more are matched where they can be
-    suffix_max_tree_depth: int = 24  # of `suffix`: tokens of a match and its draft together
-    suffix_max_cached_requests: int = 10_000  # responses that an engine remembers; 0: the sequence's own tokens alone
-    suffix_max_spec_factor: float = 1.0  # tokens drafted for each token that matched
-    suffix_min_token_prob: float = 0.1  # by the counts of what followed
-    num_prompts: int = 1024
-    samples_per_prompt: int = 1
-    num_heldout_prompts: int = 64
+    suffix_max_tree_depth: Annotated[int, ge(1)] = 24  # of `suffix`: tokens of a match and its draft together
+    # Responses that an engine remembers; 0: the sequence's own tokens alone.
+    suffix_max_cached_requests: NonNegativeInt = 10_000
+    suffix_max_spec_factor: PositiveFloat = 1.0  # tokens drafted for each token that matched
+    suffix_min_token_prob: Annotated[float, within("[0, 1]")] = 0.1  # by the counts of what followed
+    num_prompts: PositiveInt = 1024
+    samples_per_prompt: PositiveInt = 1
+    num_heldout_prompts: PositiveInt = 64
     num_steps: int = 300  # 0 takes the draft of `init: from_hub` as it is
-    vocab_size: int | None = None  # of the tokens that the draft knows: the policy's most frequent ones; None: all
-    tokens_per_step: int = 2048
-    states_cache_gib: float = 4.0  # the policy's hidden states are captured once if they fit, else at each step
-    tokens_per_row: int = 512  # chats are packed into rows; a row's activations are held at once
-    ttt_steps: int = 4
-    ttt_step_loss_decay: float = 1.0
-    loss: str = "kl_div"  # one of LOSSES, see drafts/losses.py
-    loss_chunk_tokens: int = 1024  # tokens whose logits over the vocabulary are held at a time
+    # The draft knows so many tokens, the policy's most frequent ones; null keeps all.
+    vocab_size: Annotated[int | None, gt(0, "null keeps the whole vocabulary")] = None
+    tokens_per_step: PositiveInt = 2048
+    # The policy's hidden states are captured once if they fit, else at each step.
+    states_cache_gib: NonNegativeFloat = 4.0
+    tokens_per_row: PositiveInt = 512  # chats are packed into rows; a row's activations are held at once
+    ttt_steps: PositiveInt = 4
+    ttt_step_loss_decay: Annotated[float, within("(0, 1]")] = 1.0
+    loss: Annotated[str, _IS_LOSS] = "kl_div"  # one of LOSSES, see drafts/losses.py
+    loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits over the vocabulary are held at a time
     online: DraftOnline = DraftOnline.OFF
     online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW  # muon learns from fewer tokens: docs/log.md
-    online_learning_rate: float = 1e-3
-    online_updates: int = 1  # of the draft, beside each update of the policy
-    online_tokens_per_update: int | None = None  # None: `tokens_per_step`
-    online_ttt_steps: int | None = None  # None: `ttt_steps`
-    online_horizon_steps: int = 8  # for which `when_stale` expects a trained draft to keep what it gained
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    clip_grad: float = 1.0
-    checkpoint_every_steps: int = 100
+    online_learning_rate: Annotated[float, within("(0, 1]")] = 1e-3
+    online_updates: PositiveInt = 1  # of the draft, beside each update of the policy
+    online_tokens_per_update: Annotated[int | None, gt(0, "null takes draft.tokens_per_step")] = None
+    online_ttt_steps: Annotated[int | None, gt(0, "null takes draft.ttt_steps")] = None
+    online_horizon_steps: PositiveInt = 8  # for which `when_stale` expects a trained draft to keep what it gained
+    learning_rate: Annotated[float, within("(0, 1]")] = 1e-3
+    warmup_steps: NonNegativeInt = 20
+    clip_grad: PositiveFloat = 1.0
+    checkpoint_every_steps: PositiveInt = 100
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.reads("aux_hidden_state_layer_ids"):
             self._check_layer_ids()
-        self._check_lookup()
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        self._require(longest >= shortest, "prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}")
         self._check_length()
-        for name in (
-            "num_prompts",
-            "samples_per_prompt",
-            "num_heldout_prompts",
-            "tokens_per_step",
-            "ttt_steps",
-            "tokens_per_row",
-            "loss_chunk_tokens",
-            "online_updates",
-            "online_horizon_steps",
-            "clip_grad",
-            "checkpoint_every_steps",
-        ):
-            value: float = getattr(self, name)
-            require(value > 0, f"draft.{name}", "must be > 0", value)
-        require(0 < self.learning_rate <= 1, "draft.learning_rate", "must lie in (0, 1]", self.learning_rate)
-        decay = self.ttt_step_loss_decay
-        require(0 < decay <= 1, "draft.ttt_step_loss_decay", "must lie in (0, 1]", decay)
-        require(self.warmup_steps >= 0, "draft.warmup_steps", "must be >= 0", self.warmup_steps)
         self._check_given()
         self._check_online()
-        require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
-        require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 
     @property
     def is_given(self) -> bool:
@@ -186,68 +180,42 @@ class DraftConfig:
         return name in TRAITS[self.method].fields
 
     def _check_online(self) -> None:
-        rate, passes = self.online_learning_rate, self.online_ttt_steps
-        require(0.0 < rate <= 1.0, "draft.online_learning_rate", "must lie in (0, 1]", rate)
-        fix = "null takes draft.ttt_steps"
-        require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
-        tokens, fix = self.online_tokens_per_update, "null takes draft.tokens_per_step"
-        require(tokens is None or tokens > 0, "draft.online_tokens_per_update", "must be > 0", tokens, fix)
         trains_online = TRAITS[self.method].trains_online
         rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
         is_off = self.online is DraftOnline.OFF
-        require(trains_online or is_off, "draft.online", rule, self.online.value, fix)
+        self._require(trains_online or is_off, "online", rule, fix)
         fits = is_off or self.method is DraftMethod.EAGLE3 or self.online_optimizer is OptimizerMethod.ADAMW
         rule, fix = f"must be adamw with draft.method {self.method.value}", "Muon is for the layer of an EAGLE-3 draft"
-        require(fits, "draft.online_optimizer", rule, self.online_optimizer.value, fix)
+        self._require(fits, "online_optimizer", rule, fix)
 
     def _check_given(self) -> None:
         if self.method is DraftMethod.EAGLE3:
             rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
-            require((self.model is not None) == self.is_given, "draft.model", rule, self.model)
+            self._require((self.model is not None) == self.is_given, "model", rule)
         else:
             fix = "only an EAGLE-3 draft is trained from there on"
-            require(
-                not self.is_given,
-                "draft.init",
-                f"must be another one with draft.method {self.method.value}",
-                self.init.value,
-                fix,
-            )
+            self._require(not self.is_given, "init", f"must be another one with draft.method {self.method.value}", fix)
         if self.is_given:
-            require(self.num_steps >= 0, "draft.num_steps", "must be >= 0", self.num_steps)
+            self._require(self.num_steps >= 0, "num_steps", "must be >= 0")
             rule = f"must be null with draft.init {self.init.value}"
-            require(self.vocab_size is None, "draft.vocab_size", rule, self.vocab_size, "a draft brings its own")
+            self._require(self.vocab_size is None, "vocab_size", rule, "a draft brings its own")
         else:
-            require(self.num_steps > 0, "draft.num_steps", "must be > 0", self.num_steps)
-        size = self.vocab_size
-        require(size is None or size > 0, "draft.vocab_size", "must be > 0", size, "null keeps the whole vocabulary")
+            self._require(self.num_steps > 0, "num_steps", "must be > 0")
 
     def _check_layer_ids(self) -> None:
         ids = self.aux_hidden_state_layer_ids
-        require(
+        self._require(
             len(ids) == 3 and len(set(ids)) == 3,
-            "draft.aux_hidden_state_layer_ids",
+            "aux_hidden_state_layer_ids",
             "must be three different layers",
-            ids,
             "duplicates make vLLM fail with a shape error",
         )
-        require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
+        self._require(list(ids) == sorted(ids) and ids[0] >= 0, "aux_hidden_state_layer_ids", "must rise from 0")
 
     def _check_length(self) -> None:
         fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"
         varies = not TRAITS[self.method].has_one_length
         is_fixed = self.length is DraftLengthRule.FIXED
-        require(varies or is_fixed, "draft.length", f"must be fixed with {self.method.value}", self.length.value, fix)
+        self._require(varies or is_fixed, "length", f"must be fixed with {self.method.value}", fix)
         is_off = not self.autopilot.enabled
         require(varies or is_off, "draft.autopilot.enabled", f"must be false with {self.method.value}", True, fix)
-
-    def _check_lookup(self) -> None:
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        require(shortest >= 1, "draft.prompt_lookup_min", "must be >= 1", shortest)
-        require(longest >= shortest, "draft.prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}", longest)
-        depth, cached = self.suffix_max_tree_depth, self.suffix_max_cached_requests
-        require(depth >= 1, "draft.suffix_max_tree_depth", "must be >= 1", depth)
-        require(cached >= 0, "draft.suffix_max_cached_requests", "must be >= 0", cached)
-        factor, least = self.suffix_max_spec_factor, self.suffix_min_token_prob
-        require(factor > 0, "draft.suffix_max_spec_factor", "must be > 0", factor)
-        require(0 <= least <= 1, "draft.suffix_min_token_prob", "must lie in [0, 1]", least)

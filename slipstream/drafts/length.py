@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, PositiveFloat, Rule, ge, require
 from slipstream.drafts import schedule
 from slipstream.drafts.schedule import SWITCHED_OFF, Round
 from slipstream.engine.acceptance import combine
@@ -49,35 +50,35 @@ class Listener:
 _NOBODY = Listener()
 
 
+def _rises(values: Sequence[int]) -> bool:
+    return list(values) == sorted(set(values))
+
+
+_RISES_FROM_1 = Rule(
+    "must rise from 1, without repeats", lambda sizes: len(sizes) > 0 and _rises(sizes) and sizes[0] > 0
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TuningConfig:
+class TuningConfig(Checked, path="tuning"):
     """What is swept. The running batch of training should be among `batch_sizes`."""
 
     candidate_ks: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
-    batch_sizes: tuple[int, ...] = (16, 64)
-    num_repeats: int = 3  # rounds, of every batch size
-    max_live_engines: int = 2  # how many fit into memory at once; as many as `candidate_ks` compares all k at once
-    num_starting: int = 1  # of them start at once; on a GPU each measures the free memory as it starts
-    min_speedup: float = 1.0  # a k that is not faster than this loses to k=0
-    min_schedule_gain: float = 1.03  # a table by running batch that decodes less than so much faster is none
+    batch_sizes: Annotated[tuple[int, ...], _RISES_FROM_1] = (16, 64)
+    num_repeats: Annotated[int, ge(1)] = 3  # rounds, of every batch size
+    # Engines that fit into memory at once; as many as `candidate_ks` compares all k at once.
+    max_live_engines: Annotated[int, ge(2)] = 2
+    # Engines that start at once; on a GPU each measures the free memory as it starts.
+    num_starting: Annotated[int, ge(1)] = 1
+    min_speedup: PositiveFloat = 1.0  # a k that is not faster than this loses to k=0
+    # A table by running batch that decodes less than so much faster is none.
+    min_schedule_gain: Annotated[float, ge(1)] = 1.03
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         ks = self.candidate_ks
-        require(0 in ks, "tuning.candidate_ks", "must hold 0, the baseline", ks)
-        require(list(ks) == sorted(set(ks)) and ks[0] >= 0, "tuning.candidate_ks", "must rise, without repeats", ks)
-        require(len(ks) > 1, "tuning.candidate_ks", "must hold a k to compare with 0", ks)
-        batches = self.batch_sizes
-        require(
-            len(batches) > 0 and list(batches) == sorted(set(batches)) and batches[0] > 0,
-            "tuning.batch_sizes",
-            "must rise from 1, without repeats",
-            batches,
-        )
-        require(self.num_repeats >= 1, "tuning.num_repeats", "must be >= 1", self.num_repeats)
-        require(self.max_live_engines >= 2, "tuning.max_live_engines", "must be >= 2", self.max_live_engines)
-        require(self.num_starting >= 1, "tuning.num_starting", "must be >= 1", self.num_starting)
-        require(self.min_speedup > 0, "tuning.min_speedup", "must be > 0", self.min_speedup)
-        require(self.min_schedule_gain >= 1, "tuning.min_schedule_gain", "must be >= 1", self.min_schedule_gain)
+        self._require(0 in ks, "candidate_ks", "must hold 0, the baseline")
+        self._require(_rises(ks) and ks[0] >= 0, "candidate_ks", "must rise, without repeats")
+        self._require(len(ks) > 1, "candidate_ks", "must hold a k to compare with 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

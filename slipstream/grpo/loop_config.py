@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slipstream.config import require
+from slipstream.config import Checked, NonNegativeInt
 from slipstream.types import LoopMode
 
 
@@ -27,29 +27,26 @@ class TooOld(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Checked, path="loop"):
     """Which loop trains, and by how many steps at most rollouts may lag behind the weights that learn from them."""
 
     mode: LoopMode = LoopMode.SYNCHRONOUS
-    max_off_policy_steps: int = 0
+    max_off_policy_steps: NonNegativeInt = 0
     kv_cache: KvCache = KvCache.RECOMPUTE
     too_old: TooOld = TooOld.FINISH
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         lag = self.max_off_policy_steps
-        require(lag >= 0, "loop.max_off_policy_steps", "must be >= 0", lag)
-        require(
+        self._require(
             lag == 0 or self.mode is not LoopMode.SYNCHRONOUS,
-            "loop.max_off_policy_steps",
+            "max_off_policy_steps",
             f"must be 0 with loop.mode {LoopMode.SYNCHRONOUS.value}",
-            lag,
             f"set loop.mode {LoopMode.ONE_STEP_OFF.value} or {LoopMode.IN_FLIGHT.value}",
         )
-        require(
+        self._require(
             lag >= 1 or self.mode is not LoopMode.IN_FLIGHT,
-            "loop.max_off_policy_steps",
+            "max_off_policy_steps",
             f"must be >= 1 with loop.mode {LoopMode.IN_FLIGHT.value}",
-            lag,
             "engines that run on while the policy learns are behind it",
         )
 

@@ -10,9 +10,20 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 import slipstream
-from slipstream.config import ConfigError, from_mapping, read_mapping, require, require_sizes
+from slipstream.config import (
+    Checked,
+    ConfigError,
+    NonNegativeInt,
+    Rule,
+    from_mapping,
+    ge,
+    read_mapping,
+    require,
+    require_sizes,
+)
 
 CLUSTERS = Path(slipstream.__file__).resolve().parents[1] / "configs" / "clusters"
 NODE_VARIABLE = "SLIPSTREAM_NODE"
@@ -22,8 +33,15 @@ CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
 """Environment variable that names the profile: at registration, and then in every pod."""
 LOCAL = "local"
 
+
+def _is_below_root(path: str) -> bool:
+    return PurePosixPath(path).is_absolute() and path != "/"
+
+
 _ADDRESS = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
+_RULE = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
+Name = Annotated[str, Rule(_RULE, lambda name: _NAME.fullmatch(name) is not None)]
 
 
 class Architecture(StrEnum):
@@ -40,63 +58,53 @@ class Scheduler(StrEnum):
     VOLCANO = "volcano"
 
 
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Toleration:
+class Toleration(Checked, path="tolerations"):
     """A taint of the nodes that pods may ignore."""
 
     key: str
     value: str | None = None  # None: any value
-    effect: str = "NoSchedule"
-
-    def __post_init__(self) -> None:
-        known = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-        require(self.effect in known, "tolerations.effect", f"must be one of {', '.join(known)}", self.effect)
+    effect: Annotated[str, Rule(f"must be one of {', '.join(_EFFECTS)}", _EFFECTS.__contains__)] = "NoSchedule"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PodSize:
+class PodSize(Checked):
     """What one pod asks for; requests and limits are the same."""
 
-    cpus: int
-    memory_gib: int
-    ephemeral_storage_gib: int = 20  # the pod's own disk: downloads, /tmp, Ray's logs
-    shared_memory_gib: int = 0  # of `memory_gib`, as /dev/shm; 0: Kubernetes' 64 MiB
+    cpus: Annotated[int, ge(1)]
+    memory_gib: Annotated[int, ge(1)]
+    ephemeral_storage_gib: Annotated[int, ge(1)] = 20  # the pod's own disk: downloads, /tmp, Ray's logs
+    shared_memory_gib: NonNegativeInt = 0  # of `memory_gib`, as /dev/shm; 0: Kubernetes' 64 MiB
 
-    def __post_init__(self) -> None:
-        for name in ("cpus", "memory_gib", "ephemeral_storage_gib"):
-            value: int = getattr(self, name)
-            require(value >= 1, name, "must be >= 1", value)
-        require(self.shared_memory_gib >= 0, "shared_memory_gib", "must be >= 0", self.shared_memory_gib)
-        require(
+    def _check(self) -> None:
+        self._require(
             self.shared_memory_gib < self.memory_gib,
             "shared_memory_gib",
             f"must be < memory_gib {self.memory_gib}, of which it is a part",
-            self.shared_memory_gib,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuNodes:
+class GpuNodes(Checked, path="gpu"):
     """The nodes with GPUs that each task with GPUs takes, all of them."""
 
-    nodes: int
-    gpus_per_node: int
+    nodes: Annotated[int, ge(1)]
+    gpus_per_node: Annotated[int, ge(1, "leave gpu out")]
     product: str  # label nvidia.com/gpu.product, as the GPU operator's feature discovery writes it
     architecture: Architecture
     pod: PodSize  # one pod a node
     clique_label: str | None = None  # nodes with one value of this label share NVLink; None: any nodes will do
-    channel_claim_template: str | None = None  # that the ComputeDomain makes: deploy/base/compute_domain.yaml
+    channel_claim_template: Name | None = None  # that the ComputeDomain makes: deploy/base/compute_domain.yaml
     rdma_resources: dict[str, int] = field(default_factory=dict)  # extended resource -> how many a pod
 
-    def __post_init__(self) -> None:
-        require(self.nodes >= 1, "gpu.nodes", "must be >= 1", self.nodes)
-        require(self.gpus_per_node >= 1, "gpu.gpus_per_node", "must be >= 1", self.gpus_per_node, "leave gpu out")
-        _check_name("gpu.channel_claim_template", self.channel_claim_template)
-        require(
+    def _check(self) -> None:
+        self._require(
             self.pod.shared_memory_gib > 0,
-            "gpu.pod.shared_memory_gib",
+            "pod.shared_memory_gib",
             "must be >= 1",
-            self.pod.shared_memory_gib,
             "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself",
         )
         for name, count in self.rdma_resources.items():
@@ -107,59 +115,48 @@ class GpuNodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedStorage:
+class SharedStorage(Checked, path="storage"):
     """A volume that every pod mounts: checkpoints, the store of drafts and policies, the tracking spool."""
 
-    claim: str
-    mount_path: str
-    group: int = 1000  # of the files: fsGroup of every pod
-
-    def __post_init__(self) -> None:
-        _check_name("storage.claim", self.claim)
-        require(self.group >= 0, "storage.group", "must be >= 0", self.group)
-        is_absolute = PurePosixPath(self.mount_path).is_absolute() and self.mount_path != "/"
-        require(is_absolute, "storage.mount_path", "must be an absolute path below /", self.mount_path)
+    claim: Name
+    mount_path: Annotated[str, Rule("must be an absolute path below /", _is_below_root)]
+    group: NonNegativeInt = 1000  # of the files: fsGroup of every pod
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class Queue(Checked, path="queue"):
     """Where Ray clusters wait until all of their pods fit."""
 
     scheduler: Scheduler
-    name: str
+    name: Name
     knows_topology: bool = False  # Kueue's topology-aware scheduling has gpu.clique_label as a level
 
-    def __post_init__(self) -> None:
-        _check_name("queue.name", self.name)
+    def _check(self) -> None:
         is_kueue = self.scheduler is Scheduler.KUEUE
         require(is_kueue or not self.knows_topology, "queue.knows_topology", "must be false with volcano", True)
 
 
+_IS_SERVER = Rule(
+    "must be http:// or https://", lambda uri: uri.startswith(("http://", "https://")), "pods share no SQLite file"
+)
+_STORES = ("s3://", "gs://", "abfs://")
+_IS_STORE = Rule(f"must start with one of {', '.join(_STORES)}", lambda prefix: prefix.startswith(_STORES))
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrackingService:
+class TrackingService(Checked, path="tracking"):
     """An MLflow server inside or outside the cluster."""
 
-    uri: str
-    secret: str | None = None  # its keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD
-
-    def __post_init__(self) -> None:
-        is_server = self.uri.startswith(("http://", "https://"))
-        require(is_server, "tracking.uri", "must be http:// or https://", self.uri, "pods share no SQLite file")
-        _check_name("tracking.secret", self.secret)
+    uri: Annotated[str, _IS_SERVER]
+    secret: Name | None = None  # its keys become variables: MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectStore:
+class ObjectStore(Checked, path="object_store"):
     """Where Flyte keeps what tasks hand on."""
 
-    prefix: str
-    secret: str | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
-
-    def __post_init__(self) -> None:
-        known = ("s3://", "gs://", "abfs://")
-        rule = f"must start with one of {', '.join(known)}"
-        require(self.prefix.startswith(known), "object_store.prefix", rule, self.prefix)
-        _check_name("object_store.secret", self.secret)
+    prefix: Annotated[str, _IS_STORE]
+    secret: Name | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +175,7 @@ class Schedules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterProfile:
+class ClusterProfile(Checked):
     """One cluster. Without `storage` it is the machine that the workflow is started on, and nothing else."""
 
     name: str
@@ -194,21 +191,19 @@ class ClusterProfile:
     tracking: TrackingService | None = None
     object_store: ObjectStore | None = None
     upload_weights: bool = False  # tasks hand them on through the object store too, for roots that are not shared
-    service_account: str | None = None
-    ray_token_secret: str | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
-    parallel_parts: int = 1  # of an ablation that run at once; each takes all GPU nodes, so more need more than these
+    service_account: Name | None = None
+    ray_token_secret: Name | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
+    # Parts of an ablation that run at once; each takes all GPU nodes, so more need more than these.
+    parallel_parts: Annotated[int, ge(1)] = 1
     schedules: Schedules = field(default_factory=Schedules)
 
-    def __post_init__(self) -> None:
-        _check_name("service_account", self.service_account)
-        _check_name("ray_token_secret", self.ray_token_secret)
-        require(self.parallel_parts >= 1, "parallel_parts", "must be >= 1", self.parallel_parts)
+    def _check(self) -> None:
         if self.storage is None:
             self._check_local()
             return
         root, mount = PurePosixPath(self.run_root), PurePosixPath(self.storage.mount_path)
         rule = f"must lie below storage.mount_path {mount}"
-        require(root.is_relative_to(mount), "run_root", rule, self.run_root, "pods share nothing else")
+        self._require(root.is_relative_to(mount), "run_root", rule, "pods share nothing else")
         if self.gpu is not None:
             require(self.head is not None, "head", "is required with gpu", None, "Ray's head runs the task's process")
             fix = "name a secret with the key auth_token: without it anybody in the network may run code"
@@ -253,8 +248,3 @@ def read_profile(name: str) -> ClusterProfile:
 def active_profile() -> ClusterProfile:
     """The profile that SLIPSTREAM_CLUSTER names, by default `local`."""
     return read_profile(os.environ.get(CLUSTER_VARIABLE) or LOCAL)
-
-
-def _check_name(name: str, value: str | None) -> None:
-    rule = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
-    require(value is None or bool(_NAME.fullmatch(value)), name, rule, value)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, PositiveFloat, ge
 
 
 class RefitError(RuntimeError):
@@ -27,7 +28,7 @@ class Channel(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefitConfig:
+class RefitConfig(Checked, path="refit"):
     """How weights travel, and how many of the tensors each refit compares.
 
     Versions, cache resets and the digest of the bytes are checked every time. Where the channel takes no digest, every
@@ -35,16 +36,12 @@ class RefitConfig:
     """
 
     channel: Channel = Channel.AUTO
-    bucket_mib: float = 256.0  # of weights that are on their way at once; two buckets a process are held
-    timeout_s: float = 600.0  # of one transfer: an engine that takes longer counts as dead
-    check_every_steps: int = 1  # each tensor, whole layers in turn; the first refit compares all of them
-    max_probe_difference: float = 0.1  # nats a token, where an engine hides its tensors and only its logprobs show
-
-    def __post_init__(self) -> None:
-        require(self.bucket_mib > 0, "refit.bucket_mib", "must be > 0", self.bucket_mib)
-        require(self.timeout_s > 0, "refit.timeout_s", "must be > 0", self.timeout_s)
-        require(self.check_every_steps >= 1, "refit.check_every_steps", "must be >= 1", self.check_every_steps)
-        require(self.max_probe_difference > 0, "refit.max_probe_difference", "must be > 0", self.max_probe_difference)
+    bucket_mib: PositiveFloat = 256.0  # of weights that are on their way at once; two buckets a process are held
+    timeout_s: PositiveFloat = 600.0  # of one transfer: an engine that takes longer counts as dead
+    # Every tensor is compared once in so many steps, whole layers in turn; the first refit compares all of them.
+    check_every_steps: Annotated[int, ge(1)] = 1
+    # In nats a token, where an engine hides its tensors and only its logprobs show.
+    max_probe_difference: PositiveFloat = 0.1
 
     @property
     def bucket_bytes(self) -> int:

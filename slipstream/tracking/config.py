@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import unquote
 
-from slipstream.config import require
+from slipstream.config import Checked, Fraction, NonNegativeFloat, PositiveFloat, ge, require
 
 KEY_TAG = "slipstream.key"
 """Tag of every run: what it is found by."""
@@ -35,48 +36,42 @@ _MAX_TAG_CHARACTERS = 8000
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriftConfig:
+class DriftConfig(Checked, path="tracking.drift"):
     """With how many earlier executions the results of one are compared, and what follows if they drifted."""
 
     num_executions: int = 20  # the last ones that are comparable
-    min_executions: int = 5  # fewer are too few to say
-    false_alarm_rate: float = 0.05  # of an execution in which nothing drifted, over all its results together
-    min_change: float = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
+    min_executions: Annotated[int, ge(3)] = 5  # fewer are too few to say
+    false_alarm_rate: Fraction = 0.05  # of an execution in which nothing drifted, over all its results together
+    min_change: NonNegativeFloat = 0.01  # a smaller one is none: of the mean, or absolute for rewards and accuracies
     fail: bool = False  # fail the execution after everything is written, so that Flyte notifies of it
 
-    def __post_init__(self) -> None:
-        name = "tracking.drift"
-        require(self.min_executions >= 3, f"{name}.min_executions", "must be >= 3", self.min_executions)
+    def _check(self) -> None:
+        name = self._path
         require(
             self.num_executions >= self.min_executions,
             f"{name}.num_executions",
             f"must be >= {name}.min_executions {self.min_executions}",
             self.num_executions,
         )
-        rate = self.false_alarm_rate
-        require(0 < rate < 1, f"{name}.false_alarm_rate", "must lie between 0 and 1", rate)
-        require(self.min_change >= 0, f"{name}.min_change", "must be >= 0", self.min_change)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
+class TrackingConfig(Checked, path="tracking"):
     """The tracking server and how patiently it is asked."""
 
     uri: str | None = None  # None: SQLite under the run root, artifacts beside it
     experiment: str | None = None  # None: the recipe's name
-    replay_every_s: float = 5.0
-    request_timeout_s: int = 10
-    close_wait_s: float = 30.0  # how long `close` waits for the last points to arrive before it leaves them spooled
+    replay_every_s: PositiveFloat = 5.0
+    request_timeout_s: Annotated[int, ge(1)] = 10
+    # How long `close` waits for the last points to arrive before it leaves them spooled.
+    close_wait_s: NonNegativeFloat = 30.0
     drift: DriftConfig = field(default_factory=DriftConfig)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.uri is not None:
             check_uri(self.uri, "tracking.uri")
         if self.experiment is not None:
             check_experiment(self.experiment, "tracking.experiment")
-        require(self.replay_every_s > 0, "tracking.replay_every_s", "must be > 0", self.replay_every_s)
-        require(self.request_timeout_s >= 1, "tracking.request_timeout_s", "must be >= 1", self.request_timeout_s)
-        require(self.close_wait_s >= 0, "tracking.close_wait_s", "must be >= 0", self.close_wait_s)
 
 
 def store_uri(config: TrackingConfig, root: Path) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 
-from slipstream.config import require
+from slipstream.config import Checked, NonNegativeFloat, Rule, ge, require
 from slipstream.simulator.cost import Array
 
 _BISECTIONS = 60
@@ -18,17 +19,12 @@ _LEVELS = (np.arange(512) + 0.5) / 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lengths:
+class Lengths(Checked, path="lengths"):
     """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
 
-    median: float
-    log_sd: float
-    max_tokens: float
-
-    def __post_init__(self) -> None:
-        require(self.median > 0, "lengths.median", "must be > 0 tokens", self.median)
-        require(self.log_sd >= 0, "lengths.log_sd", "must be >= 0", self.log_sd)
-        require(self.max_tokens >= 1, "lengths.max_tokens", "must be >= 1", self.max_tokens)
+    median: Annotated[float, Rule("must be > 0 tokens", lambda tokens: tokens > 0)]
+    log_sd: NonNegativeFloat
+    max_tokens: Annotated[float, ge(1)]
 
     def at(self, levels: Array) -> Array:
         """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 
-from slipstream.config import from_mapping, require
+from slipstream.config import Checked, PositiveFloat, from_mapping, require
 from slipstream.simulator.cost.data_files import section
 
 
@@ -43,16 +43,12 @@ IDEAL = CostParameters(**{name: 1.0 if name.endswith("_efficiency") else 0.0 for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prior:
+class Prior(Checked, path="prior"):
     """A log-normal belief."""
 
-    median: float
-    log_sd: float
+    median: PositiveFloat
+    log_sd: PositiveFloat
     source: str
-
-    def __post_init__(self) -> None:
-        require(self.median > 0, "prior.median", "must be > 0", self.median)
-        require(self.log_sd > 0, "prior.log_sd", "must be > 0", self.log_sd)
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, ge, require, within
 from slipstream.simulator.cost.data_files import load
 from slipstream.simulator.cost.hardware import BYTES, Hardware, Precision, load_hardware
 from slipstream.simulator.cost.lengths import Lengths, lengths_with_mean
@@ -15,7 +16,7 @@ _NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Setting(Checked, path="setting"):
     """One layout. Tokens are counted without the prompt unless the name says so."""
 
     model: str
@@ -24,9 +25,9 @@ class Setting:
     learner_precision: Precision
     num_gpus: int
     gpus_per_engine: int
-    memory_share: float  # of an engine's memory that weights and key-value cache may take
+    memory_share: Annotated[float, within("(0, 1]")]  # of an engine's memory that weights and key-value cache may take
     num_rollouts: int
-    group_size: int
+    group_size: Annotated[int, ge(1)]
     slots: Slots
     prompt_tokens: int
     max_response_tokens: int
@@ -36,16 +37,14 @@ class Setting:
     packed: bool  # the learner's sequences; else each is padded to the longest allowed
     sources: dict[str, str]
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
         require(not missing, "setting.sources", "must name a source of every figure", missing)
         rule = f"must be >= gpus_per_engine {self.gpus_per_engine}"
-        require(self.num_gpus >= self.gpus_per_engine, "setting.num_gpus", rule, self.num_gpus)
-        require(self.group_size >= 1, "setting.group_size", "must be >= 1", self.group_size)
-        require(0 < self.memory_share <= 1, "setting.memory_share", "must lie in (0, 1]", self.memory_share)
+        self._require(self.num_gpus >= self.gpus_per_engine, "num_gpus", rule)
         needed, memory = self.model_shape.total_parameters * BYTES[self.precision], self.accelerator.memory_bytes
         rule = f"must hold {needed / 1e9:.0f} GB of weights at {memory / 1e9:.0f} GB a GPU"
-        require(needed <= self.gpus_per_engine * memory, "setting.gpus_per_engine", rule, self.gpus_per_engine)
+        self._require(needed <= self.gpus_per_engine * memory, "gpus_per_engine", rule)
 
     @property
     def model_shape(self) -> ModelShape:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from slipstream.config import require, require_sizes
+from slipstream.config import (
+    Checked,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Rule,
+    ge,
+    require_sizes,
+)
 from slipstream.simulator.cost.hardware import BYTES, Precision, load_hardware
 from slipstream.simulator.cost.models import load_model
 from slipstream.simulator.cost.rollout import RolloutShape
@@ -15,25 +24,26 @@ from slipstream.simulator.fit.paper import PAPER_SETTING
 PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200
 _LARGE_SETTING = "paper-235b"
 _MAX_ROLLOUTS = 1_000_000
+_SIMULATED = Rule(
+    f"must be at most {_MAX_ROLLOUTS}, each of which is simulated", lambda number: number <= _MAX_ROLLOUTS
+)
 _GENERATION_FRACTION = 0.75  # arXiv 2604.26779 has 12 of 16 nodes
 _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scenario:
+class Scenario(Checked):
     """What to project. `acceptance_length` counts the bonus token; `lag` 0 is a synchronous, colocated step."""
 
     setting: Setting
     mean_tokens: float
     k: int
     acceptance_length: float
-    lag: int = 0
-    generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, when lag >= 1
+    lag: NonNegativeInt = 0
+    generation_fraction: Fraction = _GENERATION_FRACTION  # of the GPUs, when lag >= 1
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         check_length(self.k, self.acceptance_length)
-        require(self.lag >= 0, "lag", "must be >= 0", self.lag)
-        require(0 < self.generation_fraction < 1, "generation_fraction", "must lie in (0, 1)", self.generation_fraction)
 
     @property
     def generation_gpus(self) -> int:
@@ -54,27 +64,21 @@ class Scenario:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProjectionRequest:
+class ProjectionRequest(Checked):
     """What a user asks for. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
 
     model: str
     hardware: str = "gb200"
-    num_gpus: int
+    num_gpus: Annotated[int, ge(1)]
     k: int
     acceptance_length: float
     lag: int = 0  # 0: synchronous and colocated
     generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, with a lag
-    gpus_per_engine: int = 0
-    num_rollouts: int = 0
-    mean_tokens: float = 0.0
+    gpus_per_engine: NonNegativeInt = 0
+    num_rollouts: Annotated[int, ge(0), _SIMULATED] = 0
+    mean_tokens: NonNegativeFloat = 0.0
 
-    def __post_init__(self) -> None:
-        require(self.num_gpus >= 1, "num_gpus", "must be >= 1", self.num_gpus)
-        require(self.gpus_per_engine >= 0, "gpus_per_engine", "must be >= 0", self.gpus_per_engine)
-        require(self.num_rollouts >= 0, "num_rollouts", "must be >= 0", self.num_rollouts)
-        require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
-        rule = f"must be at most {_MAX_ROLLOUTS}, each of which is simulated"
-        require(self.num_rollouts <= _MAX_ROLLOUTS, "num_rollouts", rule, self.num_rollouts)
+    def _check(self) -> None:
         require_sizes(self)
 
     def scenario(self) -> Scenario:
@@ -88,7 +92,7 @@ class ProjectionRequest:
         known = (self.model, self.hardware) == (base.model, base.hardware)
         fitting = base.gpus_per_engine if known else _fitting_gpus(self.model, self.hardware, base.precision)
         engine = self.gpus_per_engine or fitting
-        require(self.num_gpus >= engine, "num_gpus", f"must hold an engine of {engine} GPUs", self.num_gpus)
+        self._require(self.num_gpus >= engine, "num_gpus", f"must hold an engine of {engine} GPUs")
         setting = replace(
             base,
             model=self.model,
@@ -105,11 +109,10 @@ class ProjectionRequest:
             lag=self.lag,
             generation_fraction=self.generation_fraction,
         )
-        require(
+        self._require(
             self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
             "generation_fraction",
             f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training",
-            self.generation_fraction,
         )
         return scenario
 

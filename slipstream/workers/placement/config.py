@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
-from slipstream.config import require
+from slipstream.config import Checked, NonNegativeInt, PositiveFloat, ge, require
 from slipstream.learner.config import ParallelConfig
 
 
@@ -25,52 +26,45 @@ class MemoryUse(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Checked, path="placement"):
     """Nodes and GPUs of a run; how they are divided stands in `learner.parallel` and in `engine`.
 
     Without GPUs (`gpus_per_node` 0) every process runs on the one host, as Ray puts it. A cluster may have more nodes,
     and more GPUs on a node, than a run takes.
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 0
+    nodes: Annotated[int, ge(1)] = 1
+    gpus_per_node: NonNegativeInt = 0
     mode: PlacementMode = PlacementMode.COLOCATED
     generation_nodes: int = 0  # split only, as is the next
     training_nodes: int = 0
     memory: MemoryUse = MemoryUse.SHARED
-    start_timeout_s: float = 900.0  # for nodes to join and GPUs to be free
+    start_timeout_s: PositiveFloat = 900.0  # for nodes to join and GPUs to be free
     logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
 
-    def __post_init__(self) -> None:
-        require(self.nodes >= 1, "placement.nodes", "must be >= 1", self.nodes)
-        require(self.gpus_per_node >= 0, "placement.gpus_per_node", "must be >= 0", self.gpus_per_node)
-        require(self.start_timeout_s > 0, "placement.start_timeout_s", "must be > 0", self.start_timeout_s)
-        require(
+    def _check(self) -> None:
+        self._require(
             self.gpus_per_node > 0 or (self.nodes == 1 and self.mode is PlacementMode.COLOCATED),
-            "placement.gpus_per_node",
+            "gpus_per_node",
             "must be >= 1 with several nodes or mode 'split'",
-            self.gpus_per_node,
             "without GPUs a run lies on one node",
         )
-        require(
+        self._require(
             not self.takes_turns or self.gpus_per_node > 0,
-            "placement.memory",
+            "memory",
             "must be 'shared' without GPUs",
-            self.memory.value,
             "set placement.gpus_per_node, or leave it out",
         )
-        require(
+        self._require(
             not self.takes_turns or self.mode is PlacementMode.COLOCATED,
-            "placement.memory",
+            "memory",
             "must be 'shared' with mode 'split'",
-            self.memory.value,
             "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
         )
-        require(
+        self._require(
             not self.logical_gpus or self.gpus_per_node > 0,
-            "placement.logical_gpus",
+            "logical_gpus",
             "must be false without GPUs",
-            self.logical_gpus,
             "set placement.gpus_per_node, or leave it out",
         )
         if self.mode is PlacementMode.SPLIT:
@@ -91,7 +85,7 @@ class PlacementConfig:
             require(value >= 1, f"placement.{name}", "must be >= 1 with mode 'split'", value)
         both = self.generation_nodes + self.training_nodes
         rule = f"must be generation_nodes {self.generation_nodes} + training_nodes {self.training_nodes}"
-        require(both == self.nodes, "placement.nodes", rule, self.nodes)
+        self._require(both == self.nodes, "nodes", rule)
 
     @property
     def num_learner_nodes(self) -> int:

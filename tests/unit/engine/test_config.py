@@ -17,7 +17,10 @@ Engine = partial(EngineConfig, max_model_len=1, max_num_seqs=1)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "sampling.temperature must be 0 or >= 0.01, got -0.1"),
+        (
+            {"temperature": -0.1},
+            "sampling.temperature must be 0 or >= 0.01, got -0.1; vLLM samples at 0.01 instead of anything between",
+        ),
         (
             {"temperature": 0.009},
             "sampling.temperature must be 0 or >= 0.01, got 0.009; vLLM samples at 0.01 instead of anything between",

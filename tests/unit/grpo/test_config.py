@@ -42,15 +42,15 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
         ),
         (
             {"truncated_importance_sampling": 2.0, "mask_band": (1.0, 2.0)},
-            "grpo.loss.mask_band must be two ratios around 1, got (1.0, 2.0)",
+            "grpo.loss.mask_band must be two ratios around 1 or null, got (1.0, 2.0)",
         ),
         (
             {"truncated_importance_sampling": 2.0, "mask_band": (0.5, 1.0)},
-            "grpo.loss.mask_band must be two ratios around 1, got (0.5, 1.0)",
+            "grpo.loss.mask_band must be two ratios around 1 or null, got (0.5, 1.0)",
         ),
         (
             {"truncated_importance_sampling": 2.0, "mask_band": (0.5,)},
-            "grpo.loss.mask_band must be two ratios around 1, got (0.5,)",
+            "grpo.loss.mask_band must be two ratios around 1 or null, got (0.5,)",
         ),
     ],
 )

@@ -58,8 +58,8 @@ def test_tracking_outside_its_bounds_is_refused(
             {"num_executions": 4},
             "tracking.drift.num_executions must be >= tracking.drift.min_executions 5, got 4",
         ),
-        ({"false_alarm_rate": 0.0}, "tracking.drift.false_alarm_rate must lie between 0 and 1, got 0.0"),
-        ({"false_alarm_rate": 1.0}, "tracking.drift.false_alarm_rate must lie between 0 and 1, got 1.0"),
+        ({"false_alarm_rate": 0.0}, "tracking.drift.false_alarm_rate must lie in (0, 1), got 0.0"),
+        ({"false_alarm_rate": 1.0}, "tracking.drift.false_alarm_rate must lie in (0, 1), got 1.0"),
         ({"min_change": -0.1}, "tracking.drift.min_change must be >= 0, got -0.1"),
     ],
 )
