@@ -7,14 +7,12 @@
 Importing this package costs nothing: MLflow (4-8 s) is imported by the first `Tracker.open` or `replay`.
 """
 
-from slipstream.tracking.artifacts import fetch_artifact
 from slipstream.tracking.config import ABLATION, EXECUTION, KIND_TAG, PART, DriftConfig, TrackingConfig, store_uri
-from slipstream.tracking.ending import end_open_runs, has_ended, unsent
-from slipstream.tracking.executions import Execution, experiment_names, read_executions
-from slipstream.tracking.replay import ReplayResult, TrackingError, replay, replay_command
-from slipstream.tracking.spent import GPUS_TAG, Spent, spent
-from slipstream.tracking.tracker import RunStatus, Tracker, spool_directory
-from slipstream.tracking.views import view_addresses
+from slipstream.tracking.executions import Execution, experiment_names, fetch_artifact, read_executions
+from slipstream.tracking.mlflow_store import TrackingError, view_addresses
+from slipstream.tracking.replay import ReplayResult, replay, replay_command, unsent
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, Spent, end_open_runs, has_ended, spent, spool_directory
+from slipstream.tracking.tracker import Tracker
 
 __all__ = [
     "ABLATION",

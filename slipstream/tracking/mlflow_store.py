@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import json
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slipstream.tracking.config import KEY_TAG, is_sqlite, sqlite_path, sqlite_uri
+from slipstream.tracking.config import EXECUTION, KEY_TAG, KIND_TAG, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.tracking.spool import RunHeader
-from slipstream.tracking.views import experiment_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
 
+_PAGE = 1000
 _MAX_METRICS_A_BATCH = 1000
 _MAX_FIELDS_A_BATCH = 100
 _MAX_CHARACTERS_A_BATCH = 80_000  # a server takes 1 MB of JSON, in which one character can be 12 bytes
+
+
+# Views of an experiment in MLflow's own interface: which runs its table shows, and with which columns. The table shows
+# neither metrics nor parameters by itself. MLflow keeps shared views as tags of the experiment, named
+# `mlflow.sharedViewState.<key>`, and opens one at `#/experiments/<id>/runs?viewStateShareKey=<key>`.
+# Source: mlflow 3.17, `useSharedExperimentViewState` of its interface.
+EXECUTIONS_VIEW = "executions"
+ARMS_VIEW = "arms"
+
+_EXECUTION_COLUMNS = (
+    "result/generation_speedup",
+    "result/step_speedup",
+    "result/reward_autoregressive",
+    "result/reward_speculative",
+    "result/reward_difference",
+    "result/mean_acceptance_length",
+    "result/lossless",
+    "result/hours",
+)
+_ARM_COLUMNS = ("mean/generation_s", "mean/step_s", "mean/reward", "mean/mean_acceptance_length")
 
 
 class TrackingError(RuntimeError):
@@ -113,14 +135,25 @@ class MlflowStore:
         with _translated(self.uri):
             self._client.log_artifact(run_id, str(path), folder or None)
 
+    def experiments(self) -> dict[str, str]:
+        """Name of each experiment by its id."""
+        with _translated(self.uri):
+            return {each.experiment_id: each.name for each in _pages(self._client.search_experiments)}
+
+    def executions(self, experiment_ids: Sequence[str]) -> list[Run]:
+        """Runs of whole executions in these experiments; about 40 times as many runs of tasks lie beside them."""
+        search = partial(self._client.search_runs, experiment_ids, f"tags.`{KIND_TAG}` = '{EXECUTION}'")
+        with _translated(self.uri):
+            return list(_pages(search))
+
     def fetch_artifact(self, key: str, name: str, directory: Path) -> Path:
         """Download the artifact `name` of the run with `key` into `directory`; its path there.
 
         Raises:
             TrackingError: no run of the server has that key, or the run has no such artifact.
         """
+        experiments = list(self.experiments())
         with _translated(self.uri):
-            experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
             runs = self._client.search_runs(experiments, filter_string=f"tags.`{KEY_TAG}` = '{key}'")
             if not runs:
                 raise TrackingError(f"tracking server {self.uri}: no run has the key {key!r}")
@@ -215,6 +248,43 @@ class MlflowStore:
         self._send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
 
 
+def view_addresses(server: str, experiment_id: str) -> dict[str, str]:
+    """Where a browser finds each view on the server."""
+    return {view: f"{server.rstrip('/')}/{_route(experiment_id, view)}" for view in (EXECUTIONS_VIEW, ARMS_VIEW)}
+
+
+def experiment_tags(experiment_id: str) -> dict[str, str]:
+    """What an experiment needs to be read in MLflow's interface: its two views, and a description that links them."""
+    executions, arms = (_route(experiment_id, view) for view in (EXECUTIONS_VIEW, ARMS_VIEW))
+    return {
+        "mlflow.experimentKind": "custom_model_development",
+        "mlflow.note.content": (
+            f"Each execution is a run with the runs of its tasks below it. [Executions side by side]({executions}): "
+            f"speedups, rewards, cost. [Arms side by side]({arms}): one run an arm, for curves over steps."
+        ),
+        f"mlflow.sharedViewState.{EXECUTIONS_VIEW}": _view(
+            f"tags.`{KIND_TAG}` = '{EXECUTION}'", _EXECUTION_COLUMNS, params=("workload", "draft.method", "grpo.seed")
+        ),
+        f"mlflow.sharedViewState.{ARMS_VIEW}": _view(
+            "params.arm LIKE '%'",
+            _ARM_COLUMNS,
+            params=("arm", "loop", "max_off_policy_steps", "k", "draft.method", "grpo.seed"),
+        ),
+    }
+
+
+def _route(experiment_id: str, view: str) -> str:
+    return f"#/experiments/{experiment_id}/runs?viewStateShareKey={view}"
+
+
+def _view(search_filter: str, metrics: Sequence[str], *, params: Sequence[str]) -> str:
+    columns = ["attributes.`Duration`", *(f"params.`{name}`" for name in params)]
+    columns += [f"metrics.`{name}`" for name in metrics]
+    # Sorted by anything but the start, the table does not fold runs below their parents.
+    order = {"orderByKey": "tags.`mlflow.runName`", "orderByAsc": True}
+    return json.dumps({"searchFilter": search_filter, "selectedColumns": columns, **order})
+
+
 def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
     """Fields in the order given, as many at a time as a server takes."""
     batch: list[tuple[str, str]] = []
@@ -228,6 +298,17 @@ def _batches(fields: Mapping[str, str]) -> Iterator[list[tuple[str, str]]]:
         num_characters += size
     if batch:
         yield batch
+
+
+def _pages(search: Callable[..., Any]) -> Iterator[Any]:
+    """Everything that a search of MLflow's client finds, page after page."""
+    token: str | None = None
+    while True:
+        page = search(max_results=_PAGE, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def _open(uri: str) -> MlflowClient:

@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.config import ConfigError, from_mapping, require
 from slipstream.records.files import is_torn, write_atomic
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
-from slipstream.tracking.spool import Event, read_spool
+from slipstream.tracking.spool import Event, read_events, read_spool, spools_of
 
 __all__ = ["ReplayResult", "SpoolReplay", "TrackingError", "replay"]
 
@@ -222,12 +222,15 @@ def replay(spool_dir: Path, uri: str, *, request_timeout_s: int = 10) -> ReplayR
 def not_arrived(spool: Path) -> str:
     """Count what a spool's server has not got, as in `12 points and 3 other entries`; empty if all has arrived."""
     cursor = _read_cursor(spool)
-    offset, num_points, num_others = (0, 0, 0) if cursor is None else (cursor.offset, 0, len(cursor.missing))
-    while (part := read_spool(spool, offset=offset)).end_offset > offset:
-        offset = part.end_offset
-        num_points += sum(len(event.metrics) for event in part.events)
-        num_others += sum(event.kind != "metrics" for event in part.events)
+    events = list(read_events(spool, offset=cursor.offset if cursor else 0))
+    num_points = sum(len(event.metrics) for event in events)
+    num_others = sum(event.kind != "metrics" for event in events) + (len(cursor.missing) if cursor else 0)
     return f"{num_points} points and {num_others} other entries" if num_points or num_others else ""
+
+
+def unsent(root: Path, execution: str) -> list[str]:
+    """Runs of `execution` of which the server has not got all, each with what it lacks."""
+    return [f"{key} ({what})" for key, path in spools_of(root, execution) if (what := not_arrived(path))]
 
 
 def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("slipstream",)) -> str:

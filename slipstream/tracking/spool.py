@@ -1,6 +1,7 @@
 """The spool: one append-only JSONL file a run, from which everything can be sent again.
 
-Each line is one event with its original time. A crash can cut only the last line; it is counted, never guessed.
+Each line is one event with its original time. A crash can cut only the last line; it is counted, never guessed. Runs
+that a killed process left open are ended here, and what tasks cost is read here: no server is asked.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +20,25 @@ from typing import Any, Literal
 from slipstream.config import ConfigError, from_mapping
 from slipstream.records.files import append_line
 
+GPUS_TAG = "num_gpus"
+"""Tag of a task's run: the GPUs that are reserved while it runs."""
+
+_MS_PER_HOUR = 3_600_000
+
 EventKind = Literal["open", "metrics", "params", "tags", "artifact", "end"]
+
+
+class RunStatus(StrEnum):
+    """How a run ended, in MLflow's words."""
+
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    KILLED = "KILLED"
+
+    @classmethod
+    def of_error(cls, kind: type[BaseException]) -> RunStatus:
+        """How a run ends that this ends: what is no `Exception` is an interrupt."""
+        return cls.FAILED if issubclass(kind, Exception) else cls.KILLED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +110,16 @@ class Spool:
             self._file.close()
 
 
+def now_ms() -> int:
+    """The present time as MLflow counts it."""
+    return time.time_ns() // 1_000_000
+
+
+def spool_directory(root: Path) -> Path:
+    """Where the spools of all runs under `root` lie: what `replay` takes."""
+    return root / "spool"
+
+
 def spool_path(directory: Path, *, experiment: str, key: str) -> Path:
     """The spool file of a run: readable, and unique where the readable part is not."""
     readable = "".join(c if c.isalnum() else "-" for c in key)[-60:].strip("-")
@@ -109,6 +140,85 @@ def read_spool(path: Path, *, offset: int = 0, max_bytes: int = 1 << 22) -> Spoo
         end_offset=offset + sum(map(len, lines)),
         num_broken_lines=sum(event is None for event in events),
     )
+
+
+def read_events(path: Path, *, offset: int = 0) -> Iterator[Event]:
+    """Every event of a spool from `offset` on, slice by slice."""
+    while (part := read_spool(path, offset=offset)).end_offset > offset:
+        offset = part.end_offset
+        yield from part.events
+
+
+def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
+    """End every run of `execution` whose spool does not end it; their keys. Nobody may write to them any more."""
+    ended = []
+    for key, path in spools_of(root, execution):
+        if _is_open(path):
+            spool = Spool(path)
+            spool.append(Event(kind="end", time_ms=now_ms(), status=status.value))
+            spool.close()
+            ended.append(key)
+    return ended
+
+
+def has_ended(root: Path, experiment: str, key: str) -> bool:
+    """Return True if the run `key` was opened before and nobody has it open now."""
+    path = spool_path(spool_directory(root), experiment=experiment, key=key)
+    return path.is_file() and not _is_open(path)
+
+
+def spools_of(root: Path, execution: str) -> Iterator[tuple[str, Path]]:
+    """The spools of an execution's run and of its tasks, each with the key of its run."""
+    for path in sorted(spool_directory(root).glob("*.jsonl")):
+        key = next((event.header.key for event in read_events(path) if event.header is not None), "")
+        if key == execution or key.startswith(f"{execution}/"):
+            yield key, path
+
+
+def _is_open(path: Path) -> bool:
+    opened = [event.kind == "open" for event in read_events(path) if event.kind in ("open", "end")]
+    return bool(opened) and opened[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Time in which at least one task ran, and the GPUs' time over all tasks; both in hours."""
+
+    hours: float
+    gpu_hours: float
+
+
+def spent(root: Path, execution: str, *, now_ms: int) -> Spent:
+    """What the tasks of `execution` took, each attempt from its start to its last sign of life; no server is asked.
+
+    Args:
+        root: the run root, under which the spools lie.
+        now_ms: the end of an attempt that still goes on, if it has logged nothing later.
+    """
+    tasks = [path for key, path in spools_of(root, execution) if key != execution]
+    attempts = sorted(attempt for path in tasks for attempt in _attempts(path, now_ms=now_ms))
+    union_ms, covered_to = 0, 0  # arms that run side by side count once
+    for start_ms, end_ms, _ in attempts:
+        union_ms += max(0, end_ms - max(start_ms, covered_to))
+        covered_to = max(covered_to, end_ms)
+    gpu_ms = sum((end_ms - start_ms) * num_gpus for start_ms, end_ms, num_gpus in attempts)
+    return Spent(hours=union_ms / _MS_PER_HOUR, gpu_hours=gpu_ms / _MS_PER_HOUR)
+
+
+def _attempts(path: Path, *, now_ms: int) -> Iterator[tuple[int, int, int]]:
+    """Start, end and GPUs of a spool's attempts. One that was killed counts up to the last thing that it logged."""
+    start_ms, last_ms, num_gpus = None, 0, 0
+    for event in read_events(path):
+        if event.header is not None:
+            if start_ms is not None:
+                yield start_ms, last_ms, num_gpus
+            start_ms, num_gpus = event.time_ms, int(event.header.tags.get(GPUS_TAG, "0"))
+        last_ms = event.time_ms
+        if event.kind == "end" and start_ms is not None:
+            yield start_ms, last_ms, num_gpus
+            start_ms = None
+    if start_ms is not None:
+        yield start_ms, max(last_ms, now_ms), num_gpus
 
 
 def _parse(line: bytes) -> Event | None:

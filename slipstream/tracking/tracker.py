@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +23,16 @@ from slipstream.tracking.config import (
 )
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
 from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
-from slipstream.tracking.spool import Event, RunHeader, Spool, read_spool, spool_path
+from slipstream.tracking.spool import (
+    Event,
+    RunHeader,
+    RunStatus,
+    Spool,
+    now_ms,
+    read_events,
+    spool_directory,
+    spool_path,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +47,6 @@ _MAX_BACKOFF_S = 60.0
 _LAST_PAUSES_S = (0.3, 0.6, 0.0)  # between the tries at the end: a failure may be one of the moment
 _KILLED_WAIT_S = 1.0
 _SILENT = "no answer yet"
-
-
-class RunStatus(StrEnum):
-    """How a run ended, in MLflow's words."""
-
-    FINISHED = "FINISHED"
-    FAILED = "FAILED"
-    KILLED = "KILLED"
-
-    @classmethod
-    def of_error(cls, kind: type[BaseException]) -> RunStatus:
-        """How a run ends that this ends: what is no `Exception` is an interrupt."""
-        return cls.FAILED if issubclass(kind, Exception) else cls.KILLED
 
 
 class Tracker:
@@ -176,10 +171,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.close(RunStatus.of_error(kind))
+        self.close(RunStatus.FINISHED if kind is None else RunStatus.of_error(kind))
 
     def _log(self, metrics: Mapping[str, float], step: int, *, is_result: bool) -> None:
         check_metrics(metrics, step)
@@ -271,32 +263,20 @@ class _ReplayThread(threading.Thread):
         self._num_failures, self._failure = 0, _SILENT
 
 
-def spool_directory(root: Path) -> Path:
-    """Where the spools of all runs under `root` lie: what `replay` takes."""
-    return root / "spool"
-
-
 def _summaries(path: Path) -> tuple[dict[str, float], int]:
     """`best/` and `mean/` of the chosen metrics over all attempts of a run, and the last step.
 
     A resumed run repeats the steps after its checkpoint: the later value of a step counts.
     """
     by_step: dict[str, dict[int, float]] = {}
-    offset, last_step = 0, 0
-    while (part := read_spool(path, offset=offset)).end_offset > offset:
-        offset = part.end_offset
-        for event in part.events:
-            for name in event.metrics.keys() & _SUMMARISED.keys():
-                by_step.setdefault(name, {})[event.step] = event.metrics[name]
-                last_step = max(last_step, event.step)
+    last_step = 0
+    for event in read_events(path):
+        for name in event.metrics.keys() & _SUMMARISED.keys():
+            by_step.setdefault(name, {})[event.step] = event.metrics[name]
+            last_step = max(last_step, event.step)
     summaries: dict[str, float] = {}
     for name, values in by_step.items():
         short = name.partition("/")[2]
         summaries[f"best/{short}"] = _SUMMARISED[name](values.values())
         summaries[f"mean/{short}"] = sum(values.values()) / len(values)
     return summaries, last_step
-
-
-def now_ms() -> int:
-    """The present time as MLflow counts it."""
-    return time.time_ns() // 1_000_000

@@ -88,7 +88,7 @@ def test_a_store_that_cannot_be_read_is_said_so_and_sinks_nothing(tmp_path: Path
     )
     away = load_recipe("tiny", overrides={"tracking": {"uri": "http://127.0.0.1:9"}})
     drift = drift_of(context, away, RECORD)
-    assert "tracking server http://127.0.0.1:9: experiments/search: " in drift.summary
+    assert "tracking server http://127.0.0.1:9: " in drift.summary
     assert not drift.findings
     write_record(drift, tmp_path / "drift.json")
     assert require_no_drift(failing(recipe), tmp_path) == drift
