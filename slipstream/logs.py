@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from typing import TextIO
 
-_ERASE = "\r\x1b[2K"
+from tqdm import tqdm
+
 _OURS = "slipstream"
+tqdm.set_lock(threading.RLock())  # its own is of all processes, and costs each a semaphore
+tqdm.monitor_interval = 0  # no thread that redraws bars
 
 
-class StatusHandler(logging.StreamHandler[TextIO]):
-    """Log lines, and below them one status line that is rewritten in place where the stream is a terminal."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream)
-        self._status = ""
+class BarHandler(logging.StreamHandler[TextIO]):
+    """Log lines; a bar that is drawn on the same terminal makes room for them and comes back below."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log line; a status line makes room for it and comes back below."""
-        status = self._status
-        if status:
-            self.stream.write(_ERASE)
-        super().emit(record)
-        if status:
-            self.show(status)
-
-    def show(self, status: str) -> None:
-        """Put `status` in the place of the last one; an empty one leaves the line free."""
-        self.acquire()
-        try:
-            self._status = status
-            self.stream.write(_ERASE + status)
-            self.flush()
-        finally:
-            self.release()
+        """Write a log line."""
+        with tqdm.external_write_mode(self.stream):
+            super().emit(record)
 
 
 def configure() -> None:
     """Show our progress on standard error. Safe to call again."""
-    handler = StatusHandler()
+    handler = BarHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     ours = logging.getLogger(_OURS)
     ours.handlers[:] = [handler]
@@ -50,9 +36,9 @@ def configure() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron|apex|flytekit")
 
 
-def status_handler() -> StatusHandler | None:
-    """The handler that can show a status line: None before `configure`, and where nobody watches a terminal."""
+def terminal() -> TextIO | None:
+    """Where a bar can be drawn: None before `configure`, and where nobody watches."""
     for handler in logging.getLogger(_OURS).handlers:
-        if isinstance(handler, StatusHandler) and handler.stream.isatty():
-            return handler
+        if isinstance(handler, BarHandler) and handler.stream.isatty():
+            return handler.stream
     return None
