@@ -146,7 +146,7 @@ def _demo(options: argparse.Namespace) -> int:
             seed=options.seed,
             reuse_stored=not options.fresh,
         )
-    status = demo.run(launch, root)
+    status = demo.run(launch.execution, launch.command(root), root)
     if status == 0:
         _show(root)
     return status
@@ -156,7 +156,7 @@ def _ablation(options: argparse.Namespace) -> int:
     """The same as `pyflyte run workflows/ablation.py ablation`, then the ranked table."""
     root = Path(options.run_root).resolve()
     launch = ablation_command.launched(options)
-    status = demo.run(launch, root)
+    status = demo.run(launch.execution, launch.command(root), root)
     if status == 0:
         print(ablation_command.result(root, launch.execution))
     return status
@@ -166,7 +166,7 @@ def _bake_off(options: argparse.Namespace) -> int:
     """The same as `pyflyte run workflows/bake_off.py bake_off`, then the table."""
     root = Path(options.run_root).resolve()
     launch = bake_off_command.launched(options)
-    status = demo.run(launch, root)
+    status = demo.run(launch.execution, launch.command(root), root)
     if status == 0:
         print(bake_off_command.result(root, launch.execution))
     return status

@@ -10,11 +10,10 @@ import fcntl
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes.profile import CLUSTER_VARIABLE
@@ -42,19 +41,6 @@ _ENVIRONMENT = {
     "RAY_get_check_signal_interval_milliseconds": "200",  # how soon a wait for an engine notices an interrupt
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-class Command(Protocol):
-    """A workflow and its inputs."""
-
-    @property
-    def execution(self) -> str:
-        """Its name."""
-        ...
-
-    def command(self, root: Path) -> list[str]:
-        """`pyflyte run` and the inputs."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,19 +83,22 @@ def handed_on_recipe(recipe: str) -> str:
     return recipe if recipe_path(recipe).parent == CONFIGS else os.path.abspath(recipe)
 
 
-def run(launch: Command, root: Path) -> int:
-    """Run the workflow to its end; the exit status. Prints how to go on, and what MLflow has not got."""
+def run(execution: str, command: Sequence[str], root: Path) -> int:
+    """Run the workflow that `command` starts to its end; the exit status.
+
+    Prints how to go on, and what MLflow has not got.
+    """
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: launch.execution}
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
     profile = environment.get(CLUSTER_VARIABLE, "")
     if Path(profile).is_file():
         environment[CLUSTER_VARIABLE] = os.path.abspath(profile)
-    with _claimed(root, launch.execution):
-        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
+    with _claimed(root, execution):
+        outcome = supervise(command, cwd=_REPOSITORY, environment=environment)
         discard_transfers(outcome.pid)
         if outcome.status:
-            end_open_runs(root, launch.execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
-    words = _last_words(launch, root, outcome)
+            end_open_runs(root, execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
+    words = _last_words(execution, root, outcome)
     if words:
         print(words, file=sys.stderr, flush=True)
     return outcome.status
@@ -199,12 +188,12 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
         yield
 
 
-def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
+def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
     """Say what an execution leaves to be done; the last line tells how to resume an interrupted or failed one."""
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
-    recorded = recorded_recipe(root, launch.execution)
-    waiting = unsent(root, launch.execution)
+    recorded = recorded_recipe(root, execution)
+    waiting = unsent(root, execution)
     if waiting:
         uri = load_recipe(str(recorded)).tracking.uri if recorded.is_file() else None
         replay = replay_command(root, uri, program=_slipstream())
@@ -213,10 +202,10 @@ def _last_words(launch: Command, root: Path, outcome: Outcome) -> str:
         lines.append(f"they are {when}: {replay}")
     if not outcome.status:
         return "\n".join(lines)
-    if _starts_anew(root, launch.execution):
+    if _starts_anew(root, execution):
         lines.append(f"{what}; the same command starts anew, and takes policies and drafts from {root / 'store'}")
     elif recorded.is_file():
-        resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", launch.execution])
+        resume = shlex.join([*_slipstream(), "demo", "--run-root", str(root), "--resume", execution])
         lines.append(f"{what}; go on with: {resume}")
     else:
         lines.append(f"{what} before anything was made; start again with the same command")

@@ -7,15 +7,15 @@ own, and the command is told when we die. Nobody else's process is ever touched:
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -27,18 +27,6 @@ _ASK_S = 0.75  # it is asked again so often: Python drops what a handler raises 
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class Child(Protocol):
-    """The started command, as far as waiting for it goes."""
-
-    def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
-        ...
-
-    def terminate(self) -> None:
-        """Ask it to end, with SIGTERM."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,62 +50,44 @@ def supervise(command: Sequence[str], *, cwd: Path, environment: Mapping[str, st
             command, cwd=cwd, env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent
         )
         try:
-            status = wait(child, caught)
+            status = _wait(child, caught)
         finally:
-            end_descendants()
+            _end_descendants()
     interrupted = bool(caught)
     return Outcome(pid=child.pid, status=128 + caught[0] if interrupted else status or 0, interrupted=interrupted)
 
 
-def wait(
-    child: Child,
-    caught: Sequence[int],
-    *,
-    grace_s: float = GRACE_S,
-    now_s: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int | None:
-    """Wait for `child`; after the first signal in `caught` it is asked to end and has `grace_s` to do so.
+def _wait(child: subprocess.Popen[bytes], caught: Sequence[int]) -> int | None:
+    """Wait for `child`; after the first signal in `caught` it is asked to end and has `GRACE_S` to do so.
 
     Returns:
         Its exit status, None if it still runs: the grace is over, or there was a second signal.
     """
-    interrupted_s: float | None = None
-    num_asked = 0
+    interrupted_s, num_asked = math.inf, 0
     while (status := child.poll()) is None:
         if caught:
-            interrupted_s = now_s() if interrupted_s is None else interrupted_s
-            passed_s = now_s() - interrupted_s
-            if len(caught) > 1 or passed_s >= grace_s:
+            interrupted_s = min(interrupted_s, time.monotonic())
+            passed_s = time.monotonic() - interrupted_s
+            if len(caught) > 1 or passed_s >= GRACE_S:
                 return None
             if passed_s >= num_asked * _ASK_S:
                 child.terminate()
                 num_asked += 1
-        sleep(_POLL_S)
+        time.sleep(_POLL_S)
     return status
 
 
-def end_descendants() -> None:
+def _end_descendants() -> None:
     """Kill all processes that come from this one, and again those that they started meanwhile, until none is left."""
-    me = psutil.Process()
     deadline_s = time.monotonic() + _KILL_S
-    while (descendants := me.children(recursive=True)) and time.monotonic() < deadline_s:
+    while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
         for process in descendants:
-            _kill(process)
-        _reap()
+            with suppress(psutil.NoSuchProcess):  # it was quicker
+                process.kill()
+        with suppress(ChildProcessError):  # dead children that nobody waits for stay, and `children` lists them
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(_POLL_S / 5)
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):  # it was quicker
-        process.kill()
-
-
-def _reap() -> None:
-    """Take leave of dead children; without it they stay as zombies, which `children` lists."""
-    with suppress(ChildProcessError):  # there are none
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
     monkeypatch.setattr(demo, "supervise", supervise)
     for name, handed_on in (("mine.yaml", f"{tmp_path}/mine.yaml"), ("local", "local")):
         monkeypatch.setenv("SLIPSTREAM_CLUSTER", name)
-        assert demo.run(Launch(recipe="tiny", execution="e"), tmp_path / "runs") == 0
+        assert demo.run("e", ["pyflyte"], tmp_path / "runs") == 0
         assert seen["SLIPSTREAM_CLUSTER"] == handed_on
 
 
@@ -164,7 +164,7 @@ def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
 def test_the_last_line_says_how_to_go_on(root: Path, name: str, interrupted: bool, last: str) -> None:
     launch = Launch(recipe="tiny", execution=name)
     outcome = Outcome(pid=1, status=130 if interrupted else 1, interrupted=interrupted)
-    line = demo._last_words(launch, root, outcome).splitlines()[-1]
+    line = demo._last_words(launch.execution, root, outcome).splitlines()[-1]
     assert re.fullmatch(last.replace("ROOT", re.escape(str(root))), line)
 
 
@@ -174,12 +174,12 @@ def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path:
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
     launch = Launch(recipe="tiny", execution="a")
     outcome = Outcome(pid=1, status=status, interrupted=False)
-    assert "MLflow" not in demo._last_words(launch, tmp_path, outcome)
+    assert "MLflow" not in demo._last_words(launch.execution, tmp_path, outcome)
     spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
     spool.append(Event(kind="open", time_ms=1, header=RunHeader(experiment="tiny", key="a/train", name="train")))
     spool.append(Event(kind="metrics", time_ms=2, metrics={"train/loss": 1.0, "train/reward": 0.5}))
     spool.close()
-    what, how = demo._last_words(launch, tmp_path, outcome).splitlines()[:2]
+    what, how = demo._last_words(launch.execution, tmp_path, outcome).splitlines()[:2]
     assert what == "1 MLflow run(s) are not up to date: a/train (2 points and 1 other entries)"
     assert how.startswith(f"they are {when}: ") and how.endswith(f" replay {tmp_path} --uri {server}")
 

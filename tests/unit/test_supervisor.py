@@ -11,8 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.supervisor import wait
-
 # A command whose own child left its session and its parent, as Ray's processes do, and ignores SIGTERM.
 COMMAND = """
 import os, signal, subprocess, sys, time
@@ -23,6 +21,8 @@ middle = f"import subprocess, sys; print(subprocess.Popen({command}).pid)"
 pid = subprocess.run([sys.executable, "-c", middle], stdout=subprocess.PIPE, text=True).stdout.strip()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2] == "deaf_once":
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 print(pid, os.getpid(), file=pids, flush=True)
 if sys.argv[2] != "done":
     time.sleep(60)
@@ -35,47 +35,6 @@ from slipstream.supervisor import supervise
 outcome = supervise([sys.executable, "-c", *sys.argv[1:]], cwd=Path.cwd(), environment=os.environ)
 print(outcome.status, outcome.interrupted)
 """
-
-
-class FakeChild:
-    """Runs until `ends_after_s` have passed since it was asked to end."""
-
-    def __init__(self, ends_after_s: float) -> None:
-        self.now = 0.0
-        self.asked: list[float] = []
-        self.ends_after_s = ends_after_s
-
-    def poll(self) -> int | None:
-        return 1 if self.asked and self.now >= self.asked[0] + self.ends_after_s else None
-
-    def terminate(self) -> None:
-        self.asked.append(self.now)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def wait_for(child: FakeChild, caught: list[int]) -> int | None:
-    return wait(child, caught, grace_s=3.0, now_s=lambda: child.now, sleep=child.sleep)
-
-
-def test_a_command_that_ends_within_the_grace_gives_its_status() -> None:
-    child = FakeChild(ends_after_s=2.0)
-    assert wait_for(child, [signal.SIGINT]) == 1
-    assert child.asked == pytest.approx([0.0, 0.75, 1.5], abs=0.06)  # a handler's exception may get lost
-    assert child.now == pytest.approx(2.0, abs=0.1)
-
-
-def test_a_command_that_does_not_end_is_given_up_after_the_grace() -> None:
-    child = FakeChild(ends_after_s=60.0)
-    assert wait_for(child, [signal.SIGTERM]) is None
-    assert child.now == pytest.approx(3.0, abs=0.1)
-
-
-def test_a_second_signal_ends_the_grace_at_once() -> None:
-    child = FakeChild(ends_after_s=60.0)
-    assert wait_for(child, [signal.SIGINT, signal.SIGINT]) is None
-    assert child.now < 0.1
 
 
 def start(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
@@ -107,6 +66,28 @@ def test_after_an_interrupt_nothing_is_left_within_five_seconds(
     out, _ = supervisor.communicate(timeout=30)
     assert time.monotonic() - interrupted_s < 5.0
     assert out == f"{128 + number} True\n"
+    assert [process.pid for process in processes if process.is_running()] == []
+
+
+def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path) -> None:
+    supervisor, processes = start(tmp_path, "stubborn")
+    interrupted_s = time.monotonic()
+    supervisor.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    supervisor.send_signal(signal.SIGTERM)
+    out, _ = supervisor.communicate(timeout=30)
+    assert time.monotonic() - interrupted_s < 2.5  # of a grace of three seconds
+    assert out == f"{128 + signal.SIGINT} True\n"
+    assert [process.pid for process in processes if process.is_running()] == []
+
+
+def test_a_command_is_asked_again_for_its_first_handlers_exception_may_get_lost(tmp_path: Path) -> None:
+    supervisor, processes = start(tmp_path, "deaf_once")
+    interrupted_s = time.monotonic()
+    supervisor.send_signal(signal.SIGINT)
+    out, _ = supervisor.communicate(timeout=30)
+    assert 0.5 < time.monotonic() - interrupted_s < 2.5
+    assert out == f"{128 + signal.SIGINT} True\n"
     assert [process.pid for process in processes if process.is_running()] == []
 
 
