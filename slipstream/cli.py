@@ -19,7 +19,7 @@ from slipstream.recipe import Recipe, load_recipe, resolve_recipe
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
-from slipstream.stages.launch import add_inputs
+from slipstream.stages.context import add_inputs
 from slipstream.study import ablation_command, bake_off_command
 from slipstream.types import Workload
 from slipstream.workers.placement.assessment import assess

@@ -12,7 +12,6 @@ from flytekit.types.directory import FlyteDirectory
 
 from slipstream.stages import deliverables
 from slipstream.stages.context import RunContext
-from tasks.resources import CLUSTER
 
 logger = logging.getLogger(__name__)
 
@@ -22,54 +21,40 @@ _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 def handed_on(
     context: RunContext, node: str, directory: Path, *, records: Sequence[str], weights: Sequence[str] = ()
 ) -> FlyteDirectory:
-    """The output of a task whose stage wrote `directory`. See `deliver` for the arguments."""
-    upload = CLUSTER.upload_weights
-    folder = deliverables.deliver(context, node, directory, records=records, weights=weights, upload=upload)
-    return FlyteDirectory(str(folder))
+    """The output of a task whose stage wrote `directory`; arguments are those of `deliver`."""
+    return FlyteDirectory(str(deliverables.deliver(context, node, directory, records=records, weights=weights)))
 
 
 def records_of(directory: FlyteDirectory) -> Path:
     """The records of an input, as the stage that made it wrote them; of a model that a user brought all but tensors."""
-    folder = _Folder.of(directory)
-    return folder.fetched(deliverables.is_record if folder.is_deliverable else _is_small)
+    folder = _Folder(directory)
+    return folder.fetched(lambda name: folder.is_deliverable or not name.endswith(_TENSORS))
 
 
 def model_of(context: RunContext, directory: FlyteDirectory) -> Path:
     """An input as the stage that made it wrote it, with its weights, on storage that the whole run sees."""
-    folder = _Folder.of(directory)
+    folder = _Folder(directory)
     if folder.is_deliverable:
-        return deliverables.assemble(context, folder.fetched(deliverables.is_record), folder.fetch)
+        return deliverables.assemble(context, folder.fetched(lambda name: name == deliverables.MANIFEST))
     if not folder.is_remote:
         return Path(folder.uri)
     name = hashlib.sha256(folder.uri.encode()).hexdigest()[:16]
     target = Path(context.root) / context.execution / "received" / name
     if not target.is_dir():
         with deliverables.put(target) as part:
-            folder.fetch("", part)
+            folder.fetch(part)
     return target
-
-
-def _is_small(name: str) -> bool:
-    return not name.endswith(_TENSORS)
 
 
 class _Folder:
     """A folder in the object store, or on this machine."""
 
-    def __init__(self, uri: str) -> None:
-        self.uri = uri.rstrip("/")
+    def __init__(self, directory: FlyteDirectory) -> None:
+        """`directory`: an input, fetched or not."""
+        self.uri = (directory.remote_source or str(directory.path)).rstrip("/")
         self._access = FlyteContextManager.current_context().file_access
-        self.is_remote = self._access.is_remote(uri)
-
-    @classmethod
-    def of(cls, directory: FlyteDirectory) -> _Folder:
-        """Where an input lies, fetched or not."""
-        return cls(directory.remote_source or str(directory.path))
-
-    @property
-    def is_deliverable(self) -> bool:
-        """Whether a stage made it."""
-        return self._access.exists(f"{self.uri}/{deliverables.MANIFEST}")
+        self.is_remote = self._access.is_remote(self.uri)
+        self.is_deliverable = self._access.exists(f"{self.uri}/{deliverables.MANIFEST}")  # a stage made it
 
     def fetched(self, wanted: Callable[[str], bool]) -> Path:
         """Where it lies on this machine, once the files with wanted names are there."""
@@ -85,9 +70,8 @@ class _Folder:
         logger.info("received %d bytes of %s", deliverables.num_bytes(target), self.uri)
         return target
 
-    def fetch(self, name: str, target: Path) -> None:
-        """Copy a folder of it to a path."""
-        source = f"{self.uri}/{name}".rstrip("/")
+    def fetch(self, target: Path) -> None:
+        """Copy all of it to a path."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._access.get_data(source, str(target), is_multipart=True)
-        logger.info("received %d bytes of %s", deliverables.num_bytes(target), source)
+        self._access.get_data(self.uri, str(target), is_multipart=True)
+        logger.info("received %d bytes of %s", deliverables.num_bytes(target), self.uri)

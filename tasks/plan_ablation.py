@@ -10,8 +10,7 @@ from flytekit import task
 from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.launch_checks import shared_root
-from slipstream.stages.context import RunContext
-from slipstream.stages.launch import requested
+from slipstream.stages.context import RunContext, requested
 from slipstream.study import ablate as stage
 from slipstream.study.ablation_grid import Grid, Kind, chosen_seeds
 from slipstream.types import Workload

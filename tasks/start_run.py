@@ -10,9 +10,8 @@ from flytekit.types.file import FlyteFile
 
 from slipstream import logs
 from slipstream.kubernetes.launch_checks import shared_root
-from slipstream.stages import launch
 from slipstream.stages import start_run as stage
-from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution
+from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution, requested, with_lag
 from slipstream.types import ArmLoop, Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
@@ -47,8 +46,8 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     `loop` is what the workflow is there for; None of one that trains no arm.
     """
     logs.configure()
-    changes = launch.requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
-    changes = launch.with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
+    changes = requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
+    changes = with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(
         recipe,
         root=shared_root(run_root, CLUSTER, is_local=runs_locally()),

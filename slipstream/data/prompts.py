@@ -10,10 +10,10 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -30,23 +30,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-class Answers(Protocol):
-    """The scorer's reading of reference answers, which `Verifier` implements."""
-
-    def gradable(self, references: Sequence[str]) -> Sequence[bool]:
-        """Return for each of `references` True if responses can be scored against it."""
-        ...
-
-    def equal(self, pairs: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        """Return for each pair True if its two answers are the same to the scorer."""
-        ...
+Gradable = Callable[[Sequence[str]], Sequence[bool]]
+"""For each reference answer: responses can be scored against it."""
+Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool]]
+"""For each pair of answers: they are the same to the scorer."""
 
 
 # A set gives up the rows that an earlier one has: training has the most rows to spare.
 _ORDER: tuple[Split, ...] = ("validation", "draft_in_domain", "draft_general", "train")
 _SCORED: tuple[Split, ...] = ("validation", "train")
 _MANIFEST = "manifest.json"
+_SYNTHETIC_FIELD = {
+    "train": "num_train_problems",
+    "draft_in_domain": "num_draft_rows",
+    "draft_general": "num_draft_rows",
+}
+_REASONS = {
+    "num_duplicates": "duplicates",
+    "num_conflicting": "with conflicting answers",
+    "num_unparseable": "without a usable answer",
+    "num_too_long": "too long",
+    "num_held_out": "in another set",
+    "num_empty": "without a usable problem",
+}
 _COUNTERS = tuple(name for name in DataSetRecord.__dataclass_fields__ if name.startswith("num_"))
 
 
@@ -103,11 +109,12 @@ class PromptStream:
 
 
 def load_prompt_sets(
-    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, answers: Answers, directory: Path
+    config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, gradable: Gradable, equal: Equal, directory: Path
 ) -> PromptSets:
     """Read, filter, deduplicate and tokenize all sets.
 
     Args:
+        gradable, equal: the scorer's reading of reference answers, as of `Verifier`.
         directory: where the synthetic stand-ins are written before they are read like any other file.
     Raises:
         ConfigError: a source is missing, has unknown columns, has no usable answers or leaves no prompt; or the
@@ -119,7 +126,9 @@ def load_prompt_sets(
     records: list[DataSetRecord] = []
     for split in _ORDER:
         taken = set().union(*(problems[other] for other in _rivals(split)))
-        reader = _SetReader(config=config, split=split, tokenizer=tokenizer, answers=answers, held_out=taken)
+        reader = _SetReader(
+            config=config, split=split, tokenizer=tokenizer, gradable=gradable, equal=equal, held_out=taken
+        )
         kept, own = reader.read(list(_resolve(config, split, directory)))
         records += own
         problems[split] = {prompt_id(item.problem) for item, _ in kept}
@@ -181,6 +190,34 @@ def check_disjoint(sets: dict[str, Sequence[Prompt]]) -> None:
             require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
 
 
+def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:
+    """Refuse a prompt set that is too small for `value`, of `field`: known long before its prompts are used.
+
+    Raises:
+        ConfigError: it names the field, what is left, and where the other rows went.
+    """
+    left = sets.sizes()[split]
+    rule = f"must be <= {left}, the number of distinct prompts in data.{split}"
+    if rollouts_per_prompt > 1:
+        rule = (
+            f"must be <= {left * rollouts_per_prompt}: {rollouts_per_prompt} rollouts (grpo.group_size) for each of "
+            f"the {left} distinct prompts in data.{split}"
+        )
+    fix = (
+        f"{_account(sets, split)}: lower it, or read more rows "
+        f"(synthetic: raise data.synthetic.{_SYNTHETIC_FIELD[split]}; else add a source or raise its max_rows)"
+    )
+    require(value <= left * rollouts_per_prompt, field, rule, value, fix)
+
+
+def _account(sets: PromptSets, split: Split) -> str:
+    """How many rows were read, and why the others are no prompts."""
+    own = [record for record in sets.records if record.name == split]
+    dropped = {reason: sum(getattr(record, name) for record in own) for name, reason in _REASONS.items()}
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+    return f"of {sum(record.num_read for record in own)} rows read {reasons or 'none'} were dropped"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
     """The rows of one prompt, of all sources of a set."""
@@ -196,7 +233,8 @@ class _SetReader:
     config: DataConfig
     split: Split
     tokenizer: PreTrainedTokenizerBase
-    answers: Answers
+    gradable: Gradable
+    equal: Equal
     held_out: Collection[str]
 
     def read(self, sources: Sequence[SourceConfig]) -> tuple[list[tuple[Item, Prompt]], list[DataSetRecord]]:
@@ -264,7 +302,7 @@ class _SetReader:
         answers = sorted({answer for _, answer in keys})
         if self.split not in _SCORED:
             return frozenset(answers)
-        scorable = frozenset(a for a, ok in zip(answers, self.answers.gradable(answers), strict=True) if ok)
+        scorable = frozenset(a for a, ok in zip(answers, self.gradable(answers), strict=True) if ok)
         for index, source in enumerate(sources):
             own = sorted(answer for source_index, answer in keys if source_index == index)
             fix = f"no response could be scored against any of them in {source.path}"
@@ -283,7 +321,7 @@ class _SetReader:
             first, *others = spellings.values() or ("",)
             owners += [id_] * len(others)
             pairs += [(first, other) for other in others]
-        equal = self.answers.equal(pairs) if pairs else ()
+        equal = self.equal(pairs) if pairs else ()
         return {id_ for id_, is_equal in zip(owners, equal, strict=True) if not is_equal}
 
     def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:

@@ -190,7 +190,6 @@ class ClusterProfile(Checked):
     queue: Queue | None = None
     tracking: TrackingService | None = None
     object_store: ObjectStore | None = None
-    upload_weights: bool = False  # tasks hand them on through the object store too, for roots that are not shared
     service_account: Name | None = None
     ray_token_secret: Name | None = None  # key auth_token: whoever has it may run code in a Ray cluster of ours
     # Parts of an ablation that run at once; each takes all GPU nodes, so more need more than these.

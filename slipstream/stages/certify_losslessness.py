@@ -20,9 +20,8 @@ from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
-from slipstream.stages.execution import end_execution
 from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
-from slipstream.stages.runs import tracked
+from slipstream.stages.runs import end_execution, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import settled, versions
 from slipstream.types import Dtype, Prompt

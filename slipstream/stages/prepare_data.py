@@ -9,9 +9,8 @@ from slipstream.data.prompts import read_prompt_sets, write_prompt_sets
 from slipstream.learner.policy_source import write_policy_tokenizer
 from slipstream.recipe import Recipe
 from slipstream.stages.context import RunContext
-from slipstream.stages.keys import data_key
 from slipstream.stages.runs import tracked
-from slipstream.stages.store import kept, publish
+from slipstream.stages.store import data_key, kept, publish
 from slipstream.stages.support import policy_needs, recipe_prompt_sets, require_prompts, tokenizer
 
 logger = logging.getLogger(__name__)

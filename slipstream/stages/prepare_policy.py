@@ -20,9 +20,8 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.keys import data_identity, policy_key
 from slipstream.stages.runs import tracked
-from slipstream.stages.store import kept, publish
+from slipstream.stages.store import data_identity, kept, policy_key, publish
 from slipstream.stages.support import policy_needs, settled, tokenizer
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect

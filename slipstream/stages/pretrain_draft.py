@@ -19,9 +19,8 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import DraftRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.keys import data_identity, draft_key, policy_identity
 from slipstream.stages.runs import tracked
-from slipstream.stages.store import kept, publish
+from slipstream.stages.store import data_identity, draft_key, kept, policy_identity, publish
 from slipstream.stages.support import draft_init, settled
 from slipstream.stages.teaching import GIVEN, num_done, on_responses, on_states, prepare
 from slipstream.types import Prompt

@@ -17,8 +17,7 @@ from slipstream.report.summary import summarise
 from slipstream.simulator.project.run_projection import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
-from slipstream.stages.execution import end_reported_execution
-from slipstream.stages.runs import tracked
+from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
 from slipstream.tracking import store_uri
 from slipstream.workers.session import machine

@@ -1,17 +1,80 @@
-"""The MLflow runs of an execution and of its tasks: opened once, found again by a retry."""
+"""The MLflow runs of an execution and of its tasks: opened once, found again by a retry, ended with results.
+
+Their tags say where a task runs and from what code, so that runs of different days can be told apart.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import slipstream
 from slipstream import interrupts
+from slipstream.drafts.schedule import DraftLength
+from slipstream.kubernetes.profile import NODE_VARIABLE
+from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
+from slipstream.records.certificate import CertificateRecord
+from slipstream.records.run import DriftRecord, RunRecord
+from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
+from slipstream.report.results import certificate_metrics, description, result_metrics
 from slipstream.stages.context import RunContext
-from slipstream.stages.origin import origin_tags
-from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended
-from slipstream.types import Dtype
+from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended, spent
+from slipstream.types import Arm, Dtype
+
+if TYPE_CHECKING:
+    from slipstream.report.page import ReportPaths
+
+COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
+"""Set in an image when it is built: an image holds no repository."""
+
+_IMAGE_VARIABLE = "FLYTE_INTERNAL_IMAGE"  # set by flytepropeller and flytekit
+_URL_VARIABLE = "FLYTE_EXECUTION_URL"  # set by flytepropeller where the console's address is configured
+_GIT_TIMEOUT_S = 5.0
+
+
+def origin_tags(environment: Mapping[str, str] = os.environ, *, gpu: str = "") -> dict[str, str]:
+    """Tags of commit, image, node, GPU and Flyte execution; what is not known has none.
+
+    Args:
+        gpu: the accelerators' type, of a task that uses some.
+    """
+    commit = environment.get(COMMIT_VARIABLE) or checkout_commit(Path(slipstream.__file__).parent)
+    tags = {
+        "git.commit": commit,
+        "mlflow.source.git.commit": commit,  # MLflow shows this one as the run's version
+        "image": environment.get(_IMAGE_VARIABLE, ""),
+        "node": environment.get(NODE_VARIABLE) or platform.node(),
+        "gpu": gpu,
+        "flyte.execution_url": execution_url(environment),
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def execution_url(environment: Mapping[str, str] = os.environ) -> str:
+    """Where Flyte's console shows this task's execution; empty outside a cluster."""
+    return environment.get(_URL_VARIABLE, "")
+
+
+def checkout_commit(directory: Path) -> str:
+    """The commit that `directory` is checked out at, `-dirty` if files differ from it; empty outside a repository."""
+    try:
+        _git(directory, "ls-files", "--error-unmatch", "__init__.py")  # not a package that lies in another repository
+        return _git(directory, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
+
 
 _WITHOUT_GPUS = ("start_run", "prepare_data", "report_speedup")
 
@@ -104,3 +167,67 @@ def execution_run(
         tags={"workload": context.workload, "seed": str(recipe.grpo.seed), KIND_TAG: kind, **(tags or {})},
         params=params,
     )
+
+
+NOTE = "mlflow.note.content"
+"""Tag that MLflow shows as a run's description, in Markdown."""
+
+
+def started_text(recipe: Recipe, execution: str) -> str:
+    """The description of a run that has no result yet."""
+    url = execution_url()
+    link = f" [The execution in Flyte]({url})." if url else ""
+    return f"Recipe {recipe.name}, workload {recipe.workload.value}: execution {execution} goes on.{link}"
+
+
+def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateRecord) -> None:
+    """End the run of an execution that is a certificate alone."""
+    tracker = execution_run(context, recipe)
+    tracker.log(certificate_metrics(certificate))
+    tracker.set_tags({NOTE: f"The engine is {certificate.verdict}: {certificate.reason}"})
+    tracker.close(_status(certificate))
+
+
+def end_reported_execution(
+    context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths, drift: DriftRecord
+) -> None:
+    """End the run of an execution with its results, its drift, report and figures."""
+    tracker = execution_run(context, recipe)
+    _log_results(tracker, context, record)
+    tracker.log(drift_metrics(drift))
+    tracker.set_tags(drift_tags(drift))
+    for path in (report.html, report.json, report.html.with_name("run.json")):
+        tracker.log_artifact(path)
+    for path in report.figures:
+        tracker.log_artifact(path, folder="figures")
+    tracker.close(_status(record.certificate))
+
+
+def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> None:
+    cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
+    metrics = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
+    tracker.log(metrics)
+    k = _length(record)
+    tracker.log_params({"k": k})
+    tracker.set_tags(
+        {
+            "k": k,
+            "losslessness": record.certificate.verdict,
+            HARDWARE_TAG: hardware(record),
+            **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
+            NOTE: description(record, execution_url=execution_url()),
+        }
+    )
+
+
+def _length(record: RunRecord) -> str:
+    """What the speculative arm drafted with: a k, or `by_batch`."""
+    arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
+    if arm is None:
+        return "0"
+    return DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule).label
+
+
+def _status(certificate: CertificateRecord) -> RunStatus:
+    """An execution failed if its speculation was not shown to be lossless."""
+    return RunStatus.FINISHED if certificate.verdict == LOSSLESS else RunStatus.FAILED

@@ -13,11 +13,8 @@ from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.launch_checks import require_fits
 from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
-from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.stages.execution import NOTE, started_text
-from slipstream.stages.launch import require_loop
-from slipstream.stages.origin import origin_tags
-from slipstream.stages.runs import execution_run
+from slipstream.stages.context import RunContext, recorded_recipe, require_loop
+from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text
 from slipstream.tracking import RunStatus
 from slipstream.types import ArmLoop
 

@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.data.prompts import PromptSets, load_prompt_sets
-from slipstream.data.sizes import require_sizes
+from slipstream.data.prompts import PromptSets, load_prompt_sets, require_size
 from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.learner.policy_source import Needs
@@ -53,7 +52,9 @@ def recipe_prompt_sets(
         ConfigError: a source cannot be read, or a set leaves too few prompts.
     """
     with Verifier(recipe.reward) as verifier:
-        sets = load_prompt_sets(recipe.data, tokenizer=tokenizer, answers=verifier, directory=directory)
+        sets = load_prompt_sets(
+            recipe.data, tokenizer=tokenizer, gradable=verifier.gradable, equal=verifier.equal, directory=directory
+        )
     require_prompts(recipe, sets, trains_draft=trains_draft)
     return sets
 
@@ -64,17 +65,15 @@ def require_prompts(recipe: Recipe, sets: PromptSets, *, trains_draft: bool = Tr
     Args:
         trains_draft: False for those that do without a draft; a method may do without training too.
     """
-    trains_draft = trains_draft and recipe.draft.trains is not Training.NONE
-    require_sizes(
-        sets,
-        draft_set="draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain",
-        num_draft_prompts=recipe.draft.num_prompts + recipe.draft.num_heldout_prompts if trains_draft else 0,
-        prompts_per_step=recipe.grpo.prompts_per_step,
-        group_size=recipe.grpo.group_size,
-        tuning_batch=max(recipe.tuning.batch_sizes),
-        num_repeated_prompts=recipe.losslessness.num_repeated_prompts,
-        num_greedy_prompts=recipe.losslessness.num_greedy_prompts,
-    )
+    if trains_draft and recipe.draft.trains is not Training.NONE:
+        split = "draft_general" if recipe.draft.init is DraftInit.GENERAL else "draft_in_domain"
+        num_prompts = recipe.draft.num_prompts + recipe.draft.num_heldout_prompts
+        require_size(sets, split, "draft.num_prompts + draft.num_heldout_prompts", num_prompts)
+    batch, certificate = max(recipe.tuning.batch_sizes), recipe.losslessness
+    require_size(sets, "train", "grpo.prompts_per_step", recipe.grpo.prompts_per_step)
+    require_size(sets, "train", "tuning.batch_sizes", batch, rollouts_per_prompt=recipe.grpo.group_size)
+    require_size(sets, "train", "losslessness.num_repeated_prompts", certificate.num_repeated_prompts)
+    require_size(sets, "train", "losslessness.num_greedy_prompts", certificate.num_greedy_prompts)
 
 
 def policy_needs(recipe: Recipe) -> Needs:

@@ -14,8 +14,7 @@ from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
-from slipstream.stages.context import RunContext, arm_node
-from slipstream.stages.launch import require_loop
+from slipstream.stages.context import RunContext, arm_node, require_loop
 from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe_engine
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished

@@ -11,8 +11,7 @@ from slipstream import demo
 from slipstream.config import require
 from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
 from slipstream.records.files import read_record
-from slipstream.stages.context import new_execution
-from slipstream.stages.launch import handed_on, requested
+from slipstream.stages.context import handed_on, new_execution, requested
 from slipstream.study.ablation_grid import Grid, variant_recipes
 from slipstream.study.ablation_ranking import answer, ranked_table
 from slipstream.study.ablation_records import AblationRecord

@@ -20,7 +20,7 @@ from typing import Any
 from slipstream.config import ConfigError, merge, require
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.recipe import Recipe, load_recipe, resolve_recipe
-from slipstream.stages.launch import require_loop
+from slipstream.stages.context import require_loop
 from slipstream.study.ablation_records import Setting, Variant
 from slipstream.types import ArmLoop, Workload
 

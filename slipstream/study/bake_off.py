@@ -21,10 +21,9 @@ from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext
-from slipstream.stages.execution import NOTE
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.recipe_engines import draft_weights
-from slipstream.stages.runs import execution_run, tracked
+from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
 from slipstream.stages.train_grpo import arm_plan

@@ -13,8 +13,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
 from slipstream.report.reference import read_reference
-from slipstream.stages.context import new_execution
-from slipstream.stages.launch import add_inputs, handed_on, requested
+from slipstream.stages.context import add_inputs, handed_on, new_execution, requested
 from slipstream.study.bake_off_field import entrant_recipe, entrants
 from slipstream.study.bake_off_ranking import answer, bake_off_table
 from slipstream.study.bake_off_records import BakeOffRecord

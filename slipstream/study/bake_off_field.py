@@ -9,7 +9,7 @@ from slipstream.config import ConfigError, require
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.drafts.methods import TRAITS, Training, require_package
 from slipstream.recipe import Recipe
-from slipstream.stages.launch import require_loop
+from slipstream.stages.context import require_loop
 from slipstream.study.bake_off_records import Entrant
 from slipstream.types import ArmLoop
 

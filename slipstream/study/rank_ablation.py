@@ -9,8 +9,7 @@ from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.stages.execution import NOTE
-from slipstream.stages.runs import execution_run
+from slipstream.stages.runs import NOTE, execution_run
 from slipstream.study.ablate import PlanRecord, ablation_context, ablation_run, arm_directory, ending, read_plan
 from slipstream.study.ablation_grid import Kind, Part
 from slipstream.study.ablation_page import AblationPaths, write_ablation

@@ -19,8 +19,7 @@ from slipstream.recipe import load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
-from slipstream.stages.execution import end_reported_execution
-from slipstream.stages.runs import tracked
+from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.start_run import start_run
 from slipstream.stages.train_grpo import arm_labels
 from slipstream.train.metrics import metrics_of

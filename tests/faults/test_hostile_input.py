@@ -70,7 +70,8 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
         sets = load_prompt_sets(
             config,
             tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"),
-            answers=verifier,
+            gradable=verifier.gradable,
+            equal=verifier.equal,
             directory=tmp_path / "out",
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from slipstream.stages.origin import COMMIT_VARIABLE
+from slipstream.stages.runs import COMMIT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 IMAGES = [ROOT / "Dockerfile", *sorted((ROOT / "images").glob("*.Dockerfile"))]

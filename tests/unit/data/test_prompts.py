@@ -18,6 +18,7 @@ from slipstream.data.prompts import (
     load_prompt_sets,
     prompt_id,
     read_prompt_sets,
+    require_size,
     write_prompt_sets,
 )
 from slipstream.data.synthetic import SyntheticConfig
@@ -75,7 +76,9 @@ def write(path: Path, rows: Sequence[Row]) -> tuple[SourceConfig, ...]:
 def load(directory: Path, *, answers: Integers | None = None, tokenizer: Any = TOKENIZER, **changes: Any) -> PromptSets:
     settings = {"max_prompt_tokens": 64, "synthetic": SMALL, **changes}
     scorer = Integers() if answers is None else answers
-    return load_prompt_sets(DataConfig(**settings), tokenizer=tokenizer, answers=scorer, directory=directory)
+    return load_prompt_sets(
+        DataConfig(**settings), tokenizer=tokenizer, gradable=scorer.gradable, equal=scorer.equal, directory=directory
+    )
 
 
 def record(sets: PromptSets, name: str) -> DataSetRecord:
@@ -451,3 +454,68 @@ def test_another_number_of_validation_problems_says_what_was_found(tmp_path: Pat
     message = r"data\.validation must give 30 unique problems, got 1; found .*num_read=32.*num_duplicates=31"
     with pytest.raises(ConfigError, match=message):
         load(tmp_path / "out", validation=source, num_validation_problems=30)
+
+
+def numbered(name: str, count: int) -> tuple[Prompt, ...]:
+    return tuple(Prompt(id=f"{name}{i}", text=f"{name}{i}", token_ids=(1,), answer="1") for i in range(count))
+
+
+def source_record(name: str, *, num_read: int, num_kept: int, **dropped: int) -> DataSetRecord:
+    counts = {"num_duplicates": 0, "num_conflicting": 0, "num_unparseable": 0, "num_too_long": 0, "num_held_out": 0}
+    return DataSetRecord(name=name, source="rows", num_read=num_read, num_kept=num_kept, **{**counts, **dropped})
+
+
+SETS = PromptSets(
+    train=numbered("train", 4),
+    draft_in_domain=numbered("in domain", 10),
+    draft_general=numbered("general", 6),
+    validation=numbered("validation", 1),
+    records=(
+        source_record("train", num_read=4, num_kept=4),
+        source_record("draft_in_domain", num_read=15, num_kept=9, num_duplicates=3, num_held_out=2, num_empty=1),
+        source_record("draft_general", num_read=9, num_kept=5, num_duplicates=4),
+        source_record("draft_general", num_read=2, num_kept=1, num_duplicates=1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("split", "field", "value", "message"),
+    [
+        (
+            "draft_in_domain",
+            "draft.num_prompts + draft.num_heldout_prompts",
+            11,
+            r"^draft\.num_prompts \+ draft\.num_heldout_prompts must be <= 10, the number of distinct prompts in "
+            r"data\.draft_in_domain, got 11; of 15 rows read 3 duplicates, 2 in another set, 1 without a usable "
+            r"problem were dropped: lower it, or read more rows \(synthetic: raise data\.synthetic\.num_draft_rows; "
+            r"else add a source or raise its max_rows\)$",
+        ),
+        (
+            "draft_general",
+            "draft.num_prompts",
+            7,
+            r"must be <= 6, .* data\.draft_general, got 7; of 11 rows read 5 duplicates were dropped",
+        ),
+        (
+            "train",
+            "grpo.prompts_per_step",
+            5,
+            r"^grpo\.prompts_per_step must be <= 4, .* data\.train, got 5; of 4 rows read none were dropped: .* "
+            r"raise data\.synthetic\.num_train_problems",
+        ),
+    ],
+)
+def test_a_set_that_is_too_small_is_refused_with_what_is_left_and_why(
+    split: Any, field: str, value: int, message: str
+) -> None:
+    require_size(SETS, split, field, value - 1)
+    with pytest.raises(ConfigError, match=message):
+        require_size(SETS, split, field, value)
+
+
+def test_a_set_that_is_too_small_for_a_batch_of_groups_is_refused() -> None:
+    require_size(SETS, "train", "tuning.batch_sizes", 32, rollouts_per_prompt=8)
+    rule = r"^tuning\.batch_sizes must be <= 32: 8 rollouts \(grpo\.group_size\) for each of the 4 distinct prompts"
+    with pytest.raises(ConfigError, match=rf"{rule} in data\.train, got 40"):
+        require_size(SETS, "train", "tuning.batch_sizes", 40, rollouts_per_prompt=8)

@@ -33,7 +33,8 @@ def prompt_sets(recipe: Recipe, tools: Tools) -> PromptSets:
     return load_prompt_sets(
         recipe.data,
         tokenizer=support.tokenizer(tools.directory / "tokenizer"),
-        answers=AnyAnswer(),
+        gradable=AnyAnswer().gradable,
+        equal=AnyAnswer().equal,
         directory=tools.directory / "sources",
     )
 

@@ -14,8 +14,8 @@ from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DriftError, drift_of, require_no_drift
-from slipstream.stages.execution import end_reported_execution
 from slipstream.stages.fail_run import fail_run
+from slipstream.stages.runs import end_reported_execution
 from slipstream.stages.start_run import start_run
 from slipstream.tracking import TrackingConfig, read_executions, store_uri
 from slipstream.tracking.config import DriftConfig

@@ -14,8 +14,7 @@ from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
 from slipstream.stages.context import RunContext
-from slipstream.stages.execution import end_execution, end_reported_execution
-from slipstream.stages.runs import tracked
+from slipstream.stages.runs import end_execution, end_reported_execution, tracked
 from slipstream.stages.start_run import start_run
 from slipstream.tracking import Execution, TrackingConfig, read_executions, store_uri
 from tests.unit.report.handmade import CERTIFICATE, RECORD

@@ -20,7 +20,7 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.recipe import Recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages import teaching
-from slipstream.stages.keys import draft_key
+from slipstream.stages.store import draft_key
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
 from tests.unit.recipe_fields.draft import DraftLearner
 from tests.unit.recipe_fields.policy import own_policy

@@ -12,7 +12,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.stages.keys import data_identity, data_key, draft_key, policy_identity, policy_key
+from slipstream.stages.store import data_identity, data_key, draft_key, policy_identity, policy_key
 from slipstream.types import Workload
 
 BASE = {"learner": {"dtype": "float32"}, "engine": {"dtype": "float32"}}  # settled, as the stages have them

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import ConfigError, parse_overrides
 from slipstream.recipe import Recipe, load_recipe, write_recipe
-from slipstream.stages.launch import handed_on, requested, require_loop, with_lag
+from slipstream.stages.context import handed_on, requested, require_loop, with_lag
 from slipstream.types import ArmLoop, Workload
 from tests.unit.lagging import ONE_STEP_OFF
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from slipstream.stages.origin import checkout_commit, origin_tags
+from slipstream.stages.runs import checkout_commit, origin_tags
 
 
 def test_a_pod_is_tagged_from_its_environment() -> None:

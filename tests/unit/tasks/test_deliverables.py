@@ -46,30 +46,22 @@ def _upload(folder: Path, uri: str) -> FlyteDirectory:
     return FlyteDirectory.from_source(uri)
 
 
-@pytest.mark.parametrize("upload", [False, True])
-def test_records_are_fetched_without_weights(tmp_path: Path, bucket: str, upload: bool) -> None:
+def test_records_travel_and_weights_are_found_on_the_root(tmp_path: Path, bucket: str) -> None:
     _model(tmp_path / "draft")
     (tmp_path / "draft.json").write_text("{}")
-    folder = deliver(
-        _context(tmp_path / "runs"), "draft", tmp_path, records=("draft.json",), weights=("draft",), upload=upload
-    )
+    context = _context(tmp_path / "runs")
+    sent = _upload(handed_on_folder(context, tmp_path), f"{bucket}/draft")
 
-    got = records_of(_upload(folder, f"{bucket}/draft"))
+    got, whole = records_of(sent), model_of(context, sent)
 
     assert sorted(path.name for path in got.rglob("*") if path.is_file()) == ["deliverable.json", "draft.json"]
+    assert whole.is_relative_to(tmp_path / "runs")
+    assert (whole / "draft" / "model.safetensors").read_text() == "0123456789"
+    assert (whole / "draft.json").read_text() == "{}"
 
 
-def test_uploaded_weights_come_from_the_object_store_to_a_root_without_them(tmp_path: Path, bucket: str) -> None:
-    _model(tmp_path / "draft")
-    (tmp_path / "draft.json").write_text("{}")
-    folder = deliver(
-        _context(tmp_path / "runs"), "draft", tmp_path, records=("draft.json",), weights=("draft",), upload=True
-    )
-
-    got = model_of(_context(tmp_path / "elsewhere"), _upload(folder, f"{bucket}/draft"))
-
-    assert (got / "draft" / "model.safetensors").read_text() == "0123456789"
-    assert got.is_relative_to(tmp_path / "elsewhere")
+def handed_on_folder(context: RunContext, directory: Path) -> Path:
+    return deliver(context, "draft", directory, records=("draft.json",), weights=("draft",))
 
 
 def test_a_users_own_model_is_fetched_whole_to_the_runs_root_or_without_its_tensors(

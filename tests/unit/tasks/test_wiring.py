@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ from flytekit import WorkflowFailurePolicy
 from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import PythonFunctionWorkflow
 
-from slipstream.stages.context import RunContext
-from tasks import deliverables as handover
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
 from tasks.project_request import project_request
 from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
-from tasks.resources import CLUSTER
 from tests.unit.tasks.declared import declared_tasks
 from workflows.ablation import ablation as decorated
 from workflows.asynchronous_rl import asynchronous_rl
@@ -98,19 +94,3 @@ def test_a_failed_ablation_is_ranked_by_what_it_left() -> None:
     assert ablation.failure_node is not None
     assert ablation.failure_node.flyte_entity is fail_ablation
     assert ablation.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
-
-
-@pytest.mark.parametrize("upload", [False, True])
-def test_the_profile_decides_whether_weights_are_handed_on_as_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upload: bool
-) -> None:
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "model.safetensors").write_text("0123456789")
-    (tmp_path / "arm.json").write_text("{}")
-    monkeypatch.setattr(handover, "CLUSTER", replace(CLUSTER, upload_weights=upload))
-    context = RunContext(execution="e", root=str(tmp_path / "runs"), experiment="x", workload="rl_zero")
-
-    folder = handover.handed_on(context, "train_grpo", tmp_path, records=("arm.json",), weights=("policy",))
-
-    names = {path.name for path in Path(str(folder.path)).rglob("*") if path.is_file()}
-    assert names == {"arm.json", "deliverable.json"} | ({"model.safetensors"} if upload else set())
