@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import certify_losslessness as stage
 from slipstream.stages.context import RunContext
@@ -42,7 +41,6 @@ def certify_losslessness(
     tuning: FlyteDirectory,
 ) -> Certificate:
     """certificate.json. `trained` is the speculative arm: weights in `policy/`, a draft that learned in `draft/`."""
-    logs.configure()
     loaded, arm = load_recipe(os.fspath(recipe)), model_of(context, trained)
     directory = stage.certify_losslessness(
         context,
@@ -63,7 +61,6 @@ def certify_draft(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory, k: int
 ) -> Certificate:
     """certificate.json of any policy and draft, without a run around them."""
-    logs.configure()
     directory = stage.certify_alone(
         context,
         load_recipe(os.fspath(recipe)),

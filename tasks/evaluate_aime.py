@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import evaluate_aime as stage
 from slipstream.stages.context import RunContext
@@ -30,7 +29,6 @@ def evaluate_aime(
     context: RunContext, recipe: FlyteFile, data: FlyteDirectory, model: FlyteDirectory, policy: str
 ) -> Evaluation:
     """evaluation.json. `policy` names the weights: `start`, or an arm, whose directory holds them as `policy/`."""
-    logs.configure()
     path = model_of(context, model)
     weights = path / "policy" if (path / "policy").is_dir() else path
     loaded = load_recipe(os.fspath(recipe))

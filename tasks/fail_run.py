@@ -6,7 +6,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from slipstream import logs
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages import fail_run as stage
 from slipstream.types import Workload
@@ -58,7 +57,6 @@ def end_failed(recipe: str, run_root: str, error: FlyteError | None) -> None:
 
 
 def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:
-    logs.configure()
     stage.fail_run(
         shared_root(run_root, CLUSTER, is_local=runs_locally()),
         execution,

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from flytekit import Deck, current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.kubernetes.preflight import inside as stage
 from slipstream.records.files import read_record, write_record
@@ -28,7 +27,6 @@ class Findings(NamedTuple):
 @recoverable
 def preflight(run_root: str, timeout_s: float) -> Findings:
     """findings.json, and as the task's deck the table: what, found, needed, fix."""
-    logs.configure()
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     record = stage.preflight(CLUSTER, root=root, timeout_s=timeout_s)
     Deck("preflight", f"<pre>{html.escape(record.table)}</pre>")

@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_data as stage
 from slipstream.stages.context import RunContext
@@ -30,7 +29,6 @@ class Data(NamedTuple):
 @recoverable
 def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
     """The train, draft and validation prompts, their manifest, and under `tokenizer/` the recipe's tokenizer."""
-    logs.configure()
     return Data(
         data=handed_on(
             context, "prepare_data", stage.prepare_data(context, load_recipe(os.fspath(recipe))), records=_RECORDS
@@ -42,6 +40,5 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
 @recoverable
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
     """The same with the tokenizer of `policy`, which may be another model than the recipe's."""
-    logs.configure()
     directory = stage.prepare_data(context, load_recipe(os.fspath(recipe)), policy=records_of(policy))
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import prepare_policy as stage
 from slipstream.stages.context import RunContext
@@ -30,6 +29,5 @@ class Policy(NamedTuple):
 @recoverable
 def prepare_policy(context: RunContext, recipe: FlyteFile, data: FlyteDirectory) -> Policy:
     """A model directory in Hugging Face format, with its tokenizer and policy.json."""
-    logs.configure()
     directory = stage.prepare_policy(context, load_recipe(os.fspath(recipe)), data=records_of(data))
     return Policy(policy=handed_on(context, "prepare_policy", directory, records=_RECORDS, weights=(".",)))

@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import pretrain_draft as stage
 from slipstream.stages.context import RunContext
@@ -28,7 +27,6 @@ class Draft(NamedTuple):
 @recoverable
 def pretrain_draft(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory) -> Draft:
     """draft.json and, under `draft/`, a draft that vLLM loads, if the method has weights."""
-    logs.configure()
     directory = stage.pretrain_draft(
         context, load_recipe(os.fspath(recipe)), policy=model_of(context, policy), data=records_of(data)
     )

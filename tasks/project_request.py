@@ -9,7 +9,6 @@ from typing import NamedTuple
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.simulator.project.published import write_request
 from slipstream.simulator.project.scenarios import ProjectionRequest
 from slipstream.study.ablation_grid import kickoff_day
@@ -37,7 +36,6 @@ def project_request(  # noqa: PLR0913  # one input a line of the launch form
     kickoff_time: datetime,
 ) -> RequestedProjection:
     """projection.json: speedups of an ideal stack and calibrated on the paper's measurements, with bands."""
-    logs.configure()
     request = ProjectionRequest(
         model=model,
         hardware=hardware,

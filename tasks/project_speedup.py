@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import project_speedup as stage
 from slipstream.stages.context import RunContext
@@ -30,7 +29,6 @@ def project_speedup(
     context: RunContext, recipe: FlyteFile, tuning: FlyteDirectory, arms: list[FlyteDirectory]
 ) -> Projection:
     """projection.json: calibrations, predicted beside measured for the speculative arm, projections with bands."""
-    logs.configure()
     directory = stage.project_speedup(
         context, load_recipe(os.fspath(recipe)), tuning=records_of(tuning), arms=[records_of(arm) for arm in arms]
     )

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from flytekit.exceptions.user import FlyteRecoverableException
 
+from slipstream import logs
 from slipstream.stages.failures import transient
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ R = TypeVar("R")
 
 
 def recoverable(body: Callable[P, R]) -> Callable[P, R]:
-    """Raise what another attempt may outlive as `FlyteRecoverableException`, and everything else as it is.
+    """Show our log, and raise what another attempt may outlive as `FlyteRecoverableException`; all else passes.
 
     Stands below `@task`. Interrupts pass: they leave no error document, so Flyte counts the pod as lost and starts
     another.
@@ -26,6 +27,7 @@ def recoverable(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
+        logs.configure()
         try:
             return body(*args, **kwargs)
         except Exception as error:

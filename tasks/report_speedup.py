@@ -9,7 +9,6 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import report_speedup as stage
 from slipstream.stages.context import RunContext
@@ -39,7 +38,6 @@ def report_speedup(  # noqa: PLR0913  # one input a record
     projection: FlyteDirectory,
 ) -> SpeedupReport:
     """report.html, which is also the task's deck, report.json, run.json and drift.json."""
-    logs.configure()
     directory = stage.report_speedup(
         context,
         load_recipe(os.fspath(recipe)),

@@ -8,7 +8,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import drift_check as stage
 from tasks.certify_losslessness import Report
@@ -21,6 +20,5 @@ from tasks.resources import CHECKING, on_cpus
 @recoverable
 def require_no_drift(recipe: FlyteFile, report: FlyteDirectory) -> Report:
     """The report, unless its results drifted: this comes last, so that all else is written and there is a report."""
-    logs.configure()
     stage.require_no_drift(load_recipe(os.fspath(recipe)), records_of(report))
     return Report(report=report)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution, requested, with_lag
@@ -45,7 +44,6 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     Inputs that are None keep what the recipe says.
     `loop` is what the workflow is there for; None of one that trains no arm.
     """
-    logs.configure()
     changes = requested(overrides, workload=workload, num_steps=num_steps, seed=seed)
     changes = with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(

@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.context import RunContext, arm_node
@@ -41,7 +40,6 @@ def train_grpo(
 
     A retry goes on from the last checkpoint.
     """
-    logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.train_grpo(
         context,

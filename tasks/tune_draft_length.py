@@ -9,7 +9,6 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.recipe import load_recipe
 from slipstream.stages import tune_draft_length as stage
 from slipstream.stages.context import RunContext
@@ -30,7 +29,6 @@ def tune_draft_length(
     context: RunContext, recipe: FlyteFile, policy: FlyteDirectory, data: FlyteDirectory, draft: FlyteDirectory
 ) -> Tuning:
     """tuning.json: every point of the sweep, the chosen k, and a schedule by batch size."""
-    logs.configure()
     loaded = load_recipe(os.fspath(recipe))
     directory = stage.tune_draft_length(
         context, loaded, policy=model_of(context, policy), data=records_of(data), draft=model_of(context, draft)
