@@ -18,14 +18,6 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"clip_low": 0.0}, "grpo.loss.clip_low must lie in (0, 1), got 0.0"),
-        ({"clip_low": 1.0}, "grpo.loss.clip_low must lie in (0, 1), got 1.0"),
-        ({"clip_high": 0.0}, "grpo.loss.clip_high must be > 0, got 0.0"),
-        ({"kl_coefficient": -0.1}, "grpo.loss.kl_coefficient must be >= 0, got -0.1"),
-        (
-            {"truncated_importance_sampling": 0.0},
-            "grpo.loss.truncated_importance_sampling must be > 0 or null, got 0.0",
-        ),
         (
             {"correction": Correction.SEQUENCE},
             "grpo.loss.truncated_importance_sampling must be a number with grpo.loss.correction sequence, got None; "
@@ -40,29 +32,12 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
             "grpo.loss.mask_band must be null without a correction, got (0.5, 2.0); set grpo.loss.correction and its "
             "cap, grpo.loss.truncated_importance_sampling",
         ),
-        (
-            {"truncated_importance_sampling": 2.0, "mask_band": (1.0, 2.0)},
-            "grpo.loss.mask_band must be two ratios around 1 or null, got (1.0, 2.0)",
-        ),
-        (
-            {"truncated_importance_sampling": 2.0, "mask_band": (0.5, 1.0)},
-            "grpo.loss.mask_band must be two ratios around 1 or null, got (0.5, 1.0)",
-        ),
-        (
-            {"truncated_importance_sampling": 2.0, "mask_band": (0.5,)},
-            "grpo.loss.mask_band must be two ratios around 1 or null, got (0.5,)",
-        ),
     ],
 )
 def test_a_loss_outside_its_bounds_is_refused(
     refusal: Callable[..., str], values: dict[str, Any], message: str
 ) -> None:
     assert refusal(LossConfig, **values) == message
-
-
-def test_a_loss_inside_its_bounds_is_taken() -> None:
-    config = LossConfig(clip_low=0.5, clip_high=0.5, kl_coefficient=0.0, truncated_importance_sampling=0.5)
-    assert (config.clip_low, config.clip_high, config.truncated_importance_sampling) == (0.5, 0.5, 0.5)
 
 
 def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
@@ -75,43 +50,6 @@ def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"learning_rate": 0.0}, "optimizer.learning_rate must lie in (0, 1], got 0.0"),
-        ({"betas": (0.9,)}, "optimizer.betas must be two numbers in [0, 1), got (0.9,)"),
-        ({"betas": (0.9, 1.0)}, "optimizer.betas must be two numbers in [0, 1), got (0.9, 1.0)"),
-        ({"betas": (-0.1, 0.9)}, "optimizer.betas must be two numbers in [0, 1), got (-0.1, 0.9)"),
-        ({"eps": 0.0}, "optimizer.eps must be > 0, got 0.0"),
-        ({"weight_decay": -0.1}, "optimizer.weight_decay must lie in [0, 1], got -0.1"),
-        ({"clip_grad": 0.0}, "optimizer.clip_grad must be > 0, got 0.0"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps must be >= 0, got -1"),
-    ],
-)
-def test_an_optimizer_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(Optimizer, **values) == message
-
-
-def test_an_optimizer_on_its_bounds_is_taken() -> None:
-    config = Optimizer(betas=(0.0, 0.5), eps=0.5, weight_decay=0.0, clip_grad=0.5, warmup_steps=0)
-    assert config.betas == (0.0, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"group_size": 1},
-            "grpo.group_size must be >= 2, got 1; "
-            "advantages are centred on the group's mean, and one rollout has no baseline",
-        ),
-        ({"mismatch_band": (0.5,)}, "grpo.mismatch_band must be two ratios around 1, got (0.5,)"),
-        ({"mismatch_band": (0.0, 2.0)}, "grpo.mismatch_band must be two ratios around 1, got (0.0, 2.0)"),
-        ({"mismatch_band": (1.0, 2.0)}, "grpo.mismatch_band must be two ratios around 1, got (1.0, 2.0)"),
-        ({"mismatch_band": (0.5, 1.0)}, "grpo.mismatch_band must be two ratios around 1, got (0.5, 1.0)"),
-        ({"num_steps": 0}, "grpo.num_steps must be >= 1, got 0"),
-        ({"prompts_per_step": 0}, "grpo.prompts_per_step must be >= 1, got 0"),
-        ({"updates_per_step": 0}, "grpo.updates_per_step must be >= 1, got 0"),
-        ({"checkpoint_every_steps": 0}, "grpo.checkpoint_every_steps must be >= 1, got 0"),
         ({"updates_per_step": 5}, "grpo.updates_per_step must be at most the 4 rollouts of a step, got 5"),
     ],
 )
@@ -119,8 +57,3 @@ def test_a_step_outside_its_bounds_is_refused(
     refusal: Callable[..., str], values: dict[str, Any], message: str
 ) -> None:
     assert refusal(Grpo, **values) == message
-
-
-def test_a_step_on_its_bounds_is_taken() -> None:
-    config = Grpo(prompts_per_step=1, updates_per_step=2, checkpoint_every_steps=1, mismatch_band=(0.9, 1.5))
-    assert config.updates_per_step == 2

@@ -39,9 +39,6 @@ from slipstream.tracking.config import (
             {"experiment": "x" * 501},
             f"tracking.experiment must be 1 to 500 characters that are not all blank, got '{'x' * 501}'",
         ),
-        ({"replay_every_s": 0.0}, "tracking.replay_every_s must be > 0, got 0.0"),
-        ({"request_timeout_s": 0}, "tracking.request_timeout_s must be >= 1, got 0"),
-        ({"close_wait_s": -0.5}, "tracking.close_wait_s must be >= 0, got -0.5"),
     ],
 )
 def test_tracking_outside_its_bounds_is_refused(
@@ -53,14 +50,10 @@ def test_tracking_outside_its_bounds_is_refused(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min_executions": 2}, "tracking.drift.min_executions must be >= 3, got 2"),
         (
             {"num_executions": 4},
             "tracking.drift.num_executions must be >= tracking.drift.min_executions 5, got 4",
         ),
-        ({"false_alarm_rate": 0.0}, "tracking.drift.false_alarm_rate must lie in (0, 1), got 0.0"),
-        ({"false_alarm_rate": 1.0}, "tracking.drift.false_alarm_rate must lie in (0, 1), got 1.0"),
-        ({"min_change": -0.1}, "tracking.drift.min_change must be >= 0, got -0.1"),
     ],
 )
 def test_drift_outside_its_bounds_is_refused(refusal: Callable[..., str], values: dict[str, Any], message: str) -> None:
@@ -70,11 +63,6 @@ def test_drift_outside_its_bounds_is_refused(refusal: Callable[..., str], values
 def test_drift_on_its_bounds_is_taken_and_fails_nothing_unasked() -> None:
     config = DriftConfig(num_executions=3, min_executions=3, false_alarm_rate=0.5, min_change=0.0)
     assert not config.fail
-
-
-def test_tracking_on_its_bounds_is_taken() -> None:
-    config = TrackingConfig(uri=None, replay_every_s=0.5, request_timeout_s=1, close_wait_s=0.0)
-    assert config.request_timeout_s == 1
 
 
 def test_without_a_server_the_store_is_sqlite_under_the_root(tmp_path: Path) -> None:

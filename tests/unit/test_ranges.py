@@ -1,0 +1,278 @@
+"""Ranges of a recipe's fields: the rule as its error states it, values beside the bounds, and values on them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from slipstream.config import Checked, Rule
+from slipstream.data.config import DataConfig
+from slipstream.data.synthetic import SyntheticConfig
+from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.drafts.config import DraftConfig, DraftScratchConfig
+from slipstream.drafts.length import TuningConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.evaluation import EvaluationConfig
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.loop_config import LoopConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, ScratchConfig
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.refit.config import RefitConfig
+from slipstream.rewards.config import RewardConfig
+from slipstream.tracking.config import DriftConfig, TrackingConfig
+from slipstream.types import LoopMode
+from slipstream.workers.placement.config import PlacementConfig
+
+Optimizer = partial(OptimizerConfig, learning_rate=1e-4)
+SECTIONS: dict[str, partial[Any]] = {
+    "data": partial(DataConfig, max_prompt_tokens=1),
+    "data.synthetic": partial(SyntheticConfig, num_conflicting=0, num_leaked=0),
+    "draft": partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2), prompt_lookup_max=5),
+    "draft.autopilot": partial(AutopilotConfig),
+    "draft.scratch": partial(DraftScratchConfig),
+    "engine": partial(EngineConfig, max_model_len=1, max_num_seqs=1),
+    "evaluation": partial(EvaluationConfig, max_response_tokens=1, num_samples_per_problem=1),
+    "grpo": partial(GrpoConfig, num_steps=1, prompts_per_step=1, group_size=2, optimizer=Optimizer()),
+    "grpo.loss": partial(LossConfig, truncated_importance_sampling=2.0),
+    "learner": partial(LearnerConfig),
+    "learner.parallel": partial(ParallelConfig),
+    "loop": partial(LoopConfig, mode=LoopMode.ONE_STEP_OFF),
+    "losslessness": partial(LosslessnessConfig),
+    "optimizer": Optimizer,
+    "placement": partial(PlacementConfig),
+    "policy": partial(PolicyConfig, model="a/b"),
+    "policy.scratch": partial(ScratchConfig, num_query_groups=1, warmup_steps=0),
+    "refit": partial(RefitConfig),
+    "reward": partial(RewardConfig),
+    "sampling": partial(SamplingConfig, max_response_tokens=1),
+    "tracking": partial(TrackingConfig),
+    "tracking.drift": partial(DriftConfig),
+    "tuning": partial(TuningConfig),
+}
+LARGER_SETS = "; larger sets come from files"
+SAMPLED = "; vLLM samples at 0.01 instead of anything between"
+Row = tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, str]]
+ROWS: list[Row] = [
+    (
+        "must be > 0",
+        (0, -1),
+        (1,),
+        {
+            "data": "max_prompt_tokens",
+            "draft": "num_prompts samples_per_prompt num_heldout_prompts tokens_per_step tokens_per_row ttt_steps "
+            "loss_chunk_tokens online_updates online_horizon_steps checkpoint_every_steps",
+            "draft.scratch": "hidden_size num_layers num_query_groups ffn_hidden_size",
+            "engine": "max_model_len max_num_seqs tensor_parallel_size num_engines num_threads",
+            "evaluation": "max_response_tokens num_samples_per_problem",
+            "learner": "max_tokens_per_microbatch",
+            "losslessness": "num_tokens num_repeated_prompts num_repeats num_greedy_prompts num_replications",
+            "policy.scratch": "hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
+            "tokens_per_step",
+            "reward": "num_workers",
+            "sampling": "max_response_tokens",
+        },
+    ),
+    (
+        "must be > 0",
+        (0.0, -0.5),
+        (0.5,),
+        {
+            "draft": "clip_grad suffix_max_spec_factor",
+            "draft.scratch": "init_std",
+            "engine": "start_timeout_s answer_timeout_s",
+            "grpo.loss": "clip_high",
+            "learner": "start_timeout_s answer_timeout_s",
+            "optimizer": "eps clip_grad",
+            "placement": "start_timeout_s",
+            "policy.scratch": "rope_theta init_std",
+            "refit": "bucket_mib timeout_s max_probe_difference",
+            "reward": "timeout_s",
+            "tracking": "replay_every_s",
+            "tuning": "min_speedup",
+        },
+    ),
+    ("must be > 0 or null", (0,), (1, None), {"data": "num_validation_problems", "learner": "num_threads"}),
+    ("must be > 0 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
+    ("must be > 0 or null", (0.0,), (0.5, None), {"engine": "kv_cache_gib"}),
+    ("must be > 0 or null", (0.0,), (0.5,), {"grpo.loss": "truncated_importance_sampling"}),
+    ("must be > 0, got 0; null takes draft.ttt_steps", (0,), (1, None), {"draft": "online_ttt_steps"}),
+    ("must be > 0, got 0; null takes draft.tokens_per_step", (0,), (1, None), {"draft": "online_tokens_per_update"}),
+    ("must be > 0, got 0; null keeps the whole vocabulary", (0,), (1, None), {"draft": "vocab_size"}),
+    (
+        "must be >= 0",
+        (-1,),
+        (0,),
+        {
+            "data.synthetic": "num_conflicting num_leaked",
+            "draft": "warmup_steps suffix_max_cached_requests",
+            "engine": "num_kept_idle max_restarts",
+            "learner": "num_kept_idle max_restarts",
+            "loop": "max_off_policy_steps",
+            "optimizer": "warmup_steps",
+            "placement": "gpus_per_node",
+            "policy.scratch": "num_steps",
+        },
+    ),
+    (
+        "must be >= 0",
+        (-0.1,),
+        (0.0,),
+        {
+            "draft": "states_cache_gib",
+            "draft.autopilot": "margin",
+            "grpo.loss": "kl_coefficient",
+            "losslessness": "near_tie_nats",
+            "tracking": "close_wait_s",
+            "tracking.drift": "min_change",
+        },
+    ),
+    ("must be >= 0 (0 means all tokens)", (-1,), (0,), {"evaluation": "top_k", "sampling": "top_k"}),
+    (
+        "must be >= 1",
+        (0,),
+        (1,),
+        {
+            "draft": "prompt_lookup_min suffix_max_tree_depth",
+            "draft.autopilot": "probe_every_steps",
+            "grpo": "num_steps prompts_per_step updates_per_step checkpoint_every_steps",
+            "learner.parallel": "tensor pipeline data expert",
+            "placement": "nodes",
+            "refit": "check_every_steps",
+            "tracking": "request_timeout_s",
+            "tuning": "num_repeats num_starting min_schedule_gain",
+        },
+    ),
+    ("must be >= 2", (1,), (2,), {"draft.autopilot": "patience_steps", "tuning": "max_live_engines"}),
+    ("must be >= 2", (1,), (2,), {"data.synthetic": "min_terms"}),
+    (
+        "must be >= 2, got 1; advantages are centred on the group's mean, and one rollout has no baseline",
+        (1,),
+        (2,),
+        {"grpo": "group_size"},
+    ),
+    ("must be >= 3", (2,), (3,), {"tracking.drift": "min_executions"}),
+    ("must be >= 0.5", (0.4,), (0.5,), {"reward": "worker_memory_gib"}),
+    (
+        "must lie in (0, 1)",
+        (0.0, 1.0),
+        (0.5,),
+        {
+            "engine": "gpu_memory_utilization",
+            "grpo.loss": "clip_low",
+            "losslessness": "family_level power max_detectable_bias",
+            "tracking.drift": "false_alarm_rate",
+        },
+    ),
+    (
+        "must lie in (0, 1]",
+        (0.0, 1.1),
+        (1e-9, 1.0),
+        {
+            "draft": "learning_rate ttt_step_loss_decay online_learning_rate",
+            "evaluation": "top_p",
+            "optimizer": "learning_rate",
+            "policy.scratch": "learning_rate",
+            "sampling": "top_p",
+        },
+    ),
+    (
+        "must lie in [0, 1]",
+        (-0.1, 1.1),
+        (0.0, 1.0),
+        {
+            "data.synthetic": "one_digit_rate subtraction_rate noise_rate careless_rate general_rate",
+            "draft": "suffix_min_token_prob",
+            "optimizer": "weight_decay",
+        },
+    ),
+    ("must lie in (0, 2]", (0.0, 2.1), (0.5, 2.0), {"data.synthetic": "terms_decay"}),
+    ("must lie in [10, 99]", (9, 100), (10, 99), {"data.synthetic": "max_term"}),
+    ("must lie in [1, 4096]", (0, 4097), (1, 4096), {"reward": "max_answer_chars"}),
+    (
+        f"must lie in [1, 1000000], got 0{LARGER_SETS}",
+        (0,),
+        (1, 1_000_000),
+        {"data.synthetic": "num_train_problems num_copies num_draft_rows num_validation_problems"},
+    ),
+    ("must be <= 999, the largest answer", (1000,), (999,), {"data.synthetic": "max_terms"}),
+    (f"must be 0 or >= 0.01, got 0.009{SAMPLED}", (0.009,), (0.0, 0.01), {"evaluation": "temperature"}),
+    (f"must be 0 or >= 0.01, got -0.1{SAMPLED}", (-0.1,), (0.0, 0.01), {"sampling": "temperature"}),
+    ("must be even, for RoPE", (33,), (2,), {"draft.scratch": "head_dim", "policy.scratch": "head_dim"}),
+    ("must be > 0", (0,), (6,), {"draft.scratch": "head_dim", "policy.scratch": "head_dim"}),
+    ("must be 0 or 1", (2, -1), (0, 1), {"policy.scratch": "num_mtp_layers"}),
+    ("must be two numbers in [0, 1)", ((0.9,), (0.9, 1.0), (-0.1, 0.9)), ((0.0, 0.5),), {"optimizer": "betas"}),
+    (
+        "must be two ratios around 1",
+        ((0.5,), (0.0, 2.0), (1.0, 2.0), (0.5, 1.0)),
+        ((0.9, 1.5),),
+        {"grpo": "mismatch_band"},
+    ),
+    (
+        "must be two ratios around 1 or null",
+        ((0.5,), (-0.1, 2.0), (1.0, 2.0), (0.5, 1.0)),
+        ((0.0, 2.0), None),
+        {"grpo.loss": "mask_band"},
+    ),
+    (
+        "must be one of kl_div, tv, lk, lk_hybrid",
+        ("mse",),
+        ("kl_div", "tv", "lk", "lk_hybrid"),
+        {"draft": "loss"},
+    ),
+    ("must name at least one source", ((),), (), {"data": "train draft_in_domain draft_general validation"}),
+    ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",), {"data": "instruction"}),
+    (
+        "must rise from 1, without repeats",
+        ((), (0, 2), (2, 1), (2, 2)),
+        ((1,), (4, 16)),
+        {"tuning": "batch_sizes"},
+    ),
+    ("must name a model, got ''; a hub id, a path, or \"scratch\"", ("",), ("a/b",), {"policy": "model"}),
+]
+# A configuration that fits the value: rules of several fields are tested where the fields are.
+ALONG: dict[str, dict[str, Any]] = {
+    "data.synthetic.max_terms": {"min_terms": 3},
+    "data.synthetic.num_validation_problems": {"num_leaked": 0},
+    "policy.scratch.num_mtp_layers": {},
+}
+
+
+def cases(which: int) -> Iterator[Any]:
+    for row in ROWS:
+        for section, names in row[3].items():
+            for name in names.split():
+                yield from (pytest.param(section, name, row[0], v, id=f"{section}.{name}={v}") for v in row[which])
+
+
+@pytest.mark.parametrize(("section", "name", "rule", "value"), cases(1))
+def test_a_value_beside_the_range_is_refused(
+    refusal: Callable[..., str], section: str, name: str, rule: str, value: Any
+) -> None:
+    message = refusal(SECTIONS[section], **{name: value})
+    got = "" if ", got" in rule else f", got {value!r}"
+    assert message == f"{section}.{name} {rule}{got}"
+
+
+@pytest.mark.parametrize(("section", "name", "rule", "value"), cases(2))
+def test_a_value_on_the_bounds_is_taken(section: str, name: str, rule: str, value: Any) -> None:
+    assert getattr(SECTIONS[section](**{name: value, **ALONG.get(f"{section}.{name}", {})}), name) == value
+
+
+def test_every_range_has_a_row() -> None:
+    found = {f"{section}.{name}" for *_, fields in ROWS for section, names in fields.items() for name in names.split()}
+    assert found == {
+        f"{section}.{name}" for section, config in SECTIONS.items() for name in ruled(typing.cast(type, config.func))
+    }
+
+
+def ruled(config: type) -> Iterator[str]:
+    """Names of the fields that have a rule."""
+    assert issubclass(config, Checked)
+    for name, hint in typing.get_type_hints(config, include_extras=True).items():
+        parts = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Annotated]
+        if any(isinstance(rule, Rule) for part in parts for rule in part.__metadata__):
+            yield name
