@@ -21,6 +21,17 @@ from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.context import add_inputs
 from slipstream.study import ablation_command, bake_off_command
+from slipstream.tracking import (
+    TrackingConfig,
+    TrackingError,
+    experiment_names,
+    fetch_artifact,
+    read_executions,
+    replay,
+    spool_directory,
+    store_uri,
+    view_addresses,
+)
 from slipstream.types import Workload
 from slipstream.workers.placement.assessment import assess
 from slipstream.workers.placement.cluster import parse_cluster
@@ -33,7 +44,11 @@ _UNREAD = 128 + signal.SIGPIPE  # what a shell says of a command whose reader ha
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for bad input, 130 after Ctrl-C, 141 if nobody reads the output."""
+    """Run one command.
+
+    Returns:
+        The exit status: 2 for bad input, 1 without a tracking server, 130 after Ctrl-C, 141 if nobody reads the output.
+    """
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -41,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except TrackingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         finally:
             if sys.stdout is not None:  # closed by whoever started us
                 sys.stdout.flush()
@@ -254,16 +272,13 @@ def _sizes(recipe: Recipe) -> str:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from slipstream.tracking import TrackingConfig, TrackingError, replay, spool_directory, store_uri
-
     logs.configure()
     root = Path(options.run_root)
     uri = store_uri(TrackingConfig(uri=options.uri), root)
     try:
         result = replay(spool_directory(root), uri)
     except TrackingError as error:
-        print(f"error: nothing more was sent: {error}", file=sys.stderr)
-        return 1
+        raise TrackingError(f"nothing more was sent: {error}") from error
     left_out = f"; {result.num_broken_lines} line(s) that a crash cut off are lost" if result.num_broken_lines else ""
     print(f"{result.num_runs} run(s) are whole on {uri}; {result.num_points} points were sent now{left_out}")
     for spool, reason in result.refused.items():
@@ -279,22 +294,15 @@ def _add_store(command: argparse.ArgumentParser) -> None:
 
 
 def _store(options: argparse.Namespace) -> str:
-    from slipstream.tracking import TrackingConfig, store_uri
-
     return options.uri or store_uri(TrackingConfig(), Path(options.run_root))
 
 
 def _compare(options: argparse.Namespace) -> int:
     from slipstream.report.comparison import comparison_table
     from slipstream.report.comparison_page import write_comparison
-    from slipstream.tracking import TrackingError, read_executions
 
     uri = _store(options)
-    try:
-        executions = read_executions(uri, experiment=options.experiment, names=options.runs)
-    except TrackingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    executions = read_executions(uri, experiment=options.experiment, names=options.runs)
     require(bool(executions), "experiment", "must have executions", options.experiment, f"none is on {uri}")
     print(comparison_table(executions))
     page = Path(options.html or f"{options.run_root}/comparison.html")
@@ -307,14 +315,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _views(options: argparse.Namespace) -> int:
-    from slipstream.tracking import TrackingError, experiment_names, view_addresses
-
-    try:
-        experiments = experiment_names(_store(options))
-    except TrackingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    for experiment_id, name in sorted(experiments.items()):
+    for experiment_id, name in sorted(experiment_names(_store(options)).items()):
         for view, address in view_addresses(options.server, experiment_id).items():
             print(f"{name}, {view}: {address}")
     return 0
@@ -322,8 +323,6 @@ def _views(options: argparse.Namespace) -> int:
 
 def _fetch_run(execution: str, uri: str) -> RunRecord:
     """The records that `execution` logged on the tracking server at `uri`."""
-    from slipstream.tracking import TrackingError, fetch_artifact
-
     with tempfile.TemporaryDirectory() as directory:
         key = f"{execution}/report_speedup"
         try:
