@@ -448,21 +448,10 @@ def test_one_draft_token_needs_room_for_two() -> None:
             r"ParallelConfig\(.*pipeline=2.*\); the MTP layer reads whole states, and the embeddings beside them: "
             r"split by tensor and data$",
         ),
-        ({"draft": {"online_updates": 0}}, r"draft.online_updates must be > 0, got 0"),
-        ({"draft": {"online_horizon_steps": 0}}, r"draft.online_horizon_steps must be > 0, got 0"),
-        (
-            {"draft": {"online_ttt_steps": 0}},
-            r"draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps",
-        ),
-        (
-            {"draft": {"online_tokens_per_update": 0}},
-            r"draft.online_tokens_per_update must be > 0, got 0; null takes draft.tokens_per_step",
-        ),
         (
             {"draft": {"method": "mtp", "online_optimizer": "muon"}},
             r"draft.online_optimizer must be adamw with draft.method mtp, got 'muon'; Muon is for the layer of an",
         ),
-        ({"draft": {"online_learning_rate": 0.0}}, r"draft.online_learning_rate must lie in \(0, 1\], got 0.0"),
     ],
 )
 def test_a_draft_that_cannot_be_trained_beside_the_policy_is_refused(overrides: dict, message: str) -> None:
