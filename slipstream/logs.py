@@ -1,10 +1,18 @@
-"""One compact log format for every process of ours: our progress at INFO, other libraries only when they warn."""
+"""What people see of long work: one compact log format for every process of ours, and how far a task is.
+
+Our progress is logged at INFO, other libraries only when they warn. A terminal has a live bar, a log a plain line now
+and then, with rate and time left.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from tqdm import tqdm
@@ -42,3 +50,63 @@ def terminal() -> TextIO | None:
         if isinstance(handler, BarHandler) and handler.stream.isatty():
             return handler.stream
     return None
+
+
+logger = logging.getLogger(__name__)
+
+_LOG_S = 10.0
+_LINE = "{desc}: {unit} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
+_BAR = "{desc} [{bar:24}] {unit} {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left{postfix}"
+
+
+class Progress:
+    """Counts on a bar; where that is drawn nowhere, its line may go to a log."""
+
+    def __init__(
+        self, bar: tqdm, log: Callable[[str], None] | None = None, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bar, self._log, self._now_s = bar, log, now_s
+        self._due_s = now_s()  # the first step shows at once
+
+    def advance(self, num: int = 1, text: str = "") -> None:
+        """`num` more are done; `text` says what is known of the last one."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(min(num, self._bar.total - self._bar.n))
+        is_done = self._bar.n >= self._bar.total
+        if is_done:
+            self._bar.refresh()
+        if self._log is not None and (is_done or self._now_s() >= self._due_s):
+            self._log(str(self._bar))
+            self._due_s = self._now_s() + _LOG_S
+
+    def left(self) -> str:
+        """Time left in words; empty before there is a rate, and at the end."""
+        remaining = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": "{remaining}"})
+        return "" if remaining == "?" or self._bar.n >= self._bar.total else f"{remaining} left"
+
+
+@contextmanager
+def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = True) -> Iterator[Progress]:
+    """Follow work for the span of the block.
+
+    Args:
+        done: how many of `total` an earlier attempt did.
+        in_log: False where the caller writes a line of its own for each step: only a terminal gets a bar.
+    """
+    stream = terminal()
+    with (
+        open(os.devnull, "w") as nowhere,
+        tqdm(
+            desc=task,
+            total=total,
+            unit=unit,
+            initial=done,
+            file=stream or nowhere,
+            bar_format=_BAR if stream else _LINE,
+            ascii=".#",
+            leave=False,
+            mininterval=0.2,
+            dynamic_ncols=stream is not None,
+        ) as bar,
+    ):
+        yield Progress(bar, logger.info if in_log and stream is None else None)

@@ -1,5 +1,7 @@
 """A command and all processes that come from it: they end with it, or within seconds of an interrupt.
 
+In each of them SIGINT and SIGTERM alike end a run as an interrupt does: what is open is closed on the way out.
+
 Linux alone: orphans of the command become ours (a subreaper's), so that nothing escapes by starting a session of its
 own, and the command is told when we die. Nobody else's process is ever touched: only descendants are ended.
 """
@@ -11,11 +13,13 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -112,3 +116,25 @@ def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def raise_on_signals() -> None:
+    """Make both signals raise KeyboardInterrupt where the process works; safe to call again, and off the main thread.
+
+    Flytekit and Ray set handlers of their own, so whoever opens something calls this first.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+
+
+def ignore_signals() -> None:
+    """From here on runs are closed: a signal that is sent again must not cut that short."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise KeyboardInterrupt(signal.Signals(number).name)

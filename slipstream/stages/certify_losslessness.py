@@ -12,9 +12,9 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.schedule import DraftLength
 from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop_config import KvCache
+from slipstream.logs import progress
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
-from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record

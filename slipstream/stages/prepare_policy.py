@@ -15,7 +15,7 @@ from slipstream.learner.architecture import MIMO, QWEN3
 from slipstream.learner.config import SCRATCH
 from slipstream.learner.policy_pretraining import pretrain
 from slipstream.learner.policy_source import resolve
-from slipstream.progress import progress
+from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import PolicyRecord

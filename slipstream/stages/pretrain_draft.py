@@ -14,7 +14,7 @@ from slipstream.drafts.config import DraftConfig, DraftInit
 from slipstream.drafts.draft_model import link_draft_model, num_parameters
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
 from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
-from slipstream.progress import progress
+from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import DraftRecord

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import slipstream
-from slipstream import interrupts
+from slipstream import supervisor
 from slipstream.drafts.schedule import DraftLength
 from slipstream.kubernetes.profile import NODE_VARIABLE
 from slipstream.losslessness.verdict import LOSSLESS
@@ -98,7 +98,7 @@ def tracked(
         name: of the run; the node's if None.
         gpu: the type of the accelerators that the task uses.
     """
-    interrupts.raise_on_signals()
+    supervisor.raise_on_signals()
     if has_ended(Path(context.root), experiment_name(context, recipe), context.execution):
         execution_run(context, recipe).detach()
     try:
@@ -122,7 +122,7 @@ def tracked(
             try:
                 yield tracker
             except (KeyboardInterrupt, SystemExit):
-                interrupts.ignore_signals()
+                supervisor.ignore_signals()
                 raise
     except BaseException as error:
         execution_run(context, recipe).close(RunStatus.of_error(type(error)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.drafts.config import DraftOnline
-from slipstream.progress import progress
+from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel.driver import open_channel

@@ -10,8 +10,7 @@ import pytest
 from tqdm import tqdm
 
 from slipstream import logs
-from slipstream.logs import BarHandler
-from slipstream.progress import Progress, progress
+from slipstream.logs import BarHandler, Progress, progress
 
 
 class Terminal(io.StringIO):
