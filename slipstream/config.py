@@ -157,11 +157,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         ConfigError: an unknown key (the nearest known one is named), a missing field, a value of the wrong type,
             or a rule of the config class that does not hold.
     """
-    require(isinstance(values, Mapping), path or "recipe", "must be a mapping of field to value", values)
-    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.init}
-    for key in values:
-        if key not in fields:
-            raise ConfigError(_unknown_key(key, fields, path))
+    fields = _known_fields(cls, values, path)
     hints = _hints(cls)
     kwargs = {key: _coerce(hints[key], value, _join(path, key)) for key, value in values.items()}
     missing = [
@@ -231,11 +227,8 @@ def check_known(cls: type, values: Any, path: str) -> None:
     Raises:
         ConfigError: an unknown key (the nearest known one is named), or a section that is no mapping.
     """
-    require(isinstance(values, Mapping), path, "must be a mapping of field to value", values)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    _known_fields(cls, values, path)
     for key, value in values.items():
-        if key not in fields:
-            raise ConfigError(_unknown_key(key, fields, path))
         hint = _hints(cls)[key]
         items = value if isinstance(value, (list, tuple)) else [value]
         for nested in (each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)):
@@ -325,10 +318,16 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _unknown_key(key: str, fields: Mapping[str, Any], path: str) -> str:
-    near = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.5)
-    fix = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
-    return f"unknown key {_join(path, str(key))!r}; {fix}"
+def _known_fields(cls: type, values: Any, path: str) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a config by name, where `values` is a mapping of some of them and of nothing else."""
+    require(isinstance(values, Mapping), path or "recipe", "must be a mapping of field to value", values)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), list(fields), n=1, cutoff=0.5)
+            fix = f"did you mean {_join(path, near[0])!r}?" if near else f"known: {', '.join(fields)}"
+            raise ConfigError(f"unknown key {_join(path, str(key))!r}; {fix}")
+    return fields
 
 
 def _plain(value: Any) -> Any:

@@ -108,8 +108,8 @@ class MlflowStore:
                 parent = self._find_or_create(experiment_id, header.parent_key, start_ms=None)
                 tags["mlflow.parentRunId"] = parent.info.run_id
             self._client.update_run(run_id, status="RUNNING", name=header.name)
-            self._send_tags(run_id, tags)
-            self._send_params(run_id, header.params)
+            self.send_tags(run_id, tags)
+            self.send_params(run_id, header.params)
 
     def send_metrics(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
         """Send (name, value, time_ms, step) points; what the server has already is not stored twice."""
@@ -122,13 +122,22 @@ class MlflowStore:
 
     def send_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Send parameters. MLflow's cannot change: a new value for an old name becomes the tag `changed.<name>`."""
+        from mlflow.entities import Param
+
         with _translated(self.uri):
-            self._send_params(run_id, params)
+            known = self._client.get_run(run_id).data.params if params else {}
+            for batch in _batches({name: value for name, value in params.items() if name not in known}):
+                self._client.log_batch(run_id, params=[Param(*param) for param in batch])
+        changed = {name: value for name, value in params.items() if known.get(name, value) != value}
+        self.send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
 
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags, replacing what they were."""
+        from mlflow.entities import RunTag
+
         with _translated(self.uri):
-            self._send_tags(run_id, tags)
+            for batch in _batches(tags):
+                self._client.log_batch(run_id, tags=[RunTag(*tag) for tag in batch])
 
     def send_artifact(self, run_id: str, path: Path, *, folder: str) -> None:
         """Upload one file into `folder` of the run's artifacts; empty is the top."""
@@ -231,21 +240,6 @@ class MlflowStore:
     def _mlflow(self, *arguments: str) -> str:
         """A command of MLflow's on this server, as it is typed."""
         return f"MLFLOW_TRACKING_URI={shlex.quote(self.uri)} {shlex.join(['mlflow', *arguments])}"
-
-    def _send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        for batch in _batches(tags):
-            self._client.log_batch(run_id, tags=[RunTag(*tag) for tag in batch])
-
-    def _send_params(self, run_id: str, params: Mapping[str, str]) -> None:
-        from mlflow.entities import Param
-
-        known = self._client.get_run(run_id).data.params if params else {}
-        for batch in _batches({name: value for name, value in params.items() if name not in known}):
-            self._client.log_batch(run_id, params=[Param(*param) for param in batch])
-        changed = {name: value for name, value in params.items() if known.get(name, value) != value}
-        self._send_tags(run_id, {f"changed.{name}": value for name, value in changed.items()})
 
 
 def view_addresses(server: str, experiment_id: str) -> dict[str, str]:
