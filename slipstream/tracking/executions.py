@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import require
@@ -20,9 +20,9 @@ class Execution:
     experiment: str
     status: str  # MLflow's: RUNNING, FINISHED, FAILED, KILLED
     start_ms: int
-    metrics: dict[str, float]
-    params: dict[str, str]
-    tags: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
 
 
 def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[str] = ()) -> list[Execution]:
