@@ -22,10 +22,9 @@ from slipstream.simulator import cli as simulator
 from slipstream.stages.launch import add_inputs
 from slipstream.study import ablation_command, bake_off_command
 from slipstream.types import Workload
-from slipstream.workers.placement.assessment import assess
-from slipstream.workers.placement.cluster import parse_cluster
-from slipstream.workers.placement.plan import make_plan
-from slipstream.workers.placement.table import memory_text, plan_text, table
+from slipstream.workers.placement.memory import memory_text
+from slipstream.workers.placement.plan import make_plan, parse_cluster
+from slipstream.workers.placement.table import plan_text, table
 
 _RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -191,6 +190,9 @@ def _check(options: argparse.Namespace) -> int:
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
     for recipe in (own, *(load_recipe(options.recipe, workload=workload) for workload in others)):
         print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
+        memory = recipe.memory()
+        for warning in memory.warnings() if memory else ():
+            print(f"warning: {warning}")
         if options.cluster is not None:
             plans.append(_plan(recipe, options.cluster, options.domain_nodes))
     for plan in dict.fromkeys(plans):  # mostly the same for both
@@ -202,11 +204,12 @@ def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
     """Who lies where, and what each GPU holds."""
     if not recipe.layout.has_gpus:
         return "no GPUs: every process runs on one host (placement.gpus_per_node 0)"
-    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), assess(recipe)
+    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), recipe.memory()
     if found is None:
-        memory = "memory: unknown; name simulator.model and simulator.hardware"
+        is_named = recipe.simulator is not None
+        memory = f"memory: {'not counted' if is_named else 'unknown; name simulator.model and simulator.hardware'}"
     else:
-        memory = memory_text(found, plan)
+        memory = memory_text(found, recipe.refit_channel)
     return f"{plan_text(plan)}\n\n{memory}"
 
 

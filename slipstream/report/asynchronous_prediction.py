@@ -6,12 +6,12 @@ from slipstream.records.run import RunRecord
 from slipstream.report.asynchronous_arms import LoopComparison
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.tables import ColumnGroup, Row, Table
-from slipstream.simulator.project.asynchronous_projection import (
+from slipstream.simulator.balance import (
     AsynchronousPrediction,
     PredictedArm,
+    balance,
     predict_asynchronous,
 )
-from slipstream.simulator.project.balance import balance
 from slipstream.types import Arm, LoopMode
 
 _ON_CORES = "cpu"  # how the simulator's hardware begins that has engine and learner on a core each

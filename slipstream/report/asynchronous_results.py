@@ -9,7 +9,7 @@ from slipstream.records.run import RunRecord
 from slipstream.report.asynchronous_arms import LoopArm, LoopComparison, compare_loops
 from slipstream.report.formats import metrics_with_ends, percent, seconds, speedup, speedup_with_interval
 from slipstream.report.summary import estimate_json
-from slipstream.simulator.project.asynchronous_projection import AsynchronousPrediction
+from slipstream.simulator.balance import AsynchronousPrediction
 from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05

@@ -26,7 +26,7 @@ from slipstream.report.drift_table import drift_table
 from slipstream.report.headline import verdict
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.summary import RunSummary, summarise, summarise_run
-from slipstream.simulator.project.run_projection import ProjectionRecord
+from slipstream.simulator.projection_record import ProjectionRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.report.formats import seconds, speedup
 from slipstream.report.tables import ColumnGroup, Row, Table
-from slipstream.simulator.project.run_projection import ProjectionRecord
+from slipstream.simulator.projection_record import ProjectionRecord
 from slipstream.statistics import Spread
 
 

@@ -10,8 +10,8 @@ from matplotlib.colors import TwoSlopeNorm
 
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
 from slipstream.report.formats import seconds
-from slipstream.simulator.fit.ensemble import CalibrationRecord
-from slipstream.simulator.project.figure_data import LagLine, RunningBatch, SpeedupMap
+from slipstream.simulator.calibration import CalibrationRecord
+from slipstream.simulator.projection_record import LagLine, RunningBatch, SpeedupMap
 from slipstream.types import Arm, StageTimes
 
 _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")

@@ -14,7 +14,7 @@ from slipstream.records.stages import DraftRecord, EvaluationRecord, PolicyRecor
 from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.page import write_report
 from slipstream.report.summary import summarise
-from slipstream.simulator.project.run_projection import ProjectionRecord
+from slipstream.simulator.projection_record import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.execution import end_reported_execution

@@ -25,7 +25,7 @@ from slipstream.report.page import render, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics
 from slipstream.report.terminal import speedup_table
-from slipstream.simulator.cost.asynchronous_cost import Bound
+from slipstream.simulator.step_cost import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm, page_text
 

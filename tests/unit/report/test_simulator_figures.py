@@ -9,10 +9,9 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_figures as figures
 from slipstream.report.projection_tables import check_table, own_table, published_table
-from slipstream.simulator.fit.observed import calibrate_run
-from slipstream.simulator.fit.paper import calibrate_paper
-from slipstream.simulator.project.figure_data import LagLine, SpeedupMap, running_batches
-from slipstream.simulator.project.run_projection import project_speedup, run_setting
+from slipstream.simulator.observed import calibrate_run
+from slipstream.simulator.paper import calibrate_paper
+from slipstream.simulator.projection_record import LagLine, SpeedupMap, project_speedup, run_setting, running_batches
 from slipstream.stages.support import recipe_layout
 from slipstream.types import StageTimes
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.catalog import load_model
 from slipstream.config import ConfigError
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.experts import Experts
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
-from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
 from slipstream.workers.placement.assessment import PublishedShape, assess
 

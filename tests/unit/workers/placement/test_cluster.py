@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.workers.placement.cluster import Cluster, Node, parse_cluster
+from slipstream.workers.placement.plan import Cluster, Node, parse_cluster
 
 
 def test_a_cluster_is_nodes_by_gpus() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.catalog import load_model
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
-from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
 from slipstream.workers.placement import memory
 from slipstream.workers.placement.assessment import PublishedShape

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
 from slipstream.learner.config import ParallelConfig
-from slipstream.workers.placement.cluster import Cluster, Node, parse_cluster
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import Plan, Slot, make_plan, replanned
+from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, parse_cluster, replanned
 
 
 def test_two_nodes_colocated() -> None:

@@ -1,11 +1,11 @@
 """What a user reads: who lies where, and what each GPU holds."""
 
+from slipstream.workers.placement.assessment import assess
+
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import load_recipe
-from slipstream.workers.placement.assessment import assess
-from slipstream.workers.placement.cluster import Cluster, Node, parse_cluster
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import make_plan
+from slipstream.workers.placement.plan import Cluster, Node, make_plan, parse_cluster
 from slipstream.workers.placement.table import memory_text, plan_text, table
 from tests.unit.workers.placement.test_assessment import SPLIT
 
