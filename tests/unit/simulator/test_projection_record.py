@@ -88,7 +88,7 @@ def test_the_running_batch_is_the_slowest_engines(ensemble: Ensemble) -> None:
 # As the recorded demo computed: what `auto` stands for differs between machines.
 DEMO = load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
 DEMO_LAYOUT = recipe_layout(DEMO)
-GOLDEN = Path(__file__).parents[2] / "golden" / "projection_2026_11_22.json"
+GOLDEN = Path(__file__).parents[1] / "golden" / "projection_2026_11_22.json"
 
 
 def assert_close(found: Any, expected: Any) -> None:
