@@ -228,9 +228,9 @@ def _cluster(_: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.preflight.api import connect
-    from slipstream.kubernetes.preflight.checks import check, findings_table, num_missing
-    from slipstream.kubernetes.preflight.profile_needs import needs_of
+    from slipstream.kubernetes.cluster_needs import needs_of
+    from slipstream.kubernetes.kubernetes_api import connect
+    from slipstream.kubernetes.preflight import check, findings_table, num_missing
     from slipstream.kubernetes.profile import read_profile
 
     seconds = options.timeout_s

@@ -167,15 +167,19 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
     )
 
 
-def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
-    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
-    amounts = {
+def amounts(size: PodSize) -> dict[str, str]:
+    """A pod's size in Kubernetes quantities."""
+    return {
         "cpu": str(size.cpus),
         "memory": f"{size.memory_gib}Gi",
         "ephemeral-storage": f"{size.ephemeral_storage_gib}Gi",
-        **{name: str(count) for name, count in (extended or {}).items()},
     }
-    return k8s.V1ResourceRequirements(requests=dict(amounts), limits=dict(amounts))
+
+
+def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
+    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
+    asked = {**amounts(size), **{name: str(count) for name, count in (extended or {}).items()}}
+    return k8s.V1ResourceRequirements(requests=dict(asked), limits=dict(asked))
 
 
 def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize) -> None:

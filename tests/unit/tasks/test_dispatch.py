@@ -23,8 +23,8 @@ from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.kubernetes.preflight.inside import PreflightRecord
-from slipstream.kubernetes.preflight.needs import Finding, State
+from slipstream.kubernetes.kubernetes_api import Finding, State
+from slipstream.kubernetes.preflight import PreflightRecord
 from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records.files import write_record

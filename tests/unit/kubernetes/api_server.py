@@ -15,7 +15,7 @@ from typing import Any
 
 from kubernetes import client as k8s
 
-from slipstream.kubernetes.preflight.api import Api, api_of
+from slipstream.kubernetes.kubernetes_api import Api, api_of
 
 Answer = tuple[int, dict[str, Any]]
 HANGS: Answer = (0, {})

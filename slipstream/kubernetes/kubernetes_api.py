@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import urllib3.exceptions
@@ -13,7 +14,36 @@ from kubernetes import client as k8s
 from kubernetes import config as kubeconfig
 
 from slipstream.config import ConfigError
-from slipstream.kubernetes.preflight.needs import Finding, State
+
+
+class State(StrEnum):
+    """What a check came to."""
+
+    FINE = "fine"
+    MISSING = "MISSING"
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One row: what was looked at, what was found, what is needed, and how to get there."""
+
+    what: str
+    found: str
+    needed: str
+    state: State
+    fix: str = ""
+
+    @classmethod
+    def of(cls, what: str, *, found: str, needed: str, is_fine: bool, fix: str) -> Finding:
+        """Fine without a fix, or missing with it."""
+        return cls(
+            what=what,
+            found=found,
+            needed=needed,
+            state=State.FINE if is_fine else State.MISSING,
+            fix="" if is_fine else fix,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,9 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.kubernetes.preflight.needs import SecretNeed
-from slipstream.kubernetes.preflight.profile_needs import laid_over, needs_of
+from slipstream.kubernetes.cluster_needs import SecretNeed, laid_over, needs_of
 from slipstream.kubernetes.profile import read_profile
-from tests.unit.kubernetes.preflight.api_server import serving, whole_cluster
+from tests.unit.kubernetes.api_server import serving, whole_cluster
 
 
 def test_the_gb200_profile_asks_for_its_nodes_driver_queue_and_secrets() -> None:
