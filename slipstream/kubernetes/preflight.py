@@ -228,53 +228,49 @@ def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
         return [answer.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
     phase, modes, class_name = answer.status.phase, answer.spec.access_modes or [], answer.spec.storage_class_name
     storage_class = None if class_name is None else api.ask(k8s.StorageV1Api(api.client).read_storage_class, class_name)
-    waits = (
-        storage_class is not None
-        and not isinstance(storage_class, Refusal)
-        and storage_class.volume_binding_mode == "WaitForFirstConsumer"
-    )
+    is_known = storage_class is not None and not isinstance(storage_class, Refusal)
+    waits = is_known and storage_class.volume_binding_mode == "WaitForFirstConsumer"
     is_fine = _SHARED in modes and (phase == "Bound" or (phase == "Pending" and waits))
     wrong = "kubectl describe pvc says why it is not bound" if _SHARED in modes else f"it needs the mode {_SHARED}"
     found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if phase == 'Pending' and waits else ''}"
     rows = [Finding.of(what, found=found, needed=needed, is_fine=is_fine, fix=wrong)]
-    if class_name is not None:
-        rows.append(_class_row(class_name, storage_class, is_bound=phase == "Bound"))
-    return rows
-
-
-def _class_row(name: str, answer: Any, *, is_bound: bool) -> Finding:
-    what, needed = f"storage class {name}", "present"
-    if isinstance(answer, Refusal):
-        if is_bound and not answer.is_absent:  # storage classes belong to the cluster: few accounts may see them
-            return Finding(
-                what=what, found=answer.reason, needed=needed, state=State.UNCHECKED, fix="the claim is bound"
-            )
-        return answer.finding(what, needed=needed, right="get storageclasses", absent="name one of the cluster's own")
-    provisioner = "" if answer is None else answer.provisioner
-    return Finding(what=what, found=provisioner, needed=needed, state=State.FINE)
+    if class_name is None:
+        return rows
+    row = _Row(
+        what=f"storage class {class_name}",
+        needed="present",
+        ask=lambda: storage_class,
+        judge=lambda answer: (answer.provisioner, ""),
+        right="get storageclasses",
+        absent="name one of the cluster's own",
+    ).finding()
+    # Storage classes belong to the cluster: few accounts may see them.
+    is_hidden = isinstance(storage_class, Refusal) and not storage_class.is_absent and phase == "Bound"
+    return [*rows, replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
 
 
 def check_permissions(api: Api, namespace: str, permissions: tuple[Permission, ...]) -> list[Finding]:
     """A row for each right that the caller lacks; one row in all if it has every one."""
-    rows = [row for permission in permissions if (row := _lacking(api, namespace, permission)) is not None]
-    wanted = f"{len(permissions)} rights in {namespace}"
-    return rows or [Finding(what="rights", found=wanted, needed=wanted, state=State.FINE)]
-
-
-def _lacking(api: Api, namespace: str, permission: Permission) -> Finding | None:
-    asked = k8s.V1ResourceAttributes(
-        namespace=namespace, verb=permission.verb, group=permission.group, resource=permission.resource
-    )
-    review = k8s.V1SelfSubjectAccessReview(spec=k8s.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
-    answer = api.ask(k8s.AuthorizationV1Api(api.client).create_self_subject_access_review, review)
-    what, needed = f"right to {permission}", "allowed"
-    if isinstance(answer, Refusal):
-        return answer.finding(what, needed=needed, right="create selfsubjectaccessreviews", absent="")
-    if answer.status.allowed:
-        return None
-    found = f"denied{f': {answer.status.reason}' if answer.status.reason else ''}"
+    review, rows = k8s.AuthorizationV1Api(api.client).create_self_subject_access_review, []
     fix = f"bind a role with it in namespace {namespace}: deploy/ has one"
-    return Finding(what=what, found=found, needed=needed, state=State.MISSING, fix=fix)
+
+    def judge(answer: Any) -> tuple[str, str]:
+        reason = answer.status.reason
+        return ("allowed", "") if answer.status.allowed else (f"denied{f': {reason}' if reason else ''}", fix)
+
+    for permission in permissions:
+        asked = {"verb": permission.verb, "group": permission.group, "resource": permission.resource}
+        row = _Row(
+            what=f"right to {permission}",
+            needed="allowed",
+            ask=partial(api.ask, review, {"spec": {"resourceAttributes": {"namespace": namespace, **asked}}}),
+            judge=judge,
+            right="create selfsubjectaccessreviews",
+        )
+        rows.append(row.finding())
+    wanted = f"{len(permissions)} rights in {namespace}"
+    lacking = [row for row in rows if row.state is not State.FINE]
+    return lacking or [Finding(what="rights", found=wanted, needed=wanted, state=State.FINE)]
 
 
 def check_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> list[Finding]:
