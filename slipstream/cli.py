@@ -228,15 +228,16 @@ def _cluster(_: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.cluster_needs import needs_of
     from slipstream.kubernetes.kubernetes_api import connect
-    from slipstream.kubernetes.preflight import check, findings_table, num_missing
+    from slipstream.kubernetes.preflight import check, findings_table, num_missing, require_pods
     from slipstream.kubernetes.profile import read_profile
 
     seconds = options.timeout_s
     require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)
-    needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
-    findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
+    profile = read_profile(options.cluster)
+    require_pods(profile)
+    api = connect(context=options.context, timeout_s=seconds)
+    findings = check(api, profile, namespace=options.namespace, image=options.image)
     print(findings_table(findings))
     print(f"\n{num_missing(findings)} missing")
     return 1 if num_missing(findings) else 0

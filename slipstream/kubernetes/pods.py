@@ -30,7 +30,7 @@ RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
 """The names that KubeRay's plugin gives the primary container: an overlay of another name is dropped."""
 
 RAY_TOKEN_KEY = "auth_token"  # the key in the secret that KubeRay looks for
-_USER = 1000  # flytekit, in both images
+USER = 1000  # flytekit, in both images
 _SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
 _RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
 _GPU = "nvidia.com/gpu"
@@ -155,8 +155,8 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         tolerations=[_toleration(t.key, t.value, t.effect) for t in profile.tolerations] or None,
         security_context=k8s.V1PodSecurityContext(
             run_as_non_root=True,
-            run_as_user=_USER,
-            run_as_group=_USER,
+            run_as_user=USER,
+            run_as_group=USER,
             fs_group=storage.group,
             fs_group_change_policy="OnRootMismatch",
             seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),

@@ -50,7 +50,12 @@ def node(name: str, *, clique: str | None = "a.0", **changes: Any) -> dict[str, 
     labels = {"kubernetes.io/arch": "arm64", "nvidia.com/gpu.product": "NVIDIA-GB200"}
     if clique is not None:
         labels["nvidia.com/gpu.clique"] = clique
-    allocatable = {"cpu": "143500m", "memory": "1004Gi", "nvidia.com/gpu": "4"} | changes.get("allocatable", {})
+    allocatable = {
+        "cpu": "143500m",
+        "memory": "1004Gi",
+        "ephemeral-storage": "1Ti",
+        "nvidia.com/gpu": "4",
+    } | changes.get("allocatable", {})
     return {
         "metadata": {"name": name, "labels": labels},
         "spec": {"unschedulable": changes.get("cordoned", False), "taints": changes.get("taints", [])},

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
+from slipstream.cli import main
 from slipstream.config import ConfigError
-from slipstream.kubernetes.cluster_needs import CrdNeed, GpuNodesNeed, Needs, Permission, SecretNeed
 from slipstream.kubernetes.kubernetes_api import Finding, State
 from slipstream.kubernetes.preflight import (
+    PreflightRecord,
     check,
-    check_inside,
     findings_table,
+    laid_over,
     num_missing,
     own_namespace,
+    pod_manifests,
     require_ready,
+    run_quota,
 )
-from slipstream.kubernetes.profile import read_profile
+from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
 from tests.unit.kubernetes.api_server import (
     CORE,
@@ -50,50 +53,33 @@ SECRET = f"GET {CORE}/secrets/slipstream-ray"
 QUOTA = f"GET {CORE}/resourcequotas"
 CREATE = f"POST {CORE}/pods"
 PROBE = f"{CORE}/pods/slipstream-preflight-x1"
-WORKER = {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "w-"}, "spec": {"containers": []}}
-NEEDS = Needs(
-    namespace=NAMESPACE,
-    gpu_nodes=GpuNodesNeed(
-        nodes=8,
-        labels={"nvidia.com/gpu.product": "NVIDIA-GB200", "kubernetes.io/arch": "arm64"},
-        allocatable={"cpu": "128", "memory": "800Gi", "nvidia.com/gpu": "4"},
-        tolerated=frozenset({"nvidia.com/gpu"}),
-        clique_label="nvidia.com/gpu.clique",
-    ),
-    claim="slipstream-runs",
-    claim_template="slipstream-channel",
-    crds=(
-        CrdNeed(name="rayjobs.ray.io", version="v1", provider="KubeRay"),
-        CrdNeed(name="computedomains.resource.nvidia.com", version="v1beta1", provider="NVIDIA's DRA driver"),
-    ),
-    secrets=(SecretNeed(name="slipstream-ray", keys=("auth_token",)),),
-    service_account="slipstream",
-    permissions=(
-        Permission(verb="create", resource="pods"),
-        Permission(verb="create", resource="rayjobs", group="ray.io"),
-    ),
-    quota={"requests.nvidia.com/gpu": "32"},
-    pods={"worker": WORKER},
-    probe_image="registry/slipstream-cpu:v1",
-)
+PROFILE = replace(read_profile("gb200"), queue=None, tracking=None, object_store=None)
+IMAGE = "registry/slipstream-cpu:v1"
 
 
-def found(cluster: Cluster, needs: Needs = NEEDS, *, timeout_s: float = 5.0) -> list[Finding]:
+def found(
+    cluster: Cluster, profile: ClusterProfile = PROFILE, *, timeout_s: float = 5.0, **options: Any
+) -> list[Finding]:
     with serving(cluster, timeout_s=timeout_s) as (api, _):
-        return check(api, needs)
+        return check(api, profile, namespace=NAMESPACE, **{"image": IMAGE, **options})
 
 
-def missing(answers: dict[str, Answer], needs: Needs = NEEDS, **changes: Any) -> list[Finding]:
+def missing(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **options: Any) -> list[Finding]:
     """What a cluster lacks that is whole but for `answers`."""
-    cluster = replace(whole_cluster(), **changes)
+    cluster = replace(whole_cluster(), denied=options.pop("denied", set()))
     cluster.answers.update(answers)
-    return [row for row in found(cluster, needs) if row.state is State.MISSING]
+    return [row for row in found(cluster, profile, **options) if row.state is State.MISSING]
+
+
+def at(uri: str) -> ClusterProfile:
+    """The profile with MLflow at an address."""
+    return replace(PROFILE, tracking=TrackingService(uri=uri))
 
 
 def test_a_whole_cluster_is_ready() -> None:
     cluster = whole_cluster()
     with serving(cluster) as (api, address):
-        rows = check(api, replace(NEEDS, mlflow_uri=address))
+        rows = check(api, at(address), namespace=NAMESPACE, image=IMAGE)
     assert [row.what for row in rows if row.state is not State.FINE] == []
     assert num_missing(rows) == 0
     assert [row.what for row in rows] == [
@@ -107,6 +93,8 @@ def test_a_whole_cluster_is_ready() -> None:
         "service account slipstream",
         "rights",
         "quota",
+        "pod cpu, dry run",
+        "pod head, dry run",
         "pod worker, dry run",
         f"MLflow at {address}",
         "shared root",
@@ -114,7 +102,7 @@ def test_a_whole_cluster_is_ready() -> None:
     assert rows[0].found == "8 usable in clique a.0"
     asked = [path for path, _ in cluster.asked]
     assert "GET /api/v1/nodes?labelSelector=kubernetes.io/arch%3Darm64%2Cnvidia.com/gpu.product%3DNVIDIA-GB200" in asked
-    assert (f"{CREATE}?dryRun=All", WORKER) in cluster.asked
+    assert (f"{CREATE}?dryRun=All", pod_manifests(at(address), IMAGE)["worker"]) in cluster.asked
 
 
 def test_half_the_nodes_are_named_with_why_the_others_are_not_usable() -> None:
@@ -132,7 +120,7 @@ def test_half_the_nodes_are_named_with_why_the_others_are_not_usable() -> None:
         "4 usable in clique a.0, 1 usable in clique b.1, 1 not ready, 1 cordoned, 1 with nvidia.com/gpu 3, "
         "1 without label nvidia.com/gpu.clique, 1 with taint maintenance, which the pods do not tolerate"
     )
-    assert row.needed == "8 in one clique, each cpu 128, memory 800Gi, nvidia.com/gpu 4"
+    assert row.needed == "8 in one clique, each cpu 128, memory 800Gi, ephemeral-storage 500Gi, nvidia.com/gpu 4"
     assert row.fix == "a cluster profile of at most 4 nodes, or more nodes ready in one clique"
 
 
@@ -140,8 +128,8 @@ def test_eight_nodes_of_two_cliques_are_not_eight_of_one_but_do_where_no_clique_
     nodes = node_list(*[node(f"n{index}", clique=f"a.{index % 2}") for index in range(8)])
     (row,) = missing({NODES: nodes})
     assert row.found == "4 usable in clique a.0, 4 usable in clique a.1"
-    assert NEEDS.gpu_nodes is not None
-    assert missing({NODES: nodes}, replace(NEEDS, gpu_nodes=replace(NEEDS.gpu_nodes, clique_label=None))) == []
+    assert PROFILE.gpu is not None
+    assert missing({NODES: nodes}, replace(PROFILE, gpu=replace(PROFILE.gpu, clique_label=None))) == []
 
 
 def test_tolerated_taints_and_exact_amounts_are_usable() -> None:
@@ -199,8 +187,7 @@ def test_the_claim_template_is_asked_for_in_the_version_that_the_cluster_has() -
     ],
 )
 def test_each_lack_has_its_fix(answers: dict[str, Answer], said: str) -> None:
-    rows = missing(answers, replace(NEEDS, probe_image=None))
-    assert [row.fix for row in rows] == [said]
+    assert {row.fix for row in missing(answers, image=None)} == {said}
 
 
 def test_a_claim_may_wait_for_its_first_pod() -> None:
@@ -230,7 +217,10 @@ def test_rights_that_are_denied_are_named() -> None:
 
 
 def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback() -> None:
-    cluster = Cluster(answers={}, denied={"create pods", "create rayjobs"})
+    cluster = Cluster(
+        answers={},
+        denied={f"{verb} {name}" for verb in ("create", "get", "delete") for name in ("pods", "rayjobs")},
+    )
     whole = whole_cluster().answers
     cluster.answers = {route: forbidden("do", "anything") for route in whole}
     rows = found(cluster)
@@ -250,7 +240,7 @@ def test_a_silent_server_is_waited_for_once_a_check() -> None:
 def test_no_server_at_all_is_a_finding() -> None:
     with serving(whole_cluster()) as (api, _):
         pass
-    (row, *_) = check(api, NEEDS)
+    (row, *_) = check(api, PROFILE, namespace=NAMESPACE)
     assert row.found.startswith("no connection: ")
     assert row.fix == "is the API server's address right, and does a firewall let this host through?"
 
@@ -259,10 +249,10 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
     cluster = whole_cluster()
     cluster.answers["GET /health"] = status(503, "starting")
     with serving(cluster) as (api, address):
-        ill = [row for row in check(api, replace(NEEDS, mlflow_uri=address)) if row.state is State.MISSING]
+        ill = [row for row in check(api, at(address), namespace=NAMESPACE) if row.state is State.MISSING]
     assert [row.found for row in ill] == ["503 Service Unavailable"]
     with serving(whole_cluster()) as (api, _):
-        away = [row for row in check(api, replace(NEEDS, mlflow_uri=address)) if row.state is State.MISSING]
+        away = [row for row in check(api, at(address), namespace=NAMESPACE) if row.state is State.MISSING]
     assert away[0].found.startswith("no answer: ")
 
 
@@ -280,7 +270,7 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
 def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: Answer, said: str) -> None:
     cluster = whole_cluster()
     cluster.answers[f"GET {PROBE}"] = answer
-    rows = [row for row in found(cluster, replace(NEEDS, probe_timeout_s=1.0)) if row.state is State.MISSING]
+    rows = [row for row in found(cluster, probe_timeout_s=1.0) if row.state is State.MISSING]
     assert [row.what for row in rows] == ["shared root"]
     assert rows[0].found.startswith(said)
     assert [path for path, _ in cluster.asked if path.startswith("DELETE ")] == [f"DELETE {PROBE}?gracePeriodSeconds=0"]
@@ -288,7 +278,7 @@ def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: 
 
 def test_without_an_image_no_pod_is_started_and_the_root_is_not_checked() -> None:
     cluster = whole_cluster()
-    rows = found(cluster, replace(NEEDS, probe_image=None))
+    rows = found(cluster, image=None)
     assert [(row.what, row.state) for row in rows if row.state is not State.FINE] == [("shared root", State.UNCHECKED)]
     assert [path for path, _ in cluster.asked if path.startswith("POST") and path.endswith("/pods")] == []
 
@@ -306,16 +296,13 @@ def test_the_table_puts_what_is_missing_first() -> None:
     ]
 
 
-def by_name(findings: tuple[Finding, ...]) -> dict[str, Finding]:
-    return {finding.what: finding for finding in findings}
-
-
 def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path) -> None:
     cluster = whole_cluster()
     with serving(cluster) as (api, _):
-        record = check_inside(read_profile("gb200"), api, namespace=NAMESPACE, root=tmp_path / "runs")
+        rows = check(api, read_profile("gb200"), namespace=NAMESPACE, own_root=tmp_path / "runs")
+    record = PreflightRecord(cluster="gb200", namespace=NAMESPACE, findings=tuple(rows))
 
-    row = by_name(record.findings)["shared root"]
+    row = rows[-1]
     assert (row.state, row.found) == (State.FINE, "written, read and removed")
     assert list((tmp_path / "runs").iterdir()) == []
     created = [request for request, _ in cluster.asked if request.startswith("POST") and "/pods" in request]
@@ -330,9 +317,9 @@ def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path
 def test_a_root_that_this_user_cannot_write_to_is_missing_and_says_how_to_fix_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with serving(whole_cluster()) as (api, _):
-        record = check_inside(read_profile("gb200"), api, namespace=NAMESPACE, root=tmp_path / "file" / "runs")
+        rows = check(api, PROFILE, namespace=NAMESPACE, own_root=tmp_path / "file" / "runs")
 
-    row = by_name(record.findings)["shared root"]
+    row = rows[-1]
     assert (row.state, row.fix) == (
         State.MISSING,
         "chown the volume's root to group 1000, or set fsGroup to its group",
@@ -345,3 +332,82 @@ def test_the_namespace_is_the_pods_own(tmp_path: Path) -> None:
     assert own_namespace(tmp_path / "namespace") == "slipstream-development"
     with pytest.raises(ConfigError, match="preflight must run in a pod with a service account's token, got 'no "):
         own_namespace(tmp_path / "none")
+
+
+def test_the_dry_run_gets_pods_as_flyte_makes_them() -> None:
+    manifests = pod_manifests(read_profile("gb200"), "i:1")
+    assert list(manifests) == ["cpu", "head", "worker"]
+    worker = manifests["worker"]["spec"]
+    (container,) = worker["containers"]
+    assert (container["name"], container["image"]) == ("ray-worker", "i:1")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/mnt/slipstream", "/dev/shm"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert worker["resourceClaims"] == [
+        {"name": "compute-domain-channel", "resourceClaimTemplateName": "slipstream-channel"}
+    ]
+    assert worker["serviceAccountName"] == "slipstream"
+
+
+def test_maps_merge_lists_are_appended_and_what_is_set_wins() -> None:
+    base = {"containers": [{"name": "a", "env": [1], "resources": {"x": 1}}], "volumes": [1], "user": {"id": 1}}
+    overlay = {"containers": [{"name": "b", "env": [2], "resources": {"y": 2}}], "volumes": [2], "user": {"id": 2}}
+    assert laid_over(base, overlay) == {
+        "containers": [{"name": "b", "env": [1, 2], "resources": {"x": 1, "y": 2}}],
+        "volumes": [1, 2],
+        "user": {"id": 2},
+    }
+
+
+def test_the_quota_is_that_of_one_task_with_all_its_pods() -> None:
+    # 8 x 128 + 16 cores, 8 x 800 + 128 GiB, 8 x 4 GPUs
+    gpus = {"requests.cpu": "1040", "requests.memory": "6528Gi", "requests.nvidia.com/gpu": "32"}
+    assert run_quota(read_profile("gb200")) == gpus
+    assert set(run_quota(read_profile("cpu"))) == {"requests.cpu", "requests.memory"}
+
+
+def test_a_cluster_without_gpus_is_asked_for_none() -> None:
+    what = [row.what for row in found(whole_cluster(), read_profile("cpu"), image=None)]
+    assert what[0].startswith("volume claim ")
+    assert [name for name in what if name.startswith(("pod ", "custom ", "GPU ", "claim template"))] == [
+        "pod cpu, dry run"
+    ]
+
+
+def test_this_machine_has_nothing_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", "--cluster", "local"]) == 2
+    assert "--cluster must name a cluster of pods, got 'local'; as in gb200" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_table_and_ends_with_1_where_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(whole_cluster()) as (_, address):
+        config = tmp_path / "kubeconfig"
+        config.write_text(
+            f"""
+apiVersion: v1
+kind: Config
+clusters: [{{name: c, cluster: {{server: "{address}"}}}}]
+users: [{{name: u, user: {{token: t}}}}]
+contexts: [{{name: lab, context: {{cluster: c, user: u}}}}]
+current-context: lab
+"""
+        )
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        assert main(["preflight", "--cluster", "gb200", "--namespace", "slipstream", "--timeout-s", "2"]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    missing = [line for line in printed if line.startswith("MISSING")]
+    assert any("secret slipstream-mlflow" in line and "create it in namespace slipstream" in line for line in missing)
+    assert any("localqueues.kueue.x-k8s.io" in line and "install Kueue" in line for line in missing)
+    assert any(line.startswith("fine") and "claim template slipstream-channel" in line for line in printed)
+    assert printed[-1] == f"{len(missing)} missing"
+
+
+def test_without_a_kubeconfig_the_command_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(["preflight", "--cluster", "gb200", "--context", "lab"]) == 2
+    assert "set KUBECONFIG, or name a context of it with --context" in capsys.readouterr().err
