@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 
 
 class State(StrEnum):
-    """What a check came to."""
+    """Outcome of a check."""
 
     FINE = "fine"
     MISSING = "MISSING"
@@ -84,7 +84,7 @@ class Api:
     timeout_s: float
 
     def ask(self, call: Callable[..., Any], *arguments: object, **options: object) -> Any:
-        """What `call` answers within the time limit, or a `Refusal`.
+        """Return what `call` answers within the time limit, or a `Refusal`.
 
         The client types every field of an answer as optional, also those that the API always sets: hence `Any`.
         """

@@ -1,4 +1,4 @@
-"""What a cluster lacks, asked before a run waits for it: of the Kubernetes API, of MLflow, and of a pod.
+"""Checks of what a cluster lacks, before a run waits for it: of the Kubernetes API, of MLflow, and of a pod.
 
 Most questions are rows of one table (`_Row`): what is looked at, how the API is asked, how its answer is judged, and
 what to do when it fails. No check raises because the cluster refuses or is silent.
@@ -184,7 +184,7 @@ def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterato
 
 
 def run_quota(profile: ClusterProfile) -> dict[str, str]:
-    """What one task with GPUs takes, the largest thing that runs at once: all of its workers and its head."""
+    """Resources of one task with GPUs, the largest thing that runs at once: all of its workers and its head."""
     gpu, head = profile.gpu, profile.head
     if gpu is None or head is None:
         return {"requests.cpu": str(profile.cpu.cpus), "requests.memory": f"{profile.cpu.memory_gib}Gi"}
@@ -406,7 +406,7 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def num_missing(findings: Sequence[Finding]) -> int:
-    """How many findings stand in the way of a run."""
+    """Number of findings that stand in the way of a run."""
     return sum(finding.state is State.MISSING for finding in findings)
 
 
@@ -497,7 +497,7 @@ def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str
 
 
 def _wait(api: Api, namespace: str, name: str, timeout_s: float) -> tuple[str, bool]:
-    """What became of the pod, and whether it could write."""
+    """Wait for the pod; its end in words, and whether it could write."""
     waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < timeout_s:
         pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
@@ -526,12 +526,12 @@ def _reason(pod: Any) -> str:
 
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Where Kubernetes tells a pod in which namespace it runs."""
+"""File in which Kubernetes tells a pod its namespace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightRecord:
-    """What a preflight found."""
+    """Findings of a preflight."""
 
     cluster: str
     namespace: str

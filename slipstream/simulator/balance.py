@@ -38,7 +38,7 @@ _MEASURED_LOG_SD = 0.03  # assumed noise of a factor that one run measured, on a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreSlowdowns:
-    """What a stage takes on a core of its own, over what it takes on the cores of a synchronous step."""
+    """Time of a stage on a core of its own, over what it takes on the cores of a synchronous step."""
 
     engine: Prior
     learner: Prior

@@ -125,14 +125,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validity:
-    """What was measured: nothing outside is more than a guess."""
+    """Range that was measured: a prediction outside of it is a guess."""
 
     min_k: int  # of the speculative cells; 0 when there are none
     max_k: int
     max_batch: float  # a rollout's batch shrinks to its last sequence, so everything below was run
 
     def warnings(self, *, k: int, batch: float) -> tuple[str, ...]:
-        """What lies outside, one sentence each."""
+        """Sentences on what lies outside the range."""
         found = []
         if k > 0 and not self.min_k <= k <= self.max_k:
             measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
@@ -303,7 +303,7 @@ class FittedCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRecord:
-    """How well one set of measurements was fitted."""
+    """Fit of one set of measurements, with its errors."""
 
     source: str
     variants: tuple[VariantRecord, ...]

@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
 
 
 def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> argparse._MutuallyExclusiveGroup:
-    """Where a command reads a run from."""
+    """Add the options that say where a command reads a run from."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="run_path", help=f"directory of a run or of its report, or {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")

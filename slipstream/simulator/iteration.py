@@ -31,7 +31,7 @@ def network_collective() -> Prior:
 
 
 class Drafting(StrEnum):
-    """Who proposes tokens, when any are proposed."""
+    """Proposer of tokens."""
 
     EAGLE3 = "eagle3"
     NGRAM = "ngram"
@@ -111,7 +111,7 @@ class CostModel:
         return np.where(k > 0, parameters.speculation_s + k * (one_pass + keys + parameters.draft_pass_s), 0.0)
 
     def _regime(self, tokens_S: Array, read_S: Array, k: int | Array) -> Array:
-        """What jumps with k; of each structural variant all but its own parameter are 0."""
+        """Seconds that jump with k; of each structural variant all but its own parameter are 0."""
         model, parameters = self.setting.model_shape, self.parameters
         eager_s = parameters.eager_s_per_layer * model.num_layers
         rows = (k + 1) * model.queries_per_group
@@ -158,5 +158,5 @@ def parameters_read(model: ModelShape, tokens: Array) -> Array:
 
 
 def _ring_share(num: int) -> float:
-    """Of an array's bytes, what each of `num` members of a ring all-reduce sends."""
+    """Share of an array's bytes that each of `num` members of a ring all-reduce sends."""
     return 2.0 * (num - 1) / num

@@ -41,7 +41,7 @@ class CheckRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunCalibration:
-    """What a run says of its machine."""
+    """Calibration of a run's machine from its own measurements."""
 
     setting: Setting  # with the run's own counts
     mean_tokens: float
@@ -103,7 +103,7 @@ def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -
 
 
 def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: int) -> float:
-    """From the longest of `count` responses, met several times; the setting's own where one was not recorded (0)."""
+    """Spread from the longest of `count` responses, met several times; the setting's own where none was recorded."""
     if not all(longest):
         return setting.length_log_sd
     limit = float(setting.max_response_tokens)
@@ -203,7 +203,7 @@ def _speedup(point: SweepPoint) -> float:
 
 
 def known_layout(run: RunRecord) -> LayoutRecord:
-    """On what a run ran, as the user of a command that needs it must have said in the recipe."""
+    """Layout of a run, which a command that needs it requires the recipe to name."""
     rule = "must be of a recipe that names its simulator.model and simulator.hardware"
     require(run.layout is not None, "--run", rule, run.recipe)
     assert run.layout is not None

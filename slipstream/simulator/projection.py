@@ -36,7 +36,7 @@ _WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-va
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """What to project. `acceptance_length` counts the bonus token; `lag` 0 is a synchronous, colocated step."""
+    """Point to project. `acceptance_length` counts the bonus token; `lag` 0 is a synchronous, colocated step."""
 
     setting: Setting
     mean_tokens: float
@@ -70,7 +70,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectionRequest:
-    """What a user asks for. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
+    """Request of a user. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
 
     model: str
     hardware: str = "gb200"
@@ -293,7 +293,7 @@ class PublishedPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestedProjection:
-    """What a request gives, and what of its layout is assumed."""
+    """Projection of a request, and the assumptions about its layout."""
 
     ideal: ProjectedPoint
     calibrated: ProjectedPoint
@@ -324,7 +324,7 @@ def project_published() -> list[PublishedPoint]:
 
 
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
-    """What an ideal stack would give, and what the paper's measurements let expect.
+    """Project a request on an ideal stack, and from the paper's measurements.
 
     Args:
         seed: of the draws behind the bands.

@@ -124,7 +124,7 @@ PAPER_SOURCE = "arXiv 2604.26779, measured"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectionRecord:
-    """What `project_speedup` hands to the report. All is projected but for fields whose names say measured."""
+    """Output of `project_speedup` for the report. All is projected but for fields whose names say measured."""
 
     run_calibration: CalibrationRecord | None  # None: the recipe does not say on what it ran
     run_check: CheckRecord | None  # None: no speculative arm with k > 0, or no calibration

@@ -142,7 +142,7 @@ class Trace:
 
 
 class Slots(StrEnum):
-    """What makes room for another group while generation runs beside training."""
+    """Event that makes room for another group while generation runs beside training."""
 
     RESPONSE = "response"  # each response that ends: the lag bound alone limits how many groups are under way
     GROUP = "group"  # a whole group that ends: at most prompts x lag groups run at once
@@ -150,7 +150,7 @@ class Slots(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutShape:
-    """How many responses a step has and over how many engines they are spread, at least one an engine."""
+    """Responses of a step and the engines that they are spread over, at least one an engine."""
 
     num_rollouts: int
     num_engines: int

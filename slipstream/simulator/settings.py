@@ -22,7 +22,7 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostParameters:
-    """What the roofline does not know. All are >= 0; 0 where an ideal stack has no such cost."""
+    """Free parameters, which the roofline does not know. All are >= 0; 0 where an ideal stack has no such cost."""
 
     bandwidth_efficiency: float  # of the peak, reached by weights and key-value reads
     compute_efficiency: float  # of the dense peak

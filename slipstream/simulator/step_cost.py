@@ -83,7 +83,7 @@ class Learner:
 
 
 def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, float]:
-    """How efficient the learner of `setting` is believed to be over that of `measured_on`: median, log sd.
+    """Believed efficiency of the learner of `setting` over that of `measured_on`: median, log sd.
 
     By their hardware and whether they have experts; 1 and 0 where they are alike.
     """
@@ -117,7 +117,7 @@ _POINTS = 65
 
 
 class Bound(StrEnum):
-    """What a step's time is bound by."""
+    """Bound of a step's time."""
 
     LEARNER = "learner"
     DRAINED = "drained batch"
@@ -128,7 +128,7 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """How a step's generation is hidden. `period_s`: the shortest step that generation alone could sustain."""
+    """A step with its hidden generation. `period_s`: the shortest step that generation alone could sustain."""
 
     period_s: float
     step: StageTimes  # its generation_s is the exposed part

@@ -1,4 +1,4 @@
-"""What one GPU has to hold, by part: one estimate, which `slipstream check` prints and warns by.
+"""Memory of one GPU by part: one estimate, which `slipstream check` prints and warns by.
 
 Every formula counts the tensors that the code named in its docstring keeps, `RUNTIME_RATE` leaves room for what no
 formula counts, and nothing of it was measured on a GPU. So a recipe is refused only for what cannot fit however small
@@ -74,7 +74,7 @@ def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, 
 
 
 def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
-    """What `auto` becomes on GPUs; a channel that the placement rules out is refused now, not when it is opened.
+    """Resolve `auto` on GPUs; a channel that the placement rules out is refused now, not when it is opened.
 
     Raises:
         ConfigError: the recipe names it.
@@ -194,7 +194,7 @@ def estimate(  # one parameter a section that decides it
     longest_k: int,
     has_reference: bool,
 ) -> MemoryEstimate:
-    """What a GPU named in configs/sim/hardware.yaml has to hold.
+    """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
 
     Args:
         longest_k: draft tokens of a request; without any there is no draft.
@@ -267,7 +267,7 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
 
 
 def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute = Recompute.NONE) -> float:
-    """What one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
+    """Bytes that one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
 
     `s` is t with sequence parallelism, else 1. Both norms keep their input and the two projections behind them their
     own: 4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
@@ -289,7 +289,7 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
 
 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
-    """What the logits of one token take at the peak: (b + 12) V / t.
+    """Bytes of the logits of one token at the peak: (b + 12) V / t.
 
     The logits themselves, and three float32 arrays of their size: the softmax that the loss keeps, its gradient, and
     that before the temperature.

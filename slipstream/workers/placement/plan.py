@@ -1,4 +1,4 @@
-"""Which rank of the learner and which worker of an engine lies on which GPU: a pure function of layout and cluster.
+"""Placement of learner ranks and engine workers on GPUs: a pure function of layout and cluster.
 
 Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
 pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j
@@ -40,7 +40,7 @@ class Cluster:
     nodes: tuple[Node, ...]
 
     def __str__(self) -> str:
-        """How many nodes have how many GPUs, as in `8x4, 1x0`."""
+        """Count nodes by their GPUs, as in `8x4, 1x0`."""
         counts = [node.num_gpus for node in self.nodes]
         return ", ".join(f"{counts.count(gpus)}x{gpus}" for gpus in sorted(set(counts), reverse=True)) or "no nodes"
 
@@ -82,7 +82,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where everything lies.
+    """Placement of every rank and worker.
 
     Attributes:
         nodes: those that the run takes, in order.
@@ -172,7 +172,7 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
 
 
 def _learner_field(layout: Layout) -> str:
-    """What decides how many neighbours a group of the learner has."""
+    """Field that decides how many neighbours a group of the learner has."""
     return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
 
 

@@ -33,7 +33,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def executor_words(plan: Plan) -> str:
-    """How vLLM runs an engine's workers."""
+    """Name vLLM's executor of an engine's workers."""
     if plan.layout.engine_tensor == 1:
         return "uni (in one process)"
     is_inside = all(len({slot.node for slot in slots}) == 1 for slots in plan.engines)
