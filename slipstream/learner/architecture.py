@@ -1,4 +1,8 @@
-"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json."""
+"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json.
+
+Source of the experts: transformers 5, `models/qwen3_moe/modeling_qwen3_moe.py`; vLLM 0.32,
+`model_executor/models/qwen3_moe.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,90 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import ConfigError, require
-from slipstream.learner.config import ScratchConfig
-from slipstream.learner.experts import Experts
+from slipstream.learner.config import ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The feed-forward of the layers that route each token to a few of many networks."""
+
+    num_experts: int
+    num_experts_per_token: int
+    ffn_hidden_size: int  # of one expert
+    normalizes_chosen: bool  # whether the weights of a token's experts sum to one, or are their share of all experts'
+    dense_layers: tuple[int, ...] = ()  # layers with one network instead, of the model's `ffn_hidden_size`
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Experts:
+        """Those of a Qwen3-MoE's `config.json`.
+
+        Raises:
+            ConfigError: a router that gets no gradient, or no layer with experts.
+        """
+        num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+        named_dense = config.get("mlp_only_layers") or []
+        dense = tuple(layer for layer in range(num_layers) if layer in named_dense or (layer + 1) % every)
+        require(len(dense) < num_layers, "policy.model", "must have a layer with experts", dense, "all these are dense")
+        chosen, normalizes = config["num_experts_per_tok"], config["norm_topk_prob"]
+        require(
+            chosen > 1 or not normalizes,
+            "policy.model",
+            "must choose several experts a token, or not normalize their weights (norm_topk_prob)",
+            chosen,
+            "the weight of one is always 1, and its router would learn nothing",
+        )
+        return cls(
+            # transformers 5 writes the second name; everything older, and vLLM, the first.
+            num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            num_experts_per_token=chosen,
+            ffn_hidden_size=config["moe_intermediate_size"],
+            normalizes_chosen=normalizes,
+            dense_layers=dense,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """What a `config.json` says of them."""
+        return {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_token,
+            "moe_intermediate_size": self.ffn_hidden_size,
+            "norm_topk_prob": self.normalizes_chosen,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(self.dense_layers),
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,  # reinforcement learning has no loss that balances experts
+        }
+
+    def are_in(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer not in self.dense_layers
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Of a layer's router and experts."""
+        return self.num_experts * hidden_size * (1 + 3 * self.ffn_hidden_size)
+
+
+def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
+    """Refuse layouts that the policy's experts, or their absence, rule out.
+
+    Raises:
+        ConfigError: a dense policy with `expert` above 1, experts that do not divide, or tensor parallelism with them.
+    """
+    if experts is None:
+        rule = "must be 1 for a policy without experts"
+        require(parallel.expert == 1, "learner.parallel.expert", rule, parallel.expert)
+        return
+    rule = f"must divide the policy's {experts.num_experts} experts"
+    require(experts.num_experts % parallel.expert == 0, "learner.parallel.expert", rule, parallel.expert)
+    require(
+        parallel.tensor == 1,
+        "learner.parallel.tensor",
+        "must be 1 for a mixture of experts",
+        parallel.tensor,
+        "deal the experts to data-parallel ranks with learner.parallel.expert instead",
+    )
+
 
 QWEN3 = "Qwen3ForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
@@ -20,12 +105,8 @@ _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Everything that determines the parameters' shapes and the forward pass.
-
-    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
-    biases on queries, keys and values, and without norms on queries and keys.
-    """
+class Shape:
+    """What the sizes of a dense model's tensors follow from."""
 
     vocab_size: int
     hidden_size: int
@@ -34,10 +115,20 @@ class Architecture:
     num_query_groups: int  # key-value heads
     head_dim: int
     ffn_hidden_size: int
+    tie_word_embeddings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Shape):
+    """Everything that determines the parameters' shapes and the forward pass.
+
+    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
+    biases on queries, keys and values, and without norms on queries and keys.
+    """
+
     max_position_embeddings: int
     rope_theta: float
     norm_eps: float
-    tie_word_embeddings: bool
     eos_token_id: int
     experts: Experts | None = None  # None of a dense model
     num_mtp_layers: int = 0  # 1 of a MiMo
@@ -183,3 +274,15 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     if theta is None:
         raise ConfigError("policy.model has no rope_theta in its config.json")
     return float(theta)
+
+
+def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
+    """Refuse a split over learner ranks that does not come out even; as many query heads share each key-value head."""
+    for name, size in (
+        ("key-value heads", shape.num_query_groups),
+        ("ffn hidden size", shape.ffn_hidden_size),
+        ("vocabulary", shape.vocab_size),
+    ):
+        require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
+    layers = shape.num_layers
+    require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)

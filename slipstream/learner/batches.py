@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.learner import collectives
+from slipstream.learner import parallel
 from slipstream.learner.packing import MICROBATCH_COST, plan_microbatches, plan_packed_microbatches
 
 Sequences = Sequence[Sequence[int]]
@@ -163,7 +163,7 @@ class ByToken:
 
     def collected(self) -> list[NDArray[np.float32]]:
         """One array a sequence, in the caller's order, on every stage of the pipeline."""
-        values_N = collectives.from_last_stage(self._values_N).cpu().numpy()
+        values_N = parallel.from_last_stage(self._values_N).cpu().numpy()
         return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
 
 

@@ -27,7 +27,7 @@ _NUM_REPEATS = 15
 _MS = 1e3
 _BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
-_CANDIDATES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 def choose_dtype(
@@ -40,10 +40,10 @@ def choose_dtype(
         product_ms: milliseconds of one product in a type; None measures on this machine.
     """
     timed = product_ms or _product_ms
-    ms = dict.fromkeys(_CANDIDATES, math.inf)
+    ms = dict.fromkeys(TORCH_DTYPES, math.inf)
     with _threads(num_threads):
         for _ in range(_NUM_REPEATS):  # in turn, and the least counts: whatever else the machine does only adds
-            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in _CANDIDATES.items()}
+            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in TORCH_DTYPES.items()}
     chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
     return NumericsRecord(
         dtype=chosen,
@@ -65,7 +65,7 @@ def learner_keeps_bits(
     A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum: MKL
     does, in float32, unless MKL_CBWR is AUTO,STRICT in the environment of the process, on a processor with AVX2.
     """
-    of_torch, numbers = _CANDIDATES.get(dtype), torch.Generator().manual_seed(0)
+    of_torch, numbers = TORCH_DTYPES.get(dtype), torch.Generator().manual_seed(0)
     if of_torch is None:
         return False
     for num_tokens in _TOKENS:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.learner.architecture import Architecture
-from slipstream.learner.experts import Experts, require_even_experts
-from slipstream.learner.shape import Shape, require_divisible
+from slipstream.learner.architecture import Architecture, Experts, Shape, require_divisible, require_even_experts
 from slipstream.refit.config import Channel
 from slipstream.simulator.cost.hardware import Hardware, load_hardware
 from slipstream.simulator.cost.models import ModelShape, load_model
@@ -27,38 +25,6 @@ from slipstream.workers.placement.proposer import proposer
 from slipstream.workers.placement.recipe_view import Run
 
 _TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedShape:
-    """A model of the hub, whose files need not be at hand: the simulator's data file has its shape."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    ffn_hidden_size: int
-    tie_word_embeddings: bool = False  # of no dense model in that file
-
-    @classmethod
-    def of(cls, model: ModelShape) -> PublishedShape:
-        """The shape of a dense model.
-
-        Raises:
-            ConfigError: a mixture of experts, whose memory nobody has counted.
-        """
-        require(model.num_experts == 0, "simulator.model", "must be dense to be planned", model.name)
-        return cls(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            head_dim=model.head_dim,
-            ffn_hidden_size=model.dense_ffn_hidden_size,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +62,25 @@ def known_shape(run: Run) -> Shape | None:
     path = Path(run.policy.model)
     if (path / "config.json").is_file():
         return Architecture.from_hf(path)
-    return None if run.simulator is None else PublishedShape.of(load_model(run.simulator.model))
+    return None if run.simulator is None else published_shape(load_model(run.simulator.model))
+
+
+def published_shape(model: ModelShape) -> Shape:
+    """The shape of a dense model of the hub, whose files need not be at hand: the simulator's data file has it.
+
+    Raises:
+        ConfigError: a mixture of experts, whose memory nobody has counted.
+    """
+    require(model.num_experts == 0, "simulator.model", "must be dense to be planned", model.name)
+    return Shape(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        head_dim=model.head_dim,
+        ffn_hidden_size=model.dense_ffn_hidden_size,
+    )
 
 
 def require_even(run: Run, shape: Shape) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from slipstream.learner.attention import packed_attention
+from slipstream.learner.layers import packed_attention
 
 LENGTHS = (3, 1, 5)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.learner import weights
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Box, Patch, Piece, bands, patches, pieces
-from slipstream.learner.weights import Layout, Mapping, Shard
+from slipstream.learner.weights import Layout, ParameterMapping, Shard
 
 ARCH = Architecture(
     vocab_size=8,
@@ -28,12 +28,12 @@ ARCH = Architecture(
     tie_word_embeddings=False,
     eos_token_id=1,
 )
-QKV = Mapping("qkv", ("q", "k", "v"), Layout.QKV)
-GATE_UP = Mapping("fc1", ("gate", "up"), Layout.GATE_UP)
-ROW = Mapping("fc2", ("down",), Layout.ROW)
+QKV = ParameterMapping("qkv", ("q", "k", "v"), Layout.QKV)
+GATE_UP = ParameterMapping("fc1", ("gate", "up"), Layout.GATE_UP)
+ROW = ParameterMapping("fc2", ("down",), Layout.ROW)
 
 
-def whole_run(mapping: Mapping, shape: tuple[int, ...], shard: Shard) -> list[Piece]:
+def whole_run(mapping: ParameterMapping, shape: tuple[int, ...], shard: Shard) -> list[Piece]:
     return list(pieces(bands(mapping, shape, ARCH, shard), shape, 0, math.prod(shape)))
 
 
@@ -71,7 +71,7 @@ def test_a_matrix_split_by_columns_keeps_its_rows() -> None:
 
 
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
-    parts = bands(Mapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
+    parts = bands(ParameterMapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
     assert list(pieces(parts, (4, 3), 2, 10)) == [
         Piece("m", (4, 3), Box((0, 2), (1, 1)), 0, 1),
         Piece("m", (4, 3), Box((1, 0), (2, 3)), 1, 7),
@@ -80,7 +80,9 @@ def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() 
 
 
 def test_a_flat_run_of_a_vector_is_one_piece() -> None:
-    parts = bands(Mapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2))
+    parts = bands(
+        ParameterMapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2)
+    )
     assert list(pieces(parts, (5,), 1, 4)) == [Piece("norm", (5,), Box((1,), (3,)), 0, 3)]
     assert list(pieces(parts, (5,), 3, 3)) == []
 
@@ -107,13 +109,19 @@ def test_boxes_apart_have_nothing_in_common() -> None:
 
 @given(
     mapping=st.sampled_from(
-        [QKV, GATE_UP, ROW, Mapping("e", ("e",), Layout.COLUMN), Mapping("n", ("n",), Layout.REPLICATED)]
+        [
+            QKV,
+            GATE_UP,
+            ROW,
+            ParameterMapping("e", ("e",), Layout.COLUMN),
+            ParameterMapping("n", ("n",), Layout.REPLICATED),
+        ]
     ),
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
 def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
-    mapping: Mapping, tensor_size: int, cuts: list[int]
+    mapping: ParameterMapping, tensor_size: int, cuts: list[int]
 ) -> None:
     """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by piece."""
     shapes = {
@@ -141,5 +149,5 @@ def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
     assert all(torch.equal(found[name], logical[name]) for name in mapping.hf)
 
 
-def _local(mapping: Mapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+def _local(mapping: ParameterMapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     return weights._split(mapping.layout, [logical[name] for name in mapping.hf], ARCH, shard)

@@ -10,12 +10,11 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from slipstream.learner.checkpoint.boxes import Box
-from slipstream.learner.checkpoint.index import Slice, index_from_json, index_to_json, indexed
-from slipstream.learner.checkpoint.on_disk import SAFETENSORS_DTYPES, Sum, sum_of, write_json, write_tensors
+from slipstream.learner.checkpoint.boxes import Box, Slice, index_from_json, index_to_json, indexed
+from slipstream.learner.checkpoint.on_disk import DTYPES, Sum, sum_of, write_json, write_tensors
 
 
-@pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_of_each_type_are_read_back_by_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {
         "a[0,0]": torch.arange(6).to(dtype).view(2, 3),

@@ -17,14 +17,19 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint import on_disk
+from slipstream.learner.checkpoint import CheckpointError, on_disk
 from slipstream.learner.checkpoint.boxes import Box
-from slipstream.learner.checkpoint.policy import PolicyCheckpoints
-from slipstream.learner.checkpoint.rank_state import HeldParameter, Run, Stepped, held_parameters, owned, runs
-from slipstream.learner.checkpoint.ranks import LearnerRanks
-from slipstream.learner.checkpoint.reader import inspect_checkpoint, open_checkpoint
+from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
+from slipstream.learner.checkpoint.policy import (
+    HeldParameter,
+    PolicyCheckpoints,
+    Run,
+    Stepped,
+    held_parameters,
+    owned,
+    runs,
+)
 from slipstream.learner.config import LearnerConfig, ScratchConfig
-from slipstream.learner.errors import CheckpointError
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard
 from slipstream.train.checkpoints import Checkpoints, Restored

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
 from slipstream.learner.checkpoint.boxes import Box
-from slipstream.learner.checkpoint.reader import Reader, open_checkpoint
-from slipstream.learner.checkpoint.writer import CheckpointWriter, Part
-from slipstream.learner.errors import CheckpointError, CheckpointStorageError, CheckpointWriteError
+from slipstream.learner.checkpoint.on_disk import CheckpointWriter, Part, Reader, open_checkpoint
 
 
 class ThreadRanks:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.learner.conditionals import conditionals, processed_logprobs
+from slipstream.learner.logprobs import conditionals, processed_logprobs
 
 
 def test_conditionals_of_three_tokens_by_hand() -> None:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import ConfigError
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, Experts, require_even_experts
 from slipstream.learner.config import ParallelConfig
-from slipstream.learner.experts import Experts, require_even_experts
-from slipstream.learner.held_weights import held_weights
+from slipstream.learner.export import held_weights
 from slipstream.learner.weights import Shard, mappings, shard_from_hf
 from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype

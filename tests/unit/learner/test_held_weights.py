@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from slipstream.learner.held_weights import held_weights
+from slipstream.learner.export import held_weights
 from slipstream.learner.weights import Shard, shard_from_hf
 from slipstream.refit.fingerprint import differences, held_whole, part_fingerprints, weight_totals
 from tests.unit.learner.test_weights import ARCH, random_hf

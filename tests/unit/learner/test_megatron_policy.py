@@ -13,14 +13,15 @@ from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
-from slipstream.learner import muon, packing
+from slipstream.learner import optimizer as optimizers
+from slipstream.learner import packing
 from slipstream.learner.batches import Batching, forward
-from slipstream.learner.capture import Capture
 from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
+from slipstream.learner.forward_passes import Capture
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.policy_pretraining import learning_rate_at, pretrain
+from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype, TrainBatch
 
@@ -406,13 +407,13 @@ def test_muon_iterates_in_the_learners_type(
 ) -> None:
     """Only some processors multiply bfloat16 fast."""
     seen: list[torch.dtype] = []
-    genuine = muon.orthogonal
+    genuine = optimizers.orthogonal
 
     def noted(matrices: torch.Tensor, *, num_iterations: int, dtype: torch.dtype) -> torch.Tensor:
         seen.append(dtype)
         return genuine(matrices, num_iterations=num_iterations, dtype=dtype)
 
-    monkeypatch.setattr(muon, "orthogonal", noted)
+    monkeypatch.setattr(optimizers, "orthogonal", noted)
     optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
     _policy(learner=dataclasses.replace(LEARNER, dtype=dtype), optimizer=optimizer).lm_step(_sequences(), [1] * 9)
     assert set(seen) == {expected}

@@ -16,14 +16,13 @@ from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
 from slipstream.grpo.update import Update
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.capture import Capture
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.initial import initial_weights
+from slipstream.learner.forward_passes import Capture
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.weights import Shard, hf_from_shards, load_exactly, mtp_from_hf, mtp_mappings
+from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_from_hf, mtp_mappings
 from slipstream.types import Dtype, TrainBatch
 from tests.unit.learner import mimo
 

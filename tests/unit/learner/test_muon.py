@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.learner.muon import BatchedMuon, orthogonal
+from slipstream.learner.optimizer import BatchedMuon, orthogonal
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
 

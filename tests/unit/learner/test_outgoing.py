@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from slipstream.learner.config import LearnerConfig, ScratchConfig
-from slipstream.learner.hf import save_model
+from slipstream.learner.export import save_model
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 

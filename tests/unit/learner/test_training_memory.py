@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.learner.checkpoint.rank_state import HeldParameter
+from slipstream.learner.checkpoint.policy import HeldParameter
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.training_memory import TrainingMemory
+from slipstream.learner.optimizer import TrainingMemory
 from slipstream.types import Dtype
 
 VOCAB = 32

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.config import ConfigError
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, require_divisible
 from slipstream.learner.config import Dtype
-from slipstream.learner.shape import require_divisible
 from slipstream.learner.weights import Shard, hf_from_shards, mappings, shard_from_hf
 
 ARCH = Architecture(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
-from slipstream.learner.conditionals import conditionals, processed_logprobs
+from slipstream.learner.logprobs import conditionals, processed_logprobs
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig

@@ -1,4 +1,7 @@
-"""Reading hidden states out of a forward pass. Legend: `T` tokens, `B` sequences, `H` hidden size, `A` layers read."""
+"""Passes over the micro-batches of one update, by Megatron's schedule for the layout, and the hidden states in them.
+
+Legend: `T` tokens, `B` sequences, `H` hidden size, `A` layers read.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.learner import collectives
-from slipstream.learner.batches import MicroBatch
+from slipstream.learner import parallel
+from slipstream.learner.batches import MicroBatch, forward
+from slipstream.learner.cpu import host
 
 _CPU = torch.device("cpu")
 _LAST = -1  # stands for what the output layer sees
@@ -57,7 +62,7 @@ class CapturedStates:
         # A Megatron layer returns (hidden states, cross-attention context), embedding and norm their output alone.
         hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
         if self._gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
-            hidden = torch.cat(collectives.tensor_parallel_shards(hidden))
+            hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
         self._by_id[layer_id] = hidden
 
 
@@ -84,13 +89,13 @@ class Capture:
             yield
         for index, place in zip(batch.indices, batch.inputs.places, strict=True):
             part = captured.of(place)
-            self._parts[index] = part if collectives.num_pipeline_stages() > 1 else part.to(self._device)
+            self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
 
     def finish(self) -> None:
         """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
         num_layers = len(self._layer_ids)
         for index in sorted(self._parts):
-            states = collectives.from_pipeline_stages(self._parts.pop(index)).to(self._device)
+            states = parallel.from_pipeline_stages(self._parts.pop(index)).to(self._device)
             size = states.shape[-1] // (num_layers + 1)
             self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
 
@@ -122,3 +127,57 @@ def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHand
 
     decoder: Any = gpt.decoder
     return [layer.register_forward_hook(forward) for layer in decoder.layers]
+
+
+Result = dict[str, Tensor]
+LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
+"""From the hidden states [T, B, H] of a micro-batch to its loss and to named scalars."""
+
+
+def run(
+    module: torch.nn.Module,
+    gpt: GPTModel,
+    batches: list[MicroBatch],
+    loss_of: LossOf,
+    *,
+    forward_only: bool,
+    capture: Capture | None = None,
+) -> list[Result]:
+    """Forward, and backward unless `forward_only`; the ranks of one model pass the same micro-batches.
+
+    Args:
+        module: `gpt`, or what wraps it to accumulate gradients.
+    Returns:
+        What `loss_of` named, by micro-batch that is not idle; empty except on the last pipeline stage.
+    """
+    if not batches:
+        return []
+
+    def forward_step(data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        batch = next(data)
+        with host.model_arithmetic(), capture.of(gpt, batch) if capture else contextlib.nullcontext():
+            output = forward(model, batch.inputs)
+
+        def loss_func(hidden_TBH: Tensor) -> tuple[Tensor, Tensor, Result]:
+            with host.model_arithmetic():
+                loss, result = loss_of(hidden_TBH, batch) if batch.indices else _idle(hidden_TBH)
+            return loss, torch.zeros((), dtype=torch.int), result
+
+        return output, loss_func
+
+    with host.cuda_as_cpu(), torch.set_grad_enabled(not forward_only):
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[module],
+            num_microbatches=len(batches),
+            seq_length=max(batch.labels_BT.shape[1] for batch in batches),
+            micro_batch_size=max(len(batch.labels_BT) for batch in batches),
+            forward_only=forward_only,
+        )
+    return [result for result, batch in zip(results, batches, strict=False) if batch.indices]
+
+
+def _idle(hidden_TBH: Tensor) -> tuple[Tensor, Result]:
+    """No loss, yet one that goes backward: gradients of other ranks' tokens pass through this rank's experts."""
+    return hidden_TBH.sum() * 0.0, {}

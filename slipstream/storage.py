@@ -1,15 +1,41 @@
-"""Directories that are replaced as a whole, and those among them that are numbered by training steps."""
+"""Files and directories that appear whole: replaced as a whole, hashed, or numbered by training steps."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 _STEP = re.compile(r"step-([0-9]{6,})")
 _PARTIAL, _OLD = "partial", "old"
+_BLOCK_BYTES = 16 << 20
+_ALIGNMENT = 8  # of the first tensor, as safetensors' own writer has it
+
+SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The names of types in a safetensors file, by torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The size of a file in bytes, and its digest."""
+
+    num_bytes: int
+    xxh3: str
 
 
 @contextlib.contextmanager
@@ -96,3 +122,38 @@ def step_directories(directory: Path) -> tuple[list[Path], list[Path]]:
 
 def _beside(path: Path, role: str) -> Path:
     return path.with_name(f"{path.name}.{role}")
+
+
+def sum_of(path: Path) -> Sum:
+    """Read a file for its digest."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+            num_bytes += len(block)
+    return Sum(num_bytes, digest.hexdigest())
+
+
+def flush_directory(path: Path) -> None:
+    """Make the names in a directory survive a loss of power, as `fsync` does for what is in a file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The head of a safetensors file, from each tensor's name, type, shape and number of bytes, in the data's order.
+
+    Source:
+        https://huggingface.co/docs/safetensors, "Format": length of the header, the header in JSON, the tensors.
+    """
+    start = 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, dtype, shape, num_bytes in tensors:
+        offsets = [start, start := start + num_bytes]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
