@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,9 +25,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from slipstream.engine import model_weights
-from slipstream.engine.mtp_names import takes
-from slipstream.engine.packed_experts import are_on_cpu
+from slipstream.engine.model_weights import Slot, are_on_cpu, can_write, slots, takes
 from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooUpdate, receive
 from slipstream.refit.channel.source import WeightMeta
 from slipstream.refit.config import Channel
@@ -152,32 +150,19 @@ class ChannelTransfer(WeightTransferEngine[ChannelInit, ChannelUpdate]):
         self._vllm.receive_weights(self._vllm.parse_update_info(settings))
 
 
-class Loader(Protocol):
-    """Puts tensors into a model in whatever portions they come."""
-
-    def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Load some, or keep them until their layer's others come."""
-        ...
-
-    def finish(self) -> None:
-        """All have come."""
-        ...
-
-    def abandon(self) -> None:
-        """The rest will not come: the model has wrong weights, and can take others."""
-        ...
-
-
-def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> Loader:
+def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) -> SlotLoader | ReloadLoader:
     """The faster loader that can load these tensors.
 
     Raises:
-        LookupError: there is none: what holds experts on a CPU cannot be reloaded by vLLM (`packed_experts`).
+        LookupError: there is none: what holds experts on a CPU cannot be reloaded by vLLM (`model_weights`).
     """
-    slots = _known_slots(model)
+    try:
+        known = slots(model)
+    except LookupError:
+        known = ()  # some parameters only vLLM can write
     shapes = {meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in metas}
-    if model_weights.can_write(slots, shapes):
-        return SlotLoader(slots)
+    if can_write(known, shapes):
+        return SlotLoader(known)
     if any(map(are_on_cpu, model.modules())):
         raise LookupError("a model with experts on a CPU can only be refitted with all of its tensors, and no others")
     return ReloadLoader(model, model_config)
@@ -186,8 +171,8 @@ def loader_of(model: nn.Module, model_config: Any, metas: Sequence[WeightMeta]) 
 class SlotLoader:
     """Writes the model's parameters, each when all tensors of it have come: a layer's worth waits at most."""
 
-    def __init__(self, slots: Sequence[model_weights.Slot]) -> None:
-        self._by_name: dict[str, list[model_weights.Slot]] = {}
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._by_name: dict[str, list[Slot]] = {}
         for slot in slots:
             for part in slot.parts:
                 self._by_name.setdefault(part.name, []).append(slot)
@@ -195,7 +180,7 @@ class SlotLoader:
         self._num_unwritten = len(slots)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """See `Loader.take`."""
+        """Load some, or keep them until their layer's others come."""
         for name, tensor in tensors:
             self._waiting[name] = tensor
             for slot in self._by_name[name]:
@@ -206,11 +191,11 @@ class SlotLoader:
                         del self._waiting[part.name]
 
     def finish(self) -> None:
-        """See `Loader.finish`."""
+        """Check that all have come."""
         assert not self._num_unwritten, f"{self._num_unwritten} parameters were not written"
 
     def abandon(self) -> None:
-        """See `Loader.abandon`: every parameter is as it was, or written."""
+        """The rest will not come: every parameter is as it was, or written; the model can take others."""
 
 
 class ReloadLoader:
@@ -222,27 +207,17 @@ class ReloadLoader:
         initialize_layerwise_reload(model)
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """See `Loader.take`."""
+        """Load some; vLLM keeps them until their layer's others come."""
         if not tensors:
             return
         with disable_mtp_completeness_check():  # a portion is never complete
             self._model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it
 
     def finish(self) -> None:
-        """See `Loader.finish`."""
+        """Have vLLM make layers of what came: all, or of an update that broke a part."""
         finalize_layerwise_reload(self._model, self._model_config)
 
-    def abandon(self) -> None:
-        """See `Loader.abandon`: vLLM makes layers of what came."""
-        finalize_layerwise_reload(self._model, self._model_config)
-
-
-def _known_slots(model: nn.Module) -> tuple[model_weights.Slot, ...]:
-    """The model's parameters; none if it has some that only vLLM can write."""
-    try:
-        return model_weights.slots(model)
-    except LookupError:
-        return ()
+    abandon = finish
 
 
 def _files(path: Path) -> list[Path]:

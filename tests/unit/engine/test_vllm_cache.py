@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_arguments import device_arguments
-from slipstream.engine.vllm_cache import CacheMemory
+from slipstream.engine.vllm_engine import device_arguments
+from slipstream.engine.vllm_groups import CacheMemory
 
 
 class Llm:

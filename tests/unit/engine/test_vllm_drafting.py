@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.engine.vllm_drafting import Drafting
+from slipstream.engine.vllm_groups import Drafting
 from slipstream.records.steps import ScheduleEntry
 
 

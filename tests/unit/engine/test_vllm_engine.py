@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_arguments import device_arguments, loadable
+from slipstream.engine.vllm_engine import device_arguments, loadable
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
 CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
