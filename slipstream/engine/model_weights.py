@@ -45,6 +45,7 @@ from slipstream.refit.fingerprint import HeldWeights, WeightPart
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
+_W13, _W2 = "w13_weight", "w2_weight"  # a layer of experts: gate and up, down
 _RENAMED = {"draft_id_to_target_id": "d2t"}  # of the model itself: by vLLM's EAGLE-3 drafts, when they load
 
 
@@ -243,7 +244,6 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-_GATE_UP, _DOWN = "w13_weight", "w2_weight"
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -260,18 +260,18 @@ def expert_parts(path: str, module: RoutedExperts, own: dict[str, nn.Parameter])
     """
     config, kernel = module.moe_config, _kernel(module)
     is_whole = module.local_num_experts == module.global_num_experts and config.tp_size == 1
-    if not are_on_cpu(module) or kernel._use_zentorch or set(own) != {_GATE_UP, _DOWN} or not is_whole:
+    if not are_on_cpu(module) or kernel._use_zentorch or set(own) != {_W13, _W2} or not is_whole:
         raise LookupError(f"{path} holds {sorted(own)} in an order that only vLLM knows")
     name = path.removesuffix(".routed_experts")
-    dtype = str(own[_DOWN].dtype).removeprefix("torch.")
+    dtype = str(own[_W2].dtype).removeprefix("torch.")
 
     def part(expert: int, projection: str, length: int) -> WeightPart:
         return WeightPart(name=f"{name}.{expert}.{projection}.weight", dim=0, start=0, length=length, dtype=dtype)
 
     experts, width = range(module.global_num_experts), _width(module)
     return {
-        _GATE_UP: tuple(part(expert, each, width) for expert in experts for each in ("gate_proj", "up_proj")),
-        _DOWN: tuple(part(expert, "down_proj", module.hidden_size) for expert in experts),
+        _W13: tuple(part(expert, each, width) for expert in experts for each in _GATE_UP),
+        _W2: tuple(part(expert, "down_proj", module.hidden_size) for expert in experts),
     }
 
 
@@ -282,7 +282,7 @@ def read_experts(module: RoutedExperts, parameter: str) -> Tensor:
     plain = torch.empty_like(packed).flatten(1)
     plain[:, order] = packed.flatten(1)
     width = _width(module)
-    if parameter == _DOWN:
+    if parameter == _W2:
         return plain.view(packed.shape)[..., :width].flatten(0, 1)
     return plain.view(len(packed), 2, -1, packed.shape[2])[:, :, :width].flatten(0, 2)
 
@@ -291,7 +291,7 @@ def write_experts(module: RoutedExperts, parameter: str, rows: Tensor) -> None:
     """The inverse of `read_experts`."""
     packed: Tensor = getattr(module, parameter).data
     plain, width = torch.zeros_like(packed), _width(module)
-    if parameter == _DOWN:
+    if parameter == _W2:
         plain[..., :width] = rows.view(len(packed), -1, width)
     else:
         halves_E2PH = plain.view(len(packed), 2, -1, packed.shape[2])
