@@ -163,7 +163,7 @@ class ByToken:
 
     def collected(self) -> list[NDArray[np.float32]]:
         """One array a sequence, in the caller's order, on every stage of the pipeline."""
-        values_N = parallel.from_last_stage(self._values_N).cpu().numpy()
+        values_N = parallel.sum_over_stages(self._values_N).cpu().numpy()
         return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
 
 

@@ -22,6 +22,7 @@ from torch.nn import Module
 from slipstream.config import require
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
+from slipstream.learner.checkpoint.boxes import bands
 from slipstream.learner.weights import (
     Layout,
     ParameterMapping,
@@ -128,7 +129,7 @@ def held_weights(parameters: Mapping[str, Tensor], arch: Architecture, shard: Sh
     for mapping in _answered_for(arch, shard):
         tensor = parameters[mapping.megatron]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        parts, split = _layout(mapping, arch, shard, tensor.shape[0], tensor.shape[-1], dtype)
+        parts, split = _layout(mapping, arch, shard, tuple(tensor.shape), dtype)
         yield HeldWeights(tensor=tensor, parts=parts, split=split)
 
 
@@ -182,38 +183,15 @@ def _answered_for(arch: Architecture, shard: Shard) -> tuple[ParameterMapping, .
 
 @cache  # the same at every refit, and of hundreds of tensors
 def _layout(
-    mapping: ParameterMapping, arch: Architecture, shard: Shard, num_rows: int, num_columns: int, dtype: str
+    mapping: ParameterMapping, arch: Architecture, shard: Shard, shape: tuple[int, ...], dtype: str
 ) -> tuple[tuple[WeightPart, ...], Callable[[Tensor], list[Tensor]]]:
     """The parts in a parameter, and what cuts a value a row into theirs."""
-    lengths = _lengths(mapping.layout, num_rows, num_columns, arch, shard)
-    parts = tuple(
-        WeightPart(
-            name=name,
-            dim=1 if mapping.layout is Layout.ROW else 0,
-            start=shard.tensor_rank * length,
-            length=length,
-            dtype=dtype,
-        )
-        for name, length in zip(mapping.hf, lengths, strict=True)
-    )
+    dim = 1 if mapping.layout is Layout.ROW else 0
+    parts = []
+    for name in mapping.hf:
+        boxes = [band.box for band in bands(mapping, shape, arch, shard) if band.name == name]
+        length = sum(box.shape[dim] for box in boxes)
+        parts.append(WeightPart(name=name, dim=dim, start=boxes[0].offset[dim], length=length, dtype=dtype))
     if len(parts) == 1:
-        return parts, _whole
-    return parts, partial(rows_of_parts, mapping, arch=arch, shard=shard)
-
-
-def _whole(rows: Tensor) -> list[Tensor]:
-    return [rows]
-
-
-def _lengths(layout: Layout, num_rows: int, num_columns: int, arch: Architecture, shard: Shard) -> list[int]:
-    """Of each part, along the dimension in which the tensor is cut."""
-    match layout:
-        case Layout.QKV:
-            heads = [arch.num_attention_heads, arch.num_query_groups, arch.num_query_groups]
-            return [num * arch.head_dim // shard.tensor_size for num in heads]
-        case Layout.GATE_UP:
-            return [num_rows // 2] * 2
-        case Layout.ROW:
-            return [num_columns]
-        case Layout.REPLICATED | Layout.COLUMN:
-            return [num_rows]
+        return tuple(parts), lambda rows: [rows]
+    return tuple(parts), partial(rows_of_parts, mapping, arch=arch, shard=shard)

@@ -24,48 +24,6 @@ _CPU = torch.device("cpu")
 _LAST = -1  # stands for what the output layer sees
 
 
-class CapturedStates:
-    """Forward hooks, for the span of a `with`, on the residual stream and on the final norm of this pipeline stage."""
-
-    def __init__(self, gpt: GPTModel, layer_ids: Sequence[int]) -> None:
-        self._gpt, self._layer_ids = gpt, layer_ids
-        self._by_id: dict[int, Tensor] = {}  # [T, B, H]
-        self._hooks: list[RemovableHandle] = []
-
-    def of(self, place: tuple[int, slice]) -> Tensor:
-        """A sequence's states [T, (A + 1) H], those after the final norm last; zeros where another stage has them."""
-        row, columns = place
-        config = self._gpt.config
-        none_TH = torch.zeros(columns.stop - columns.start, config.hidden_size, dtype=config.params_dtype)
-        found = (self._by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
-        device = next(self._gpt.parameters()).device
-        return torch.cat([none_TH.to(device) if each is None else each[columns, row] for each in found], dim=-1)
-
-    def __enter__(self) -> CapturedStates:
-        """Attach the hooks."""
-        decoder: Any = self._gpt.decoder  # whose layers are declared as modules of any kind
-        modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
-        if self._gpt.pre_process:
-            modules[0] = self._gpt.embedding
-        if self._gpt.post_process:
-            modules[_LAST] = decoder.final_layernorm
-        for layer_id in {*self._layer_ids, _LAST} & modules.keys():
-            self._hooks.append(modules[layer_id].register_forward_hook(functools.partial(self._keep, layer_id)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove them."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _keep(self, layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # A Megatron layer returns (hidden states, cross-attention context), embedding and norm their output alone.
-        hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
-        if self._gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
-            hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
-        self._by_id[layer_id] = hidden
-
-
 class Capture:
     """Collects the hidden states of the forward passes of one update, for a draft to learn from.
 
@@ -84,18 +42,41 @@ class Capture:
 
     @contextlib.contextmanager
     def of(self, gpt: GPTModel, batch: MicroBatch) -> Iterator[None]:
-        """Capture the forward pass of the block, which reads `batch`."""
-        with CapturedStates(gpt, self._layer_ids) as captured:
+        """Capture the forward pass of the block, which reads `batch`, of this pipeline stage."""
+        by_id: dict[int, Tensor] = {}  # [T, B, H]
+
+        def keep(layer_id: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+            # A Megatron layer returns (hidden states, cross-attention context), embedding and norm their output alone.
+            hidden: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
+            if gpt.config.sequence_parallel:  # this rank has computed a part of the tokens
+                hidden = torch.cat(parallel.tensor_parallel_shards(hidden))
+            by_id[layer_id] = hidden
+
+        decoder: Any = gpt.decoder  # whose layers are declared as modules of any kind
+        modules: dict[int, Any] = {layer.layer_number: layer for layer in decoder.layers}
+        if gpt.pre_process:
+            modules[0] = gpt.embedding
+        if gpt.post_process:
+            modules[_LAST] = decoder.final_layernorm
+        with contextlib.ExitStack() as hooks:
+            for layer_id in {*self._layer_ids, _LAST} & modules.keys():
+                hook = modules[layer_id].register_forward_hook(functools.partial(keep, layer_id))
+                hooks.callback(hook.remove)
             yield
-        for index, place in zip(batch.indices, batch.inputs.places, strict=True):
-            part = captured.of(place)
+        device, config = next(gpt.parameters()).device, gpt.config
+        for index, (row, columns) in zip(batch.indices, batch.inputs.places, strict=True):
+            # Zeros where another stage has the states.
+            none_TH = torch.zeros(columns.stop - columns.start, config.hidden_size, dtype=config.params_dtype)
+            found = (by_id.get(layer_id) for layer_id in (*self._layer_ids, _LAST))
+            whole = [none_TH.to(device) if each is None else each[columns, row] for each in found]
+            part = torch.cat(whole, dim=-1)  # [T, (A + 1) H], those after the final norm last
             self._parts[index] = part if parallel.num_pipeline_stages() > 1 else part.to(self._device)
 
     def finish(self) -> None:
         """Bring together what the stages of the pipeline have; all of them call it, after the last forward pass."""
         num_layers = len(self._layer_ids)
         for index in sorted(self._parts):
-            states = parallel.from_pipeline_stages(self._parts.pop(index)).to(self._device)
+            states = parallel.sum_over_stages(self._parts.pop(index)).to(self._device)
             size = states.shape[-1] // (num_layers + 1)
             self.by_sequence[index] = states[:, : num_layers * size].contiguous(), states[:, -size:].contiguous()
 

@@ -121,10 +121,7 @@ class MegatronPolicy:
         *,
         learner: LearnerConfig,
         optimizer: OptimizerConfig | None,
-        rank: int = 0,
-        world_size: int = 1,
-        master_address: str = "127.0.0.1",
-        master_port: int = 0,
+        **rank: Unpack[parallel.Rank],
     ) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
 
@@ -132,9 +129,7 @@ class MegatronPolicy:
             ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
         """
         architecture = Architecture.from_hf(hf_path)
-        parallel.initialize(
-            learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
-        )
+        parallel.initialize(learner.parallel, **rank)
         with open_weights(hf_path) as read:
             return cls(build_parts(architecture, learner, read), architecture, learner, optimizer)
 
@@ -230,7 +225,7 @@ class MegatronPolicy:
             return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        return parallel.from_last_stage(values_NW).cpu().numpy()
+        return parallel.sum_over_stages(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.

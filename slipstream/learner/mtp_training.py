@@ -40,7 +40,7 @@ from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.batches import Batching, MicroBatch, Sequences
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, Stepped, held_parameters
+from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
@@ -271,12 +271,8 @@ class MtpTrainer:
             main.copy_(own[MAIN][held.name])
             held.parameter.copy_(main)
             moments = held.stepped.moments if self.num_updates else ()
-            held.stepped.optimizer.state.pop(main, None)
-            if moments:
-                held.stepped.optimizer.state[main] = {
-                    kind: own[kind][held.name].to(main.device, copy=True) for kind in moments
-                }
-            _count(held.stepped, self.num_updates)
+            found = {kind: own[kind][held.name].to(main.device, copy=True) for kind in moments}
+            held.stepped.restore(found, self.num_updates)
 
     def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
         """The float32 parameter and the optimizer's moments of it, once it has stepped."""
@@ -371,14 +367,6 @@ class MtpTrainer:
                     into[columns, row] = own[: lengths[index]].detach()
             states_TBH, last_TBH = (each.to(self._device) for each in gathered)
             yield _Chats(batch=batch, states_TBH=states_TBH, last_TBH=last_TBH, has_target_BT=has_target_BT)
-
-
-def _count(stepped: Stepped, num_updates: int) -> None:
-    if stepped.counts_by_parameter and num_updates:
-        stepped.optimizer.state[stepped.main]["step"] = torch.tensor(float(num_updates), device=stepped.main.device)
-    elif "exp_avg" in stepped.moments:
-        for group in stepped.optimizer.param_groups:
-            group["step"] = num_updates
 
 
 def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:

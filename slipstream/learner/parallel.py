@@ -167,19 +167,14 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
     return received
 
 
-def from_last_stage(tensor: Tensor) -> Tensor:
-    """What only the last pipeline stage has filled in, on every stage: the others pass zeros."""
+def sum_over_stages(tensor: Tensor) -> Tensor:
+    """What each pipeline stage has filled in of a tensor, on every stage: where it has nothing it passes zeros."""
     return _summed(tensor, _pipeline_group())
 
 
 def num_pipeline_stages() -> int:
     """Over how many ranks the layers are dealt."""
     return int(parallel_state.get_pipeline_model_parallel_world_size())
-
-
-def from_pipeline_stages(tensor: Tensor) -> Tensor:
-    """What each stage has filled in of a tensor, on every stage: where it has nothing it passes zeros."""
-    return _summed(tensor, _pipeline_group())
 
 
 def sum_over_data_ranks(count: int) -> int:
@@ -201,7 +196,7 @@ def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], devi
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
-    return dict(zip(names, from_last_stage(_summed(sums, _data_group())).tolist(), strict=True))
+    return dict(zip(names, sum_over_stages(_summed(sums, _data_group())).tolist(), strict=True))
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -331,21 +331,14 @@ def _soon(holds: Callable[[], bool], patience_s: float) -> bool:
     return True
 
 
-class Reader:
-    """The tensors of a checkpoint that `open_checkpoint` has checked."""
+class Reader(ExitStack):
+    """The tensors of a checkpoint that `open_checkpoint` has checked; its files are closed at the end of the block."""
 
     def __init__(self, directory: Path, index: Index) -> None:
+        super().__init__()
         self.index = index
         self._directory = directory
         self._open: dict[str, Any] = {}
-        self._closing = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._closing.close()
 
     def read(self, name: str, box: Box, *, into: Tensor) -> None:
         """Fill `into`, which has the box's shape, with that part of a logical tensor; other parts are not read."""
@@ -364,7 +357,7 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = self._closing.enter_context(safe_open(self._directory / name, framework="pt"))
+            self._open[name] = self.enter_context(safe_open(self._directory / name, framework="pt"))
         return self._open[name]
 
 

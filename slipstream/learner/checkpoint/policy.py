@@ -61,6 +61,18 @@ class Stepped:
         """Whether the count of steps is a tensor of each parameter, as torch has it, or a number of the group."""
         return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
+    def restore(self, moments: dict[str, Tensor], num_updates: int) -> None:
+        """Give the optimizer the moments that it had after so many updates; before the first there are none."""
+        state = self.optimizer.state
+        state.pop(self.main, None)
+        if num_updates:
+            state[self.main] = moments
+        if num_updates and self.counts_by_parameter:
+            moments["step"] = torch.tensor(float(num_updates), device=self.main.device)
+        elif not self.counts_by_parameter and "exp_avg" in self.moments:
+            for group in self.optimizer.param_groups:
+                group["step"] = num_updates
+
 
 @dataclass(frozen=True, slots=True)
 class HeldParameter:
@@ -390,15 +402,6 @@ def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
     main = stepped.main
     if held.has_main:
         copy_numbers(read(MAIN, main, stepped.start, stepped.stop), into=main)
-    state = stepped.optimizer.state
-    state.pop(main, None)
-    if num_updates == 0:
-        return
-    state[main] = {
-        moment: read(moment, main, stepped.start, stepped.stop).to(main.device) for moment in stepped.moments
-    }
-    if stepped.counts_by_parameter:
-        state[main]["step"] = torch.tensor(float(num_updates), device=main.device)
-    elif "exp_avg" in stepped.moments:
-        for group in stepped.optimizer.param_groups:
-            group["step"] = num_updates
+    moments = stepped.moments if num_updates else ()
+    found = {moment: read(moment, main, stepped.start, stepped.stop).to(main.device) for moment in moments}
+    stepped.restore(found, num_updates)
