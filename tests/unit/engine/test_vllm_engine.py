@@ -41,3 +41,12 @@ def test_a_model_is_found_by_a_glob_pattern_whatever_its_path(tmp_path: Path, na
 def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
     with loadable(tmp_path) as path:
         assert path == tmp_path
+
+
+def test_only_an_engine_that_can_rest_has_vllms_sleep_mode_and_only_on_a_gpu() -> None:
+    assert device_arguments(GPU, is_in_flight=False) == {"gpu_memory_utilization": 0.6}
+    assert device_arguments(GPU, is_in_flight=False, can_rest=True) == {
+        "gpu_memory_utilization": 0.6,
+        "enable_sleep_mode": True,
+    }
+    assert "enable_sleep_mode" not in device_arguments(CPU, is_in_flight=False, can_rest=True)

@@ -1,4 +1,4 @@
-"""What is fetched of a hub model before there is a policy, from a hub on this machine that records each request."""
+"""A policy from a hub id or a directory: checked by its configs alone, before any weight is read or fetched."""
 
 from __future__ import annotations
 
@@ -7,31 +7,110 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
+from slipstream.learner.config import PolicyConfig
+from slipstream.learner.policy_source import resolve
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records.stages import PolicyRecord
+from slipstream.stages.support import policy_needs
 
-_COMMIT = "0" * 40
-_QWEN3 = {
+QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 36,
+    "num_hidden_layers": 24,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "eos_token_id": 3,
 }
+
+
+def model(path: Path, **changes: Any) -> Path:
+    """A model directory without readable weights."""
+    write_tokenizer(path, max_length=512)
+    (path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    (path / "model.safetensors").write_bytes(b"never read")
+    return path
+
+
+def recipe(path: str) -> Recipe:
+    return replace(load_recipe("tiny"), policy=PolicyConfig(model=path))
+
+
+def resolve_policy(recipe: Recipe, directory: Path) -> PolicyRecord:
+    return resolve(recipe.policy, policy_needs(recipe), directory)
+
+
+def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+
+    record = resolve_policy(recipe(str(source)), tmp_path / "out")
+
+    assert (record.architecture, record.vocab_size, record.max_position_embeddings) == ("Qwen3ForCausalLM", 64, 512)
+    assert record.eos_token_id == 3
+    assert record.pretrain_steps == 0
+    assert (tmp_path / "out" / "model.safetensors").resolve() == source / "model.safetensors"
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
+        resolve_policy(recipe("a/b"), tmp_path / "out")
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", model_type="llama", architectures=["LlamaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"(?i)qwen3.*llama"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_context_shorter_than_the_engines_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", max_position_embeddings=128)
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 128 positions, got 256"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_policy_with_fewer_layers_than_the_draft_reads_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", num_hidden_layers=21)
+    with pytest.raises(ConfigError, match=r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model must have weights in \*\.safetensors files, got '.*model'"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"policy\.model must have a chat template"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+_COMMIT = "0" * 40
 # In a process of its own, for the hub's address is read when its client is imported.
 _WRITE = """
 import sys
@@ -94,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 def hub(tmp_path: Path) -> Iterator[Hub]:
     files = tmp_path / "hub"
     write_tokenizer(files, max_length=32768)
-    (files / "config.json").write_text(json.dumps(_QWEN3))
+    (files / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 36, "max_position_embeddings": 32768}))
     (files / "model.safetensors").write_bytes(b"sixteen gigabytes")
     with Hub(files) as hub:
         thread = Thread(target=hub.serve_forever, args=(0.01,))

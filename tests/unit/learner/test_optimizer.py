@@ -1,4 +1,4 @@
-"""What updates alone need can be given back between them, and nobody notices, to the last bit."""
+"""Our Muon against torch's, and memory that is given back between updates: nobody notices, to the last bit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,58 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint.policy import HeldParameter
-from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.config import ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.optimizer import TrainingMemory
+from slipstream.learner.optimizer import BatchedMuon, TrainingMemory, orthogonal
 from slipstream.types import Dtype
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy
 
-VOCAB = 32
-SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
-)
-LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
+
+
+def _matrices() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("num_iterations", [3, 5])
+def test_the_updates_are_those_of_torch(num_iterations: int) -> None:
+    ours, theirs = _matrices(), _matrices()
+    optimizers = (
+        BatchedMuon(ours, lr=0.02, weight_decay=0.1, num_iterations=num_iterations),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, ns_steps=num_iterations, adjust_lr_fn="match_rms_adamw"),
+    )
+    start = [matrix.detach().clone() for matrix in ours]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other, begin in zip(ours, theirs, start, strict=True):
+        moved, expected = (one - begin).detach(), (other - begin).detach()
+        assert float((moved - expected).norm() / expected.norm()) < 0.02  # both iterate in bfloat16
+
+
+def test_each_matrix_of_a_batch_is_made_orthogonal_by_itself() -> None:
+    matrix = _matrices()[0].detach()
+    matrices = torch.stack([matrix * scale for scale in (1e-3, 1.0, 1e3)])
+    singular_values = torch.linalg.svdvals(orthogonal(matrices, num_iterations=5))
+    assert singular_values.min() > 0.5
+    assert singular_values.max() < 1.5
+
+
+def test_a_matrix_without_gradient_is_left_alone() -> None:
+    moving, still = _matrices()[:2]
+    before = still.detach().clone()
+    moving.grad = torch.ones_like(moving)
+    BatchedMuon([moving, still], lr=0.1).step()
+    assert torch.equal(still, before)
+
+
 SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 12 + i).tolist() for i in range(6)]
 STARTS = [3] * len(SEQUENCES)
 KINDS = [
@@ -41,13 +81,8 @@ def _policy(
     is_distributed: bool = False,
     scratch: ScratchConfig = SCRATCH,
 ) -> MegatronPolicy:
-    return MegatronPolicy.from_scratch(
-        scratch,
-        vocab_size=VOCAB,
-        eos_token_id=1,
-        learner=replace(LEARNER, dtype=dtype, distributed_optimizer=is_distributed),
-        optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, method=method),
-    )
+    learner = replace(LEARNER, dtype=dtype, distributed_optimizer=is_distributed)
+    return new_policy(scratch, learner, replace(OPTIMIZER, learning_rate=1e-2, method=method))
 
 
 def _weights(policy: MegatronPolicy) -> dict[str, Tensor]:

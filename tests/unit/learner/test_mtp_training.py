@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.config import ConfigError
-from slipstream.grpo.config import LossConfig, OptimizerConfig, OptimizerMethod
-from slipstream.grpo.update import Update
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError
@@ -23,11 +22,9 @@ from slipstream.learner.forward_passes import Capture
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_from_hf, mtp_mappings
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
 from tests.unit.learner import mimo
-
-LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, update_of
 
 
 def _load(
@@ -119,28 +116,14 @@ def test_an_mtp_layer_changes_no_weight_that_is_drawn_for_the_rest() -> None:
     assert all(not having[name].any() for name in having if name.endswith(".bias"))
 
 
-def _grpo_update(policy: MegatronPolicy) -> Update:
-    sequences = mimo.sequences()
-    starts = tuple(3 for _ in sequences)
-    logprobs = policy.logprobs(sequences, starts, 0.8)
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=starts,
-        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
-        advantages=tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist()),
-        policy_version=0,
-    )
-    return Update(batch=batch, trainer_logprobs=logprobs, ref_logprobs=None, loss=LossConfig(), temperature=0.8)
-
-
 def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_bit(tmp_path: Path) -> None:
     path = mimo.write_model(tmp_path / "model")
     alone, both = _load(path), _load(path)
     trainer = both.start_mtp(OPTIMIZER)
     before = _mtp_weights(both)
     for _ in range(2):
-        expected = alone.train_step(_grpo_update(alone))
-        update, capture = _grpo_update(both), Capture(both.architecture.mtp_layer_ids)
+        expected = alone.train_step(update_of(alone, mimo.sequences()))
+        update, capture = update_of(both, mimo.sequences()), Capture(both.architecture.mtp_layer_ids)
         got = both.train_step(update, capture=capture)
         states = [capture.by_sequence[index] for index in range(len(update.batch.token_ids))]
         loss = trainer.step(
@@ -290,13 +273,6 @@ def test_a_mimo_that_vllm_would_read_otherwise_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(mimo.ARCH.to_hf(LEARNER.dtype) | change))
     with pytest.raises(ConfigError, match=message):
         Architecture.from_hf(tmp_path)
-
-
-def test_a_scratch_policy_with_heads_of_another_size_has_no_mtp_layer() -> None:
-    with pytest.raises(ConfigError, match=r"policy\.scratch\.head_dim must be hidden_size 128 / num_attention_heads 4"):
-        ScratchConfig(num_mtp_layers=1, head_dim=16)
-    with pytest.raises(ConfigError, match=r"policy\.scratch\.num_mtp_layers must be 0 or 1, got 2"):
-        ScratchConfig(num_mtp_layers=2)
 
 
 def test_a_fresh_mimo_trains_its_mtp_layer_from_its_first_step() -> None:

@@ -18,7 +18,6 @@ from megatron.core.optimizer import MegatronOptimizer
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError, on_disk
-from slipstream.learner.checkpoint.boxes import Box
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
 from slipstream.learner.checkpoint.policy import (
     HeldParameter,
@@ -34,11 +33,13 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard
 from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
+from tests.unit.learner import policies
+from tests.unit.learner.policies import LEARNER
 
-SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
-LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
 NORM = "decoder.final_layernorm.weight"
-FIRST_GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+SCRATCH = dataclasses.replace(policies.SCRATCH, num_layers=2)
 
 
 def _policy(
@@ -47,13 +48,7 @@ def _policy(
     scratch: ScratchConfig = SCRATCH,
     learner: LearnerConfig = LEARNER,
 ) -> MegatronPolicy:
-    return MegatronPolicy.from_scratch(
-        scratch,
-        vocab_size=32,
-        eos_token_id=1,
-        learner=learner,
-        optimizer=OptimizerConfig(method=method, learning_rate=1e-2),
-    )
+    return policies.new_policy(scratch, learner, OptimizerConfig(method=method, learning_rate=1e-2))
 
 
 def _saved(policy: MegatronPolicy, path: Path, *, num_updates: int = 1) -> Path:
@@ -161,8 +156,12 @@ def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
             lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=1)),
             "weight/model.layers.1.input_layernorm.weight is in one of the two alone",
         ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, ffn_hidden_size=64)),
+            r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)",
+        ),
     ],
-    ids=["same", "other optimizer", "other type", "more layers", "fewer layers"],
+    ids=["same", "other optimizer", "other type", "more layers", "fewer layers", "wider layers"],
 )
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
     other: Any, message: str | None, tmp_path: Path
@@ -181,7 +180,7 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
 def test_a_policy_without_optimizer_takes_the_weights_alone(tmp_path: Path) -> None:
     trained = _policy()
     _saved(trained, tmp_path / "c")
-    judge = MegatronPolicy.from_scratch(SCRATCH, vocab_size=32, eos_token_id=1, learner=LEARNER, optimizer=None)
+    judge = policies.new_policy(SCRATCH, optimizer=None)
     judge.load_checkpoint(tmp_path / "c")
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), judge.weights(), strict=True))
 
@@ -211,9 +210,7 @@ class Tiny(torch.nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.policy = MegatronPolicy.from_scratch(
-            dataclasses.replace(SCRATCH, num_layers=1), vocab_size=32, eos_token_id=1, learner=LEARNER, optimizer=None
-        )
+        self.policy = policies.new_policy(dataclasses.replace(SCRATCH, num_layers=1), optimizer=None)
         with torch.no_grad():
             for parameter in self.gpt.parameters():
                 parameter.fill_(value)
@@ -275,15 +272,6 @@ def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
     assert {held.name for held in second if not held.is_first_copy} == {
         held.name for held in second if held.parameter.dim() == 1
     }
-
-
-def test_a_gate_is_read_from_a_checkpoint_by_the_rows_that_a_rank_needs(tmp_path: Path) -> None:
-    policy = _policy()
-    reader, _ = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
-    half = torch.empty(24, 32)
-    with reader:
-        reader.read(f"weight/{FIRST_GATE}", Box((24, 0), (24, 32)), into=half)
-    assert torch.equal(half, dict(policy.weights())[FIRST_GATE][24:])
 
 
 class Learner:
