@@ -273,10 +273,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=kernels.column,
-            core_attention=kernels.attention,
-            linear_proj=kernels.row,
-            **norms,
+            linear_qkv=kernels.column, core_attention=kernels.attention, linear_proj=kernels.row, **norms
         ),
     )
     return ModuleSpec(

@@ -116,12 +116,7 @@ class MegatronPolicy:
 
     @classmethod
     def load(
-        cls,
-        hf_path: Path,
-        *,
-        learner: LearnerConfig,
-        optimizer: OptimizerConfig | None,
-        **rank: Unpack[parallel.Rank],
+        cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None, **rank: Unpack[parallel.Rank]
     ) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
 

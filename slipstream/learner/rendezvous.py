@@ -30,12 +30,7 @@ class Rendezvous:
         listening = socket.create_server((address, 0))
         port = int(listening.getsockname()[1])
         store = TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
+            address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         return cls(address=address, port=port, world_size=world_size, store=store)
 

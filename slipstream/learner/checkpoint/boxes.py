@@ -235,11 +235,7 @@ def index_from_json(content: dict[str, Any]) -> Index:
     """The inverse of `index_to_json`."""
     return indexed(
         Slice(
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            Box(tuple(each["offset"]), tuple(each["shape"])),
-            each["file"],
+            name, entry["dtype"], tuple(entry["shape"]), Box(tuple(each["offset"]), tuple(each["shape"])), each["file"]
         )
         for name, entry in content.items()
         for each in entry["slices"]
