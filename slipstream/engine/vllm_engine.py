@@ -101,13 +101,6 @@ def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any
     )
 
 
-def seeded(params: Any, seed: int) -> Any:
-    """The same, of one rollout."""
-    own = params.clone()
-    own.seed = seed
-    return own
-
-
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 
@@ -256,8 +249,14 @@ class VllmEngine:
     def _start(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> None:
         self._check_lengths([request.prompt for request in requests], sampling)
         params = sampling_params(sampling, self._stop_token_ids)
+
+        def seeded(seed: int) -> Any:
+            own = params.clone()
+            own.seed = seed
+            return own
+
         for request in requests:
-            self._groups.start(request, lambda seed: seeded(params, seed))
+            self._groups.start(request, seeded)
 
     def _run(
         self,

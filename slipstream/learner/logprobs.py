@@ -147,12 +147,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             logits_CV = head.logits(hidden_NH[part], weight_VH)
-            largest_C = _largest(logits_CV, head.group)
+            largest_C = largest(logits_CV, head.group)
             logits_CV.sub_(largest_C[:, None])
             inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
             chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
             sum_C, dot_C = _moments(logits_CV)
-            sum_C, dot_C, chosen_C = _summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            sum_C, dot_C, chosen_C = parallel.summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
             log_C = sum_C.log()
             logprobs_N[part] = chosen_C - log_C
             entropy_N[part] = log_C - dot_C / sum_C
@@ -201,7 +201,7 @@ def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return ((own_C >= 0) & (own_C < size))[:, None], own_C.clamp(0, size - 1)[:, None]
 
 
-def _largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
+def largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[C], over the vocabulary of all ranks."""
     largest_C = logits_CV.amax(-1)
     if group.size() > 1:
@@ -216,16 +216,10 @@ def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     return sum_C, mass_CV.mul_(logits_CV).sum(-1)
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values
-
-
 def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T], nats, of softmax(logits) over the vocabulary of all ranks."""
     logits_NV = logits_BTV.flatten(0, 1)
-    sum_N, dot_N = _summed(torch.stack(_moments(logits_NV - _largest(logits_NV, group)[:, None])), group)
+    sum_N, dot_N = parallel.summed(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
     return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
 
 

@@ -43,6 +43,7 @@ from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
+from slipstream.learner.logprobs import largest
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shards_of
 
@@ -114,10 +115,7 @@ def logits_of(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tenso
 
 def _log_normalizer(logits_NV: Tensor) -> Tensor:
     """[N], of the whole vocabulary."""
-    largest_N = logits_NV.detach().amax(-1)
-    group = parallel.tensor_group()
-    if group.size() > 1:
-        torch.distributed.all_reduce(largest_N, op=torch.distributed.ReduceOp.MAX, group=group)
+    largest_N = largest(logits_NV.detach(), parallel.tensor_group())
     mass_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
     return largest_N + cast(Tensor, reduce_from_tensor_model_parallel_region(mass_N)).log()
 

@@ -169,7 +169,7 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
 
 def sum_over_stages(tensor: Tensor) -> Tensor:
     """What each pipeline stage has filled in of a tensor, on every stage: where it has nothing it passes zeros."""
-    return _summed(tensor, _pipeline_group())
+    return summed(tensor, _pipeline_group())
 
 
 def num_pipeline_stages() -> int:
@@ -188,7 +188,7 @@ def summed_over_data_ranks(tensor: Tensor) -> Tensor:
     """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
     if _data_group().size() == 1:
         return tensor
-    return _summed(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
+    return summed(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
 
 
 def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
@@ -196,10 +196,11 @@ def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], devi
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for result in results:
         sums += torch.stack([result[name].double() for name in names])
-    return dict(zip(names, sum_over_stages(_summed(sums, _data_group())).tolist(), strict=True))
+    return dict(zip(names, sum_over_stages(summed(sums, _data_group())).tolist(), strict=True))
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, in place."""
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -47,13 +47,7 @@ class Rendezvous:
         dist.init_process_group(backend, store=store, rank=rank, world_size=self._world_size)
 
 
-class Address(NamedTuple):
-    """What is needed of psutil's."""
-
-    address: str
-
-
-def interface_of(address: str, interfaces: Mapping[str, Iterable[Address]] | None = None) -> str:
+def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = None) -> str:
     """Name of the network interface that has `address`.
 
     Args:

@@ -60,19 +60,8 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The numbers [start, stop) of a flat run are, row after row, the box `box` of a logical tensor."""
-
-    name: str
-    whole: tuple[int, ...]
-    box: Box
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Patch:
-    """Pieces that follow each other in one logical tensor: the numbers of `spans`, one after the other, are `box`."""
+    """Numbers of a flat run: those of the spans [start, stop), one after the other, are `box` of a logical tensor."""
 
     name: str
     whole: tuple[int, ...]
@@ -117,8 +106,8 @@ def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture,
             ]
 
 
-def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Piece]:
-    """What the numbers [start, stop) of a parameter laid out flat are; positions count from `start`."""
+def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Patch]:
+    """What the numbers [start, stop) of a parameter laid out flat are, by one span each, counted from `start`."""
     width = math.prod(shape[1:])
     for local in _rectangles(shape, start, stop):
         for part in parts:
@@ -127,21 +116,20 @@ def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> 
                 continue
             begin = mine.offset[0] * width + sum(mine.offset[1:]) - start
             offset = (part.box.offset[0] + mine.offset[0] - part.first_row, *_added(part.box.offset, mine.offset)[1:])
-            yield Piece(part.name, part.whole, Box(offset, mine.shape), begin, begin + mine.numel)
+            yield Patch(part.name, part.whole, Box(offset, mine.shape), ((begin, begin + mine.numel),))
 
 
 def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> list[Patch]:
     """The same as `pieces`, in as few boxes as they make: what a file holds."""
     found: list[Patch] = []
     for piece in sorted(pieces(parts, shape, start, stop), key=lambda piece: (piece.name, piece.box.offset)):
-        span = (piece.start, piece.stop)
         last = found[-1] if found else None
         if last is not None and last.name == piece.name and piece.box.continues(last.box):
             rows = last.box.shape[0] + piece.box.shape[0]
             box = Box(last.box.offset, (rows, *last.box.shape[1:]))
-            found[-1] = Patch(last.name, last.whole, box, (*last.spans, span))
+            found[-1] = Patch(last.name, last.whole, box, (*last.spans, *piece.spans))
         else:
-            found.append(Patch(piece.name, piece.whole, piece.box, (span,)))
+            found.append(piece)
     return found
 
 

@@ -393,7 +393,8 @@ def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
     def read(kind: str, like: Tensor, start: int, stop: int) -> Tensor:
         numbers = torch.empty(stop - start, dtype=like.dtype)
         for piece in pieces(held.bands, shape, start, stop):
-            reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[piece.start : piece.stop].view(piece.box.shape))
+            ((first, end),) = piece.spans
+            reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[first:end].view(piece.box.shape))
         return numbers.view(like.shape)
 
     copy_numbers(read(WEIGHT, parameter, 0, parameter.numel()), into=parameter)
