@@ -61,9 +61,7 @@ def test_each_rollout_is_asked_for_with_its_own_seed() -> None:
 
 def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
     engine = Scheduled([2], [1, 3], [0])
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    for index in (0, 1):
-        groups.start(request(index, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2), request(1, 1, 2))
     assert groups.step() == []
     second, first = groups.step(), groups.step()
     assert [(done.index, [each.output.number for each in drawn]) for done, drawn in second] == [(1, [2, 3])]
@@ -90,8 +88,7 @@ def test_drafts_that_were_proposed_before_are_forgotten() -> None:
 
 def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> None:
     engine = Scheduled([0])
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     groups.step()
     groups.drop()
     groups.drop()
@@ -99,6 +96,13 @@ def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> 
     assert groups.is_empty()
     groups.start(request(1, 1, 2), lambda seed: seed)
     assert len({name for name, _, _ in engine.added}) == 4
+
+
+def under_way(engine: Any, *requests: GroupRequest) -> GroupsUnderWay:
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    for each in requests:
+        groups.start(each, lambda seed: seed)
+    return groups
 
 
 class Decoding:
@@ -135,8 +139,7 @@ class Decoding:
 
 def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_prompt() -> None:
     engine = Decoding((1, 1), (3, 2), (4, 4), (5, None), ends=5)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in range(4):
         groups.step()
     running = groups.take_running()
@@ -149,8 +152,7 @@ def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_promp
 @pytest.mark.parametrize("steps", [((1, 0), (2, 1), (3, 2)), ((0, 1), (1, 2), (2, 3))], ids=["second", "first"])
 def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out(steps: tuple[tuple[int, int], ...]) -> None:
     engine = Decoding(*steps, ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in steps:
         groups.step()
     assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
@@ -181,8 +183,7 @@ def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came
 
 def test_a_step_that_gives_a_rollout_no_token_is_no_window_of_it() -> None:
     engine = Decoding((1, 1), (3, 2), (3, 4), (5, 5), ends=5)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in range(3):
         assert groups.step() == []
     ((_, (first, second)),) = groups.step()
@@ -191,8 +192,7 @@ def test_a_step_that_gives_a_rollout_no_token_is_no_window_of_it() -> None:
 
 def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> None:
     engine = Decoding((1, 0), ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     groups.step()
     groups.leave_cached_prefixes()
     groups.start(request(1, 3), lambda seed: seed)
@@ -205,9 +205,7 @@ def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> 
 
 def test_unfinished_rollouts_start_anew_with_the_seeds_of_their_places() -> None:
     engine = Decoding((4, 1, 1), ends=4)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(7, 1, 2), lambda seed: seed)
-    groups.start(request(8, 5), lambda seed: seed)
+    groups = under_way(engine, request(7, 1, 2), request(8, 5))
     groups.step()
     groups.adopt((1, None))
     assert groups.restart(7, (21, 22)) == 1
@@ -221,8 +219,7 @@ def test_unfinished_rollouts_start_anew_with_the_seeds_of_their_places() -> None
 
 def test_steps_that_compute_a_cache_anew_are_no_decoding() -> None:
     engine = Decoding((1,), (2,), (3,), (4,), ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1), lambda seed: seed)
+    groups = under_way(engine, request(0, 1))
     groups.step()
     groups.step()
     groups.expect_recomputation()
@@ -233,8 +230,7 @@ def test_steps_that_compute_a_cache_anew_are_no_decoding() -> None:
 
 def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
     engine = Decoding((2, 1), (None, 2), ends=2)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1), lambda seed: seed)
+    groups = under_way(engine, request(0, 1))
     (answer,) = groups.aside([{"prompt_token_ids": [2]}], {"max_tokens": 2})
     assert answer.request_id == engine.names[1]
     assert (engine.prompts[1], engine.seeds[1]) == ({"prompt_token_ids": [2]}, {"max_tokens": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+from slipstream.learner.architecture import Architecture
 from slipstream.learner.export import held_weights, save_model
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard, shard_from_hf
 from slipstream.refit.fingerprint import differences, held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
 from tests.unit.learner.policies import LEARNER, SCRATCH, new_policy, save
-from tests.unit.learner.test_weights import ARCH, random_hf
+from tests.unit.learner.test_weights import ARCH, SPARSE, random_hf, random_sparse
 
 
 def test_a_saved_model_loads_to_exactly_the_same_weights_with_its_tokenizer(tmp_path: Path) -> None:
@@ -74,25 +76,35 @@ def test_shards_of_one_rank_are_all_weights() -> None:
     }
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pipeline", [1, 2, 4])
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_fingerprints_of_all_ranks_sum_to_those_of_the_checkpoint(tensor: int, pipeline: int, tied: bool) -> None:
-    arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
-    full = random_hf(arch)
-    shards = [
-        Shard(tensor_rank=rank, tensor_size=tensor, pipeline_rank=stage, pipeline_size=pipeline)
-        for rank in range(tensor)
-        for stage in range(pipeline)
-    ]
+def require_each_element_once(arch: Architecture, full: dict[str, torch.Tensor], shards: list[Shard]) -> None:
+    """Fingerprints of all ranks sum to those of the checkpoint, and nobody hashes what another rank does."""
     ranks = [
         part_fingerprints(held_weights(dict(shard_from_hf(full.__getitem__, arch, shard)), arch, shard))
         for shard in shards
     ]
-    assert weight_totals(ranks) == weight_totals(
-        [part_fingerprints(held_whole(name, tensor) for name, tensor in full.items())]
-    )
-    assert sum(map(len, ranks)) == len(set().union(*ranks))  # nobody hashes what another rank does
+    whole = weight_totals([part_fingerprints(held_whole(name, tensor) for name, tensor in full.items())])
+    assert weight_totals(ranks) == whole
+    assert sum(map(len, ranks)) == len(set().union(*ranks))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_every_element_is_answered_for_once(tensor: int, pipeline: int, tied: bool) -> None:
+    arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
+    sizes = {"tensor_size": tensor, "pipeline_size": pipeline}
+    places = itertools.product(range(tensor), range(pipeline))
+    shards = [Shard(tensor_rank=rank, pipeline_rank=stage, **sizes) for rank, stage in places]
+    require_each_element_once(arch, random_hf(arch), shards)
+
+
+@pytest.mark.parametrize(("expert", "data"), [(1, 1), (1, 2), (2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_every_element_of_an_expert_is_answered_for_once(expert: int, data: int, pipeline: int) -> None:
+    sizes = {"pipeline_size": pipeline, "expert_size": expert}
+    places = itertools.product(range(pipeline), range(data))
+    shards = [Shard(pipeline_rank=stage, expert_rank=rank % expert, data_rank=rank, **sizes) for stage, rank in places]
+    require_each_element_once(SPARSE, random_sparse(), shards)
 
 
 def test_parts_in_one_parameter_are_told_apart() -> None:

@@ -27,6 +27,11 @@ from tests.unit.learner import mimo
 from tests.unit.learner.policies import LEARNER, OPTIMIZER, update_of
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return mimo.write_model(tmp_path / "model")
+
+
 def _load(
     path: Path, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
 ) -> MegatronPolicy:
@@ -46,8 +51,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ALWAYS])
-def test_the_trunk_computes_what_transformers_does(packing: Packing, tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_the_trunk_computes_what_transformers_does(packing: Packing, path: Path) -> None:
     policy = _load(path, dataclasses.replace(LEARNER, packing=packing), None)
     sequences = mimo.sequences()
     got = policy.logprobs(sequences, [3] * len(sequences), 0.8)
@@ -57,8 +61,7 @@ def test_the_trunk_computes_what_transformers_does(packing: Packing, tmp_path: P
         np.testing.assert_allclose(logprobs, expected.numpy(), rtol=0, atol=5e-6)
 
 
-def test_the_mtp_layer_computes_what_vllms_formula_says(tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_the_mtp_layer_computes_what_vllms_formula_says(path: Path) -> None:
     policy = _load(path, LEARNER, None)
     tokens = mimo.sequences()[0]
     ((states_TH, _),) = policy.hidden_states([tokens], policy.architecture.mtp_layer_ids)
@@ -80,8 +83,7 @@ def test_the_mtp_layer_computes_what_vllms_formula_says(tmp_path: Path) -> None:
     torch.testing.assert_close(mimo.logits(path, drafted_T1H[:, 0]), expected, rtol=0, atol=1e-5)
 
 
-def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(path: Path, tmp_path: Path) -> None:
     _load(path).save_hf(tmp_path / "saved", path)
     assert _same(load_file(tmp_path / "saved" / "model.safetensors"), load_file(path / "model.safetensors"))
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads(
@@ -116,8 +118,7 @@ def test_an_mtp_layer_changes_no_weight_that_is_drawn_for_the_rest() -> None:
     assert all(not having[name].any() for name in having if name.endswith(".bias"))
 
 
-def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_bit(tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_bit(path: Path) -> None:
     alone, both = _load(path), _load(path)
     trainer = both.start_mtp(OPTIMIZER)
     before = _mtp_weights(both)
@@ -137,8 +138,7 @@ def test_training_the_mtp_layer_leaves_the_policys_update_as_it_is_to_the_last_b
     assert _same(_mtp_weights(alone), before)
 
 
-def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(path: Path) -> None:
     alone, both = _load(path), _load(path)
     both.start_mtp(OPTIMIZER)
     sequences = mimo.sequences()
@@ -150,9 +150,8 @@ def test_pretraining_learns_the_same_trunk_with_and_without_the_mtp_layers_loss(
 
 
 def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_first_of_the_response(
-    tmp_path: Path,
+    path: Path,
 ) -> None:
-    path = mimo.write_model(tmp_path / "model")
     policy = _load(path, dataclasses.replace(LEARNER, logprob_chunk_tokens=5))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences, start = mimo.sequences(3), 3
@@ -174,9 +173,8 @@ def test_the_loss_is_the_divergence_from_the_policy_of_every_token_after_the_fir
 
 
 @pytest.mark.parametrize("packing", [Packing.NEVER, Packing.ALWAYS])
-def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing: Packing, tmp_path: Path) -> None:
+def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing: Packing, path: Path) -> None:
     """Three tokens ahead, against vLLM's formula applied again and again."""
-    path = mimo.write_model(tmp_path / "model")
     policy = _load(path, dataclasses.replace(LEARNER, packing=packing))
     trainer = policy.start_mtp(OPTIMIZER)
     sequences = [tokens for tokens in mimo.sequences(9) if len(tokens) > 9]
@@ -198,8 +196,7 @@ def test_a_window_is_drafted_from_what_the_layer_gave_for_its_last_token(packing
     assert length == pytest.approx(1.0 + np.cumprod(chances, axis=1).sum(axis=1).mean(), abs=1e-5)
 
 
-def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_an_mtp_layer_learns_to_draft_several_tokens(path: Path) -> None:
     policy = _load(path)
     trainer = policy.start_mtp(OPTIMIZER)
     sequences = mimo.sequences(24)
@@ -214,8 +211,7 @@ def test_an_mtp_layer_learns_to_draft_several_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", OptimizerMethod)
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, tmp_path: Path) -> None:
-    path = mimo.write_model(tmp_path / "model")
+def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype: Dtype, path: Path) -> None:
     learner, optimizer = dataclasses.replace(LEARNER, dtype=dtype), dataclasses.replace(OPTIMIZER, method=method)
     policy = _load(path, learner)
     trainer = policy.start_mtp(optimizer)
@@ -233,8 +229,8 @@ def test_a_resumed_mtp_layer_goes_on_bit_for_bit(method: OptimizerMethod, dtype:
     assert _same(_mtp_weights(other), _mtp_weights(policy))
 
 
-def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    trainer = _load(mimo.write_model(tmp_path / "model")).start_mtp(OPTIMIZER)
+def test_a_state_of_another_model_is_refused(path: Path) -> None:
+    trainer = _load(path).start_mtp(OPTIMIZER)
     with pytest.raises(CheckpointError, match=r"must hold the policy's MTP layer, has no main/model\.mtp_layers\.0"):
         trainer.restore({"num_updates": torch.tensor([1]), "0.parameter": torch.zeros(1)})
 

@@ -75,21 +75,18 @@ def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         resolve_policy(recipe("a/b"), tmp_path / "out")
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "model", model_type="llama", architectures=["LlamaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"(?i)qwen3.*llama"):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
-
-
-def test_a_context_shorter_than_the_engines_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "model", max_position_embeddings=128)
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 128 positions, got 256"):
-        resolve_policy(recipe(str(source)), tmp_path / "out")
-
-
-def test_a_policy_with_fewer_layers_than_the_draft_reads_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "model", num_hidden_layers=21)
-    with pytest.raises(ConfigError, match=r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"(?i)qwen3.*llama"),
+        ({"max_position_embeddings": 128}, r"engine\.max_model_len must be <= the policy's 128 positions, got 256"),
+        ({"num_hidden_layers": 21}, r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"),
+    ],
+    ids=["another architecture", "a shorter context than the engine's", "fewer layers than the draft reads"],
+)
+def test_a_model_that_does_not_suit_the_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "model", **changes)
+    with pytest.raises(ConfigError, match=message):
         resolve_policy(recipe(str(source)), tmp_path / "out")
 
 

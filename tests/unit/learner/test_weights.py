@@ -16,9 +16,7 @@ from torch import Tensor
 from slipstream.config import ConfigError
 from slipstream.learner.architecture import Architecture, Experts, require_divisible, require_even_experts
 from slipstream.learner.config import ParallelConfig
-from slipstream.learner.export import held_weights
 from slipstream.learner.weights import Shard, hf_from_shards, mappings, shard_from_hf
-from slipstream.refit.fingerprint import held_whole, part_fingerprints, weight_totals
 from slipstream.types import Dtype
 
 ARCH = Architecture(
@@ -179,30 +177,6 @@ def test_the_second_of_two_ranks_holds_the_second_half_of_the_experts() -> None:
     }
     dense = [m.megatron for m in mappings(SPARSE, shard) if m.megatron.startswith("decoder.layers.2.mlp")]
     assert dense == ["decoder.layers.2.mlp.linear_fc1.weight", "decoder.layers.2.mlp.linear_fc2.weight"]
-
-
-@pytest.mark.parametrize(("expert", "data"), [(1, 1), (1, 2), (2, 2), (2, 4), (4, 4)])
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_every_element_is_answered_for_once(expert: int, data: int, pipeline: int) -> None:
-    full = random_sparse()
-    shards = [
-        Shard(
-            pipeline_rank=stage,
-            pipeline_size=pipeline,
-            expert_rank=rank % expert,
-            expert_size=expert,
-            data_rank=rank,
-        )
-        for stage in range(pipeline)
-        for rank in range(data)
-    ]
-    ranks = [
-        part_fingerprints(held_weights(dict(shard_from_hf(full.__getitem__, SPARSE, shard)), SPARSE, shard))
-        for shard in shards
-    ]
-    whole = weight_totals([part_fingerprints(held_whole(name, tensor) for name, tensor in full.items())])
-    assert weight_totals(ranks) == whole
-    assert sum(map(len, ranks)) == len(whole)  # nobody hashes what another rank does
 
 
 def _read(path: Path, **change: Any) -> Architecture:
