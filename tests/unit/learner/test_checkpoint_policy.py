@@ -9,19 +9,16 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
-from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError, on_disk
 from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
 from slipstream.learner.checkpoint.policy import (
     HeldParameter,
-    PolicyCheckpoints,
     Run,
     Stepped,
     held_parameters,
@@ -198,50 +195,22 @@ class GroupCountingAdam(torch.optim.Optimizer):
                 self.state[parameter] = {"exp_avg": parameter + group["step"], "exp_avg_sq": parameter * group["step"]}
 
 
-class Wrapped:
-    """As much of Megatron's wrapper as a checkpoint looks at."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-class Tiny(torch.nn.Module):
-    """The parameters of a policy of one layer, filled with one number."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.policy = policies.new_policy(dataclasses.replace(SCRATCH, num_layers=1), optimizer=None)
-        with torch.no_grad():
-            for parameter in self.gpt.parameters():
-                parameter.fill_(value)
-
-    @property
-    def gpt(self) -> torch.nn.Module:
-        return self.policy._gpt
-
-    @property
-    def architecture(self) -> Architecture:
-        return self.policy.architecture
-
-
 @torch.no_grad()
-def test_a_count_of_steps_in_the_group_comes_back_there(tmp_path: Path) -> None:
-    first, second = Tiny(1.0), Tiny(2.0)
-    adams = [GroupCountingAdam(list(tiny.gpt.parameters())) for tiny in (first, second)]
-    checkpoints = [
-        PolicyCheckpoints(tiny.gpt, cast(MegatronOptimizer, Wrapped(adam)), tiny.architecture)
-        for tiny, adam in zip((first, second), adams, strict=True)
-    ]
+def test_a_count_of_steps_in_the_group_is_saved_and_comes_back_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    adam = GroupCountingAdam([parameter])
     for _ in range(3):
-        adams[0].step()
-    checkpoints[0].save(tmp_path / "c", version=3, num_updates=3, extra={}, beside={})
-    checkpoints[0].wait()
-    checkpoints[1].load(tmp_path / "c")
-    assert [group["step"] for group in adams[1].param_groups] == [3]
-    for parameter in second.gpt.parameters():
-        state = adams[1].state[parameter]
-        assert state.keys() == {"exp_avg", "exp_avg_sq"}
-        assert bool((parameter == 1.0).all() and (state["exp_avg"] == 4.0).all() and (state["exp_avg_sq"] == 3.0).all())
+        adam.step()
+    held = HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+    saved = {run.kind: run.numbers.clone() for run in runs(held, num_updates=3)}
+    assert saved["exp_avg"].tolist() == [4.0, 4.0] and saved["exp_avg_sq"].tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 2 updates, got \[3.0\]"):
+        list(runs(held, num_updates=2))
+    other = GroupCountingAdam([parameter])
+    moments = {kind: saved[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    Stepped(parameter, 0, 2, other, is_sharded=False).restore(moments, 3)
+    assert [group["step"] for group in other.param_groups] == [3]
+    assert other.state[parameter] == moments
 
 
 def _stepped(state: dict[str, Any]) -> HeldParameter:

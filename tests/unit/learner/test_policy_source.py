@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+import shutil
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.learner.config import PolicyConfig
-from slipstream.learner.policy_source import resolve
+from slipstream.learner.policy_source import resolve, write_policy_tokenizer
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import PolicyRecord
 from slipstream.stages.support import policy_needs
@@ -108,88 +105,26 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 _COMMIT = "0" * 40
-# In a process of its own, for the hub's address is read when its client is imported.
-_WRITE = """
-import sys
-from pathlib import Path
-from slipstream.learner.policy_source import write_policy_tokenizer
-from slipstream.recipe import load_recipe
-from slipstream.stages.support import policy_needs
-
-recipe = load_recipe("qwen3_8b")
-write_policy_tokenizer(recipe.policy, policy_needs(recipe), Path(sys.argv[1]))
-"""
 
 
-class Hub(ThreadingHTTPServer):
-    """Serves the files of one directory as whatever model is asked for."""
+def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = model(tmp_path / "hub", num_hidden_layers=36, max_position_embeddings=32768)
+    asked: list[tuple[str, str | None]] = []
 
-    def __init__(self, files: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = files
-        self.fetched: set[str] = set()
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        """What the hub's client does with the patterns, from a directory."""
+        asked.append((name, revision))
+        files = {path.name: path for path in hub.iterdir()}
+        (tmp_path / "snapshot").mkdir()
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            shutil.copyfile(files[file], tmp_path / "snapshot" / file)
+        return str(tmp_path / "snapshot")
 
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    recipe = load_recipe("qwen3_8b")
+    write_policy_tokenizer(recipe.policy, policy_needs(recipe), tmp_path / "tokenizer")
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-    def _answer(self, *, with_body: bool) -> None:
-        paths = sorted(self.server.files.iterdir())
-        if "/tree/" in self.path:
-            tree = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": p.name} for p in paths]
-            body, tag = json.dumps(tree).encode(), "tree"
-        elif self.path.startswith("/api/models/"):
-            files = [{"rfilename": path.name} for path in paths]
-            body, tag = json.dumps({"id": "a/b", "sha": _COMMIT, "siblings": files}).encode(), "info"
-        else:
-            name = self.path.rpartition("/")[2]
-            if not (self.server.files / name).is_file():  # the hub's client also looks around for itself
-                self.send_error(404)
-                return
-            self.server.fetched.add(name)
-            body, tag = (self.server.files / name).read_bytes(), name
-        self.send_response(200)
-        self.send_header("ETag", f'"{tag}"')
-        self.send_header("X-Repo-Commit", _COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    files = tmp_path / "hub"
-    write_tokenizer(files, max_length=32768)
-    (files / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 36, "max_position_embeddings": 32768}))
-    (files / "model.safetensors").write_bytes(b"sixteen gigabytes")
-    with Hub(files) as hub:
-        thread = Thread(target=hub.serve_forever, args=(0.01,))
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()
-
-
-def test_configs_and_tokenizer_are_fetched_and_weights_are_not(hub: Hub, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-    }
-    command = [sys.executable, "-c", _WRITE, str(tmp_path / "tokenizer")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    assert hub.fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    fetched = {path.name for path in (tmp_path / "snapshot").iterdir()}
+    assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert asked == [(recipe.policy.model, None)]
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
