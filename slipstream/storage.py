@@ -59,7 +59,7 @@ def begin_directory(path: Path) -> Path:
 
 
 def partial_directory(path: Path) -> Path:
-    """Where what is to become `path` is written."""
+    """The place where what is to become `path` is written."""
     return _beside(path, _PARTIAL)
 
 
@@ -95,7 +95,7 @@ def remove(path: Path) -> None:
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Where the directory of a step lies."""
+    """The path of a step's directory."""
     return directory / f"step-{step:06d}"
 
 

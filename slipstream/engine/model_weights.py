@@ -131,7 +131,7 @@ def _renamed(path: str, rename: tuple[tuple[str, str], ...]) -> str:
 
 
 def can_write(slots: Sequence[Slot], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether `Slot.write` does all that vLLM's own reload would: plain layers on a CPU, and tensors that fit them.
+    """Return True if `Slot.write` does all that vLLM's own reload would: plain layers on a CPU, and tensors that fit.
 
     A GPU's kernels may have derived more from a weight than its layer tells; there vLLM's reload it is.
     """
@@ -248,7 +248,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def are_on_cpu(module: nn.Module) -> bool:
-    """Whether the module holds experts in the order of a CPU's kernel."""
+    """Return True if the module holds experts in the order of a CPU's kernel."""
     return isinstance(module, RoutedExperts) and isinstance(_kernel(module), CPUUnquantizedExperts)
 
 
@@ -332,7 +332,7 @@ _BLOCK = "mtp_block."  # what vLLM puts around the layer between the norms
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs into this model, policy or draft."""
+    """Return True if a tensor of a checkpoint belongs into this model, policy or draft."""
     return name.startswith(_LAYERS) == isinstance(model, MiMoMTP)
 
 

@@ -380,7 +380,7 @@ class VllmEngine:
         return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
 
     def locations(self) -> list[Location]:
-        """Where each of the engine's workers computes."""
+        """Devices of the engine's workers."""
         return self._llm.collective_rpc("location")
 
     def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
@@ -391,7 +391,7 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
 
     def start_update(self, *, is_draft: bool) -> None:
-        """What comes next is for the policy, or for the draft; no step is taken until `adopt`."""
+        """Begin an update of the policy, or of the draft; no step is taken until `adopt`."""
         if self._kv_cache is None:
             self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
         rule = "needs an engine whose draft has weights of its own"
@@ -472,7 +472,7 @@ class VllmEngine:
         return self.state()
 
     def _leave_cache(self) -> None:
-        """Of the old weights: see `KvCache`."""
+        """Leave the cache of the old weights, as `KvCache` says."""
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
             self._groups.leave_cached_prefixes()

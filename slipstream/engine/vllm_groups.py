@@ -151,11 +151,11 @@ class GroupsUnderWay:
         return taken
 
     def is_empty(self) -> bool:
-        """Whether all groups are done, and have come out."""
+        """Return True if all groups are done, and have come out."""
         return not self._rollouts and not self._finished
 
     def has_room(self, num_rollouts: int) -> bool:
-        """Whether so many more would run at once, and no rollout waits inside vLLM, for its KV cache is full."""
+        """Return True if so many more would run at once: a full KV cache has rollouts wait inside vLLM."""
         running, waiting = self._engine.engine_core.engine_core.scheduler.get_request_counts()
         return waiting == 0 and running + num_rollouts <= self._max_num_seqs
 
@@ -275,7 +275,7 @@ class CacheMemory:
         self.is_away = False
 
     def give_back(self) -> None:
-        """Until `take`, which whoever generates calls first, the device has the memory; nothing if it has it already.
+        """Free the memory until `take`, which precedes every generation; nothing if it is free already.
 
         Nothing may be under way.
 

@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): fixes of its sampling, and a probe.
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): fixes and a probe.
 
 `register` installs the fixes; `EngineProbe.check_sampler` proves at engine start that they, or what needs no fix, are
 what the process that samples uses.
@@ -96,7 +96,7 @@ def draw_draft_tokens(
 
 
 def broken_v1(device: torch.device) -> str:
-    """What is wrong with the sampler that the first model runner uses; empty if nothing is.
+    """Name what is wrong with the sampler that the first model runner uses; empty if nothing is.
 
     The answers are known by hand. x = [7, 0, 9] with 2, 3 and 1 draft tokens and 0 -> 1 is [7, 7, 1, 1, 1, 9]. With all
     tokens equally likely, the drawn one has the least exponential noise: the first draft has the first noise of its
@@ -125,7 +125,7 @@ def broken_v1(device: torch.device) -> str:
 
 
 def broken_v2(device: torch.device) -> str:
-    """What is wrong with the sampler that the second model runner uses; empty if nothing is.
+    """Name what is wrong with the sampler that the second model runner uses; empty if nothing is.
 
     Three requests at one position, two with the same seed. Equal seeds must give equal noise and other seeds other
     noise, and drafts must not get the noise of the policy's own draws. Logits of 6 at temperatures 0.5, 1 and 2 are 12,
@@ -208,7 +208,7 @@ class EngineProbe:
         return broken_v2(device) if uses_v2 else broken_v1(device)
 
     def location(self) -> Location:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
         return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
 

@@ -1,4 +1,4 @@
-"""How new weights enter a running vLLM engine: one weight-transfer engine of vLLM's own API, for every channel.
+"""The way of new weights into a running vLLM engine: one weight-transfer engine of vLLM's API, for every channel.
 
 Files and gloo are received here. NCCL and IPC are left to vLLM's own engines. A channel is named with every update, so
 one engine can be refitted over the network in training and from a directory afterwards.
@@ -36,7 +36,7 @@ BACKEND = "slipstream"
 
 @dataclass
 class ChannelInit(WeightTransferInitInfo):
-    """Which channel to join, and what it needs to know; files need nothing."""
+    """The channel to join, and what it needs to know; files need nothing."""
 
     channel: Channel = Channel.SHARED_MEMORY
     settings: dict[str, Any] = field(default_factory=dict)

@@ -56,7 +56,7 @@ class Experts:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """What a `config.json` says of them."""
+        """Entries of a `config.json`."""
         return {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_experts_per_token,
@@ -69,11 +69,11 @@ class Experts:
         }
 
     def are_in(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return True if a layer has experts."""
         return layer not in self.dense_layers
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Of a layer's router and experts."""
+        """Parameters of a layer's router and experts."""
         return self.num_experts * hidden_size * (1 + 3 * self.ffn_hidden_size)
 
 
@@ -106,7 +106,7 @@ _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the sizes of a dense model's tensors follow from."""
+    """Sizes that determine the tensors of a dense model."""
 
     vocab_size: int
     hidden_size: int
@@ -192,23 +192,23 @@ class Architecture(Shape):
 
     @property
     def name(self) -> str:
-        """As transformers and vLLM call it."""
+        """Class of the model in transformers and vLLM."""
         if self.has_mtp:
             return MIMO
         return QWEN3 if self.experts is None else QWEN3_MOE
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it is a MiMo."""
+        """True of a MiMo."""
         return self.num_mtp_layers > 0
 
     @property
     def mtp_layer_ids(self) -> tuple[int, ...]:
-        """Of the states that an MTP layer reads: the residual stream after so many layers."""
+        """Ids of the states that an MTP layer reads: the residual stream after so many layers."""
         return (self.num_layers,)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer routes tokens to experts."""
+        """Return True if a layer routes tokens to experts."""
         return self.experts is not None and self.experts.are_in(layer)
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Architecture(Shape):
 
 
 def _require_mimo(config: Mapping[str, Any], path: Path) -> None:
-    """What a MiMo must have beside what every model must."""
+    """Refuse a MiMo that the learner and vLLM would read differently."""
     layers = config.get("num_nextn_predict_layers")
     require(layers == 1, "policy.model", f"a {MIMO} must have num_nextn_predict_layers 1", layers, f"see {path}")
     require(config.get("attention_bias", True), "policy.model", f"a {MIMO} must have attention bias", False)

@@ -25,7 +25,7 @@ Values = Sequence[float] | NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What the model reads."""
+    """The model's inputs."""
 
     token_ids_BT: Tensor
     positions_BT: Tensor  # each sequence's 0, 1, …
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """How sequences are put together.
+    """Rules by which sequences are put together.
 
     Attributes:
         microbatch_cost: see `plan_microbatches`; packed sequences need none, for they waste nothing.
@@ -74,7 +74,7 @@ class Batching:
     multiple: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """Which sequences share a micro-batch, the longest of each first."""
+        """Plan which sequences share a micro-batch, the longest of each first."""
         if self.packs:
             return plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
         return plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)

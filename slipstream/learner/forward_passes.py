@@ -82,7 +82,7 @@ class Capture:
 
 
 def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
-    """Where states are kept: on the rank's device if they fill at most half of what is free there, else on the host."""
+    """Choose where states are kept: on the rank's device if they fill at most half of its free memory."""
     if device.type == "cpu":
         return device
     free, _ = torch.cuda.mem_get_info(device)

@@ -179,13 +179,13 @@ class _HeadlessGpt(GPTModel):
 
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
-    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
+    """Return True if layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
     whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
     return host.is_cpu_only() and whole and not packs(learner)
 
 
 def packs(learner: LearnerConfig) -> bool:
-    """Whether sequences are packed one behind the other: by themselves where a kernel takes them so."""
+    """Return True if sequences are packed one behind the other: `auto` packs where a kernel takes them so."""
     if learner.packing is Packing.AUTO:
         return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16
     return learner.packing is Packing.ALWAYS
@@ -214,7 +214,7 @@ class _RmsNorm(torch.nn.RMSNorm):
 
 
 class _Kernels(NamedTuple):
-    """What a layer is made of; the parameters have the same names whichever it is."""
+    """Modules that a layer is made of; the parameters have the same names whichever they are."""
 
     norm: Any
     column: Any  # a linear split by outputs

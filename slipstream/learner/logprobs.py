@@ -33,7 +33,7 @@ from slipstream.learner.cpu import host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What the policy says of the labels of a micro-batch, at one temperature."""
+    """Scores of the labels of a micro-batch under the policy, at one temperature."""
 
     logprobs_BT: Tensor  # with gradient; undefined where the label does not count
     entropy: Tensor | None  # scalar without gradient: nats summed over the labels that count; None: not asked for
@@ -43,7 +43,7 @@ class OutputHead:
     """The output layer of a pipeline's last stage, over the hidden states that the model ends with."""
 
     def __init__(self, gpt: GPTModel, *, chunk_tokens: int | None, adds_to_main_grad: bool) -> None:
-        """Without `chunk_tokens` the logits of a whole micro-batch are held, with their gradient.
+        """Hold the logits of a whole micro-batch, with their gradient, if there are no `chunk_tokens`.
 
         Args:
             adds_to_main_grad: the weight's gradient goes straight into Megatron's float32 buffer.
@@ -126,7 +126,7 @@ class OutputHead:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Head:
-    """What `_ChunkedLogprobs` needs beside tensors."""
+    """Arguments of `_ChunkedLogprobs` beside tensors."""
 
     temperature: float
     chunk_tokens: int
@@ -235,7 +235,7 @@ COLUMNS = (
     "flatter_probability",
     "flatter_total_variation",
 )
-"""What `conditionals` gives for each token; see `slipstream.losslessness.hypothesis_tests.Draws`."""
+"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` explains each."""
 
 _SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
 

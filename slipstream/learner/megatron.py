@@ -43,7 +43,7 @@ from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
 from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
-from slipstream.learner.weights import initial_weights, load_exactly, mtp_from_hf, shard_from_hf
+from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.records.steps import TrainStats
 from slipstream.refit.fingerprint import HeldWeights
 
@@ -67,7 +67,7 @@ def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callab
         model, mtp = build_model(architecture, learner, shard), build_mtp(architecture, learner)
     load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
     if mtp is not None:
-        load_exactly(mtp, dict(mtp_from_hf(read, architecture, shard)))
+        load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
     return Parts(model, mtp)
 
 
@@ -155,10 +155,12 @@ class MegatronPolicy:
         """Replace the MTP layer by that of another directory, before its training starts."""
         assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
         with open_weights(path) as read:
-            load_exactly(self._mtp, dict(mtp_from_hf(read, self.architecture, self._shard)))
+            load_exactly(
+                self._mtp, dict(shard_from_hf(read, self.architecture, self._shard, mtp_mappings(self.architecture)))
+            )
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """What trains the policy's MTP layer, with an optimizer and a clip of its own.
+        """Build the trainer of the policy's MTP layer, with an optimizer and a clip of its own.
 
         Raises:
             ConfigError: the policy has no MTP layer.
@@ -309,7 +311,7 @@ class MegatronPolicy:
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """What an EAGLE-3 draft learns from: auxiliary hidden states and what the output layer sees.
+        """Compute what an EAGLE-3 draft learns from: auxiliary hidden states and the output layer's input.
 
         Args:
             layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
@@ -344,7 +346,7 @@ class MegatronPolicy:
         return gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
 
     def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same of the MTP layer, which are no part of `weights`; none without one."""
+        """Full parameters of the MTP layer, which are no part of `weights`; none without one."""
         return gathered_mtp_weights(self._mtp, self.architecture)
 
     def vocabulary_weights(self) -> tuple[Tensor, Tensor]:

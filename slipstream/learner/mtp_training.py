@@ -45,14 +45,14 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
 from slipstream.learner.logprobs import largest
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
-from slipstream.learner.weights import hf_from_shards, mtp_mappings, shards_of
+from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
 
 class MtpLayer(MegatronModule):
     """A state and the token that followed it, to the state that predicts the token after that one."""
 
     def __init__(self, config: TransformerConfig, *, norm: Any, layer: ModuleSpec) -> None:
-        """Without defined weights; `norm` and `layer` are made as those of the model are."""
+        """Build the layer without defined weights; `norm` and `layer` are made as those of the model are."""
         super().__init__(config=config)
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.token_layernorm = build_module(norm, **sizes)
@@ -122,7 +122,7 @@ def _log_normalizer(logits_NV: Tensor) -> Tensor:
 
 _NUM_UPDATES = "num_updates"
 States = Sequence[tuple[Tensor, Tensor]]
-"""Of each sequence the residual stream after the last layer, before the final norm, and what the output layer sees."""
+"""Each sequence's residual stream after the last layer, before the final norm, and the output layer's input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,13 +280,13 @@ class MtpTrainer:
         return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
 
     def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """What of one kind this rank holds: some of Muon's moments are not there for what AdamW steps."""
+        """This rank's part of one kind; parameters that AdamW steps have no moment of Muon."""
 
         def read(name: str) -> Tensor:
             return state[f"{kind}/{name}"]
 
         table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
-        return dict(shards_of(table, read, self._architecture, self._shard))
+        return dict(shard_from_hf(read, self._architecture, self._shard, table))
 
     def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)

@@ -1,4 +1,4 @@
-"""Which floating-point type this machine multiplies faster: what `dtype: auto` of a recipe stands for.
+"""The floating-point type that this machine multiplies faster: what `dtype: auto` of a recipe stands for.
 
 Without AVX-512 BF16, AMX or their like torch multiplies bfloat16 in a scalar loop, an order of magnitude slower than
 float32; with them bfloat16 wins. Capability flags say what a processor has, not what the installed kernels make of it,
@@ -60,7 +60,7 @@ def choose_dtype(
 def learner_keeps_bits(
     dtype: Dtype, *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
 ) -> bool:
-    """Whether products of a learner in `dtype` are the same bits on one thread and on two, in this process: tried out.
+    """Try out whether products of a learner in `dtype` are the same bits on one thread and on two, in this process.
 
     A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum: MKL
     does, in float32, unless MKL_CBWR is AUTO,STRICT in the environment of the process, on a processor with AVX2.
@@ -79,7 +79,7 @@ def learner_keeps_bits(
 def draft_keeps_bits(
     *, gradient: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = torch._softmax_backward_data
 ) -> bool:
-    """Whether the gradient of a softmax is the same bits on one thread and on two, in this process: tried out.
+    """Try out whether the gradient of a softmax is the same bits on one thread and on two, in this process.
 
     Unlike the policy's layer for CPUs, a draft that is trained beside the policy computes it with torch's own
     operation. That one depends on its threads on a processor with AVX2, where a row's length is no multiple of 8.
@@ -91,7 +91,7 @@ def draft_keeps_bits(
 
 
 def engine_keeps_bits(dtype: Dtype) -> bool:
-    """Whether a vLLM engine in `dtype` draws the same bits on one thread and on two, on this machine.
+    """Return True if a vLLM engine in `dtype` samples the same bits on one thread and on two, on this machine.
 
     In bfloat16 it does where the processor multiplies that; elsewhere its kernels share out their work by threads.
     """
@@ -99,7 +99,7 @@ def engine_keeps_bits(dtype: Dtype) -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """What processor and kernels say that they can do: torch's level, oneDNN's answer, the CPU's own flags."""
+    """Capabilities by torch's level, oneDNN's answer and the CPU's own flags."""
     found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if torch.backends.mkldnn.is_available():
         found.append(f"oneDNN bfloat16 {'yes' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'no'}")

@@ -142,7 +142,7 @@ def with_optimizer(
 
 
 def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
-    """What Muon is for: every matrix but the embedding and the output layer."""
+    """The matrices that Muon steps: all but the embedding and the output layer."""
     return [
         parameter
         for parameter in model.parameters()
@@ -226,7 +226,7 @@ class TrainingMemory:
     def of_megatron(
         cls, module: DistributedDataParallel, optimizer: MegatronOptimizer, device: torch.device
     ) -> TrainingMemory:
-        """Of what `with_optimizer` returned."""
+        """Take note of what `with_optimizer` returned."""
 
         def gradients() -> Iterator[Tensor]:
             lists: Any = module  # whose `buffers` are no method, as those of a torch module
@@ -237,12 +237,12 @@ class TrainingMemory:
 
     @property
     def is_away(self) -> bool:
-        """Whether it was given back, and not taken again."""
+        """True from `give_back` to `take`."""
         return bool(self._away)
 
     @torch.no_grad()
     def give_back(self) -> int:
-        """Until `take`, which whoever trains calls first, the device has the memory; returns how many bytes that are.
+        """Free the memory until `take`, which precedes every update; returns how many bytes that are.
 
         Called again before it changes nothing and returns 0.
         """
@@ -283,7 +283,7 @@ class TrainingMemory:
                 yield from (each for each in state.values() if isinstance(each, Tensor) and each.dim())
 
     def _storages(self, tensors: Iterable[Tensor], kept: Set[int]) -> dict[int, torch.UntypedStorage]:
-        """Those of this device by their address, without those to be kept and those without memory.
+        """Storages of this device by address, without those to be kept and those without memory.
 
         On a host also without what numpy has ever had a view of, as a checkpoint takes one: torch leaves it as it is.
         """
@@ -311,7 +311,7 @@ def _numbers(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _copies(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    """Of all its bytes in host memory; they are there when the device has been waited for."""
+    """Copies of all bytes in host memory, complete after a wait for the device."""
     return tuple(
         torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda).copy_(piece, non_blocking=True)
         for piece in _numbers(storage).split(_PIECE_BYTES)

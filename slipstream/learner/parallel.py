@@ -20,7 +20,7 @@ from slipstream.learner.weights import Shard
 
 
 class Rank(TypedDict, total=False):
-    """Which rank of the learner a process is, and where rank 0 waits; see `initialize`."""
+    """A process's rank in the learner, and where rank 0 waits: arguments of `initialize`."""
 
     rank: int
     world_size: int
@@ -91,7 +91,7 @@ def teardown() -> None:
 
 
 def current_shard() -> Shard:
-    """Which part of the model this rank holds."""
+    """The part of the model that this rank holds."""
     return Shard(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -104,12 +104,12 @@ def current_shard() -> Shard:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     return torch.device("cpu") if host.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_main_rank() -> bool:
-    """Whether this rank writes the files that exist once."""
+    """Return True on the rank that writes the files that exist once."""
     return dist.get_rank() == 0
 
 
@@ -168,7 +168,7 @@ def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None
 
 
 def sum_over_stages(tensor: Tensor) -> Tensor:
-    """What each pipeline stage has filled in of a tensor, on every stage: where it has nothing it passes zeros."""
+    """Sum over the pipeline stages, on each of them: a stage passes zeros where it has nothing."""
     return summed(tensor, _pipeline_group())
 
 

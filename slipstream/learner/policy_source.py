@@ -27,7 +27,7 @@ _WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a run asks of its policy."""
+    """Requirements of a run on its policy."""
 
     max_model_len: int  # tokens of the longest sequence
     draft_layer_ids: Sequence[int]  # layers whose states the draft reads

@@ -1,4 +1,4 @@
-"""Where the ranks of a learner meet: rank 0 opens a port on its own host, the others connect to it."""
+"""Rendezvous of the ranks of a learner: rank 0 opens a port on its own host, the others connect to it."""
 
 from __future__ import annotations
 

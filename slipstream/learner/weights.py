@@ -21,7 +21,7 @@ from slipstream.learner.architecture import Architecture
 
 
 class Layout(Enum):
-    """How a Megatron parameter is made from HF tensors and split over tensor-parallel ranks."""
+    """Layout of a Megatron parameter: how HF tensors make it up and how it is split over tensor-parallel ranks."""
 
     REPLICATED = auto()  # the same on every rank
     COLUMN = auto()  # split by output rows, dimension 0
@@ -79,7 +79,7 @@ _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Which part of the model a rank holds."""
+    """Part of the model that a rank holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -90,7 +90,7 @@ class Shard:
     data_rank: int = 0  # of ranks that hold the same, experts apart
 
     def is_copy(self, mapping: ParameterMapping) -> bool:
-        """Whether a rank with a lower data-parallel number holds the same parameter.
+        """Return True if a rank with a lower data-parallel number holds the same parameter.
 
         Source: Megatron's `parallel_state` numbers the ranks of experts before their copies (order "tp-cp-ep-dp-pp").
         """
@@ -161,23 +161,16 @@ def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Parame
         yield ParameterMapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
 
 
-def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
-    return shards_of(mappings(arch, shard), read, arch, shard)
-
-
-def mtp_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """The same of the MTP layer's."""
-    return shards_of(mtp_mappings(arch), read, arch, shard)
-
-
-def shards_of(
-    table: Iterable[ParameterMapping], read: Callable[[str], Tensor], arch: Architecture, shard: Shard
+def shard_from_hf(
+    read: Callable[[str], Tensor], arch: Architecture, shard: Shard, table: Iterable[ParameterMapping] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same of the parameters in `table`."""
-    for mapping in table:
-        parts = [read(name) for name in mapping.hf]
-        yield mapping.megatron, _split(mapping.layout, parts, arch, shard)
+    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name.
+
+    Args:
+        table: the parameters; None takes the model's `mappings`, without an MTP layer's.
+    """
+    for mapping in mappings(arch, shard) if table is None else table:
+        yield mapping.megatron, _split(mapping.layout, [read(name) for name in mapping.hf], arch, shard)
 
 
 def hf_from_shards(mapping: ParameterMapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
@@ -186,7 +179,7 @@ def hf_from_shards(mapping: ParameterMapping, shards: Sequence[Tensor], arch: Ar
 
 
 def rows_of_parts(mapping: ParameterMapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
-    """What of each HF tensor is in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
+    """Each HF tensor's rows in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
     local = replace(  # a shard is laid out as the whole of a model with fewer heads
         arch,
         num_attention_heads=arch.num_attention_heads // shard.tensor_size,
@@ -285,7 +278,7 @@ def _in_drawing_order(table: list[ParameterMapping]) -> list[ParameterMapping]:
 
 
 def _shape(mapping: ParameterMapping, arch: Architecture) -> tuple[int, ...]:
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     heads, groups, dim, hidden = arch.num_attention_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size
     if mapping.megatron.endswith("linear_qkv.bias"):
         return ((heads + 2 * groups) * dim,)

@@ -1,4 +1,4 @@
-"""Which part of which logical tensor a run of a rank's numbers is, and the index of all ranks' parts.
+"""Parts of logical tensors that a rank's numbers are, and the index of all ranks' parts.
 
 Logical tensors have Hugging Face names and shapes, whatever the layout. A Megatron parameter is made of bands of rows,
 each of which is a box of one logical tensor; a distributed optimizer cuts the parameter, laid out flat, where it likes.
@@ -20,18 +20,18 @@ from slipstream.learner.weights import Layout, ParameterMapping, Shard
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a part of a tensor starts, and how far it reaches, in each dimension."""
+    """A part of a tensor: its start and its size in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-        """As an index into a tensor whose first number lies at `origin`."""
+        """The box as an index into a tensor whose first number lies at `origin`."""
         starts = self.offset if origin is None else [o - at for o, at in zip(self.offset, origin, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
@@ -43,7 +43,7 @@ class Box:
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
     def continues(self, other: Box) -> bool:
-        """Whether this box is the next rows after `other`."""
+        """Return True if this box is the next rows after `other`."""
         return (
             self.offset == (other.offset[0] + other.shape[0], *other.offset[1:]) and self.shape[1:] == (other.shape[1:])
         )
@@ -107,7 +107,7 @@ def bands(mapping: ParameterMapping, shape: tuple[int, ...], arch: Architecture,
 
 
 def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Patch]:
-    """What the numbers [start, stop) of a parameter laid out flat are, by one span each, counted from `start`."""
+    """Cut the numbers [start, stop) of a parameter laid out flat into boxes, of one span each, counted from `start`."""
     width = math.prod(shape[1:])
     for local in _rectangles(shape, start, stop):
         for part in parts:
@@ -120,7 +120,7 @@ def pieces(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> 
 
 
 def patches(parts: list[Band], shape: tuple[int, ...], start: int, stop: int) -> list[Patch]:
-    """The same as `pieces`, in as few boxes as they make: what a file holds."""
+    """Join `pieces` into as few boxes as they make: what a file holds."""
     found: list[Patch] = []
     for piece in sorted(pieces(parts, shape, start, stop), key=lambda piece: (piece.name, piece.box.offset)):
         last = found[-1] if found else None
@@ -206,7 +206,7 @@ def indexed(slices: Iterable[Slice]) -> Index:
 
 
 def index_to_json(index: Index) -> dict[str, Any]:
-    """As `index.json` has it."""
+    """The content of `index.json`."""
     return {
         name: {
             "dtype": entry.dtype,

@@ -128,11 +128,11 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """What JSON can hold, of every rank in rank order; waits for all of them."""
+        """Gather what JSON can hold of every rank, in rank order; waits for all of them."""
         ...
 
 
@@ -157,7 +157,7 @@ def on_all(ranks: Ranks, work: Callable[[], Any], *, error: type[Exception]) -> 
 
 
 def this_host() -> str:
-    """How an error names the machine that a rank runs on."""
+    """Name of the machine that a rank runs on, for errors."""
     return socket.gethostname()
 
 
@@ -172,7 +172,7 @@ class LearnerRanks:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """What JSON can hold, of every rank in rank order; waits for all of them."""
+        """Gather what JSON can hold of every rank, in rank order; waits for all of them."""
         data = json.dumps(value).encode()
         if self._group is None:
             return [json.loads(data)]
@@ -221,7 +221,7 @@ class CheckpointWriter:
         self._writing = self._background.submit(self._write, path, slices, state)
 
     def wait(self) -> None:
-        """Until nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointWriteError: the last checkpoint could not be written; raised once.
@@ -261,7 +261,7 @@ class CheckpointWriter:
                 shutil.rmtree(partial_directory(path), ignore_errors=True)
 
     def _copied(self, parts: Iterable[Part]) -> dict[Slice, Tensor]:
-        """In host memory, which is kept for the next checkpoint: touching new pages takes longer than copying."""
+        """Copy to host memory, which is kept for the next checkpoint: touching new pages takes longer than copying."""
         buffers, slices = self._buffers, {}
         file = rank_file(self.ranks.rank)
         for part in parts:
@@ -431,7 +431,7 @@ def _require_same_storage(ranks: Ranks, path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    """Tells checkpoints apart; empty without one."""
+    """A text that tells checkpoints apart; empty without one."""
     try:
         manifest = existing_directory(path) / MANIFEST
         return sum_of(manifest).xxh3 if manifest.is_file() else "incomplete"

@@ -43,7 +43,7 @@ Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What an optimizer steps for a parameter: a tensor of its shape, or the run [start, stop) of it laid out flat."""
+    """A parameter as an optimizer steps it: a tensor of its shape, or the run [start, stop) of it laid out flat."""
 
     main: Tensor
     start: int
@@ -58,7 +58,7 @@ class Stepped:
 
     @property
     def counts_by_parameter(self) -> bool:
-        """Whether the count of steps is a tensor of each parameter, as torch has it, or a number of the group."""
+        """True if the count of steps is a tensor of each parameter, as torch has it, and no number of the group."""
         return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
     def restore(self, moments: dict[str, Tensor], num_updates: int) -> None:
@@ -88,7 +88,7 @@ class HeldParameter:
 
     @property
     def has_main(self) -> bool:
-        """Whether the optimizer steps a float32 copy."""
+        """True if the optimizer steps a float32 copy."""
         return self.parameter.dtype is not torch.float32
 
 
@@ -157,7 +157,7 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
 
 
 def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
-    """Those that this rank writes: every number once over all ranks, and equally many bytes on each.
+    """Choose the runs that this rank writes: every number once over all ranks, and equally many bytes on each.
 
     The data-parallel ranks hold equal runs in equal order, except those that a distributed optimizer has dealt out, and
     experts, which the first that has one writes: the one with the fewest bytes takes the next.
@@ -180,7 +180,7 @@ def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
 
 
 class _Steppers:
-    """Which of the chained optimizers steps a parameter."""
+    """The chained optimizers by the parameters that they step."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -257,7 +257,7 @@ class PolicyCheckpoints:
         self._writer.save(path, itertools.chain(self._parts(num_updates), _parts_beside(beside)), state)
 
     def wait(self) -> None:
-        """Until nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointWriteError: the last checkpoint could not be written.

@@ -1,4 +1,4 @@
-"""What Megatron-Core lacks on a host without CUDA. Nothing here does anything when CUDA is present.
+"""Parts that Megatron-Core lacks on a host without CUDA. Nothing here does anything when CUDA is present.
 
 Megatron names the device "cuda" in a few places that its own gloo code paths reach: scalars of the schedules and of
 gradient clipping, buffers of the gradient all-reduce, and the names of tensor types in the optimizers. Its arithmetic
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def is_cpu_only() -> bool:
-    """Whether the learner runs without CUDA."""
+    """Return True if the learner runs without CUDA."""
     return not torch.cuda.is_available()
 
 
@@ -119,7 +119,7 @@ def use_cpu_dispatchers(model: torch.nn.Module) -> None:
 
 
 class _CpuDispatcher(MoEAlltoAllTokenDispatcher):
-    """Where Megatron copies counts of tokens from the device, they become what gloo's all-to-all takes."""
+    """Megatron's dispatcher with counts of tokens as gloo's all-to-all takes them."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:  # type: ignore[override]  # declared to return a tensor always
         if point == self.cuda_dtoh_point:

@@ -21,7 +21,7 @@ from slipstream.learner.cpu import host
 from slipstream.learner.forward_passes import Capture
 from slipstream.learner.layers import build_mtp
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_from_hf, mtp_mappings
+from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.types import Dtype
 from tests.unit.learner import mimo
 from tests.unit.learner.policies import LEARNER, OPTIMIZER, update_of
@@ -71,7 +71,7 @@ def test_the_mtp_layer_computes_what_vllms_formula_says(path: Path) -> None:
     with host.cuda_as_cpu():
         mtp = build_mtp(mimo.ARCH, LEARNER)
         assert mtp is not None
-        load_exactly(mtp, dict(mtp_from_hf(weights.__getitem__, mimo.ARCH, Shard())))
+        load_exactly(mtp, dict(shard_from_hf(weights.__getitem__, mimo.ARCH, Shard(), mtp_mappings(mimo.ARCH))))
         num = len(tokens) - 1
         drafted_T1H = mtp(
             states_TH[:num, None],
@@ -96,7 +96,10 @@ def test_a_saved_mimo_is_the_one_that_was_loaded_to_the_last_bit(path: Path, tmp
 def test_shards_of_the_mtp_layer_join_to_what_they_were_cut_from(size: int) -> None:
     full = mimo.random_weights()
     shards = [
-        dict(mtp_from_hf(full.__getitem__, mimo.ARCH, Shard(tensor_rank=r, tensor_size=size))) for r in range(size)
+        dict(
+            shard_from_hf(full.__getitem__, mimo.ARCH, Shard(tensor_rank=r, tensor_size=size), mtp_mappings(mimo.ARCH))
+        )
+        for r in range(size)
     ]
     joined: dict[str, torch.Tensor] = {}
     for mapping in mtp_mappings(mimo.ARCH):
