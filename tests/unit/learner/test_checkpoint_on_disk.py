@@ -24,6 +24,7 @@ from slipstream.learner.checkpoint.on_disk import (
     Part,
     Reader,
     Sum,
+    inspect_checkpoint,
     open_checkpoint,
     sum_of,
     write_json,
@@ -266,6 +267,13 @@ def test_ranks_whose_hosts_share_no_storage_are_told_so_when_they_load(tmp_path:
         assert "put it on storage that every host of the learner shares" in str(errors[1])
 
 
+def refusals(path: Path) -> list[Any]:
+    """What two ranks raise when they open it together, and one process when it looks alone."""
+    with pytest.raises(CheckpointError) as caught:
+        inspect_checkpoint(path)
+    return [*on_each(lambda each: read(each, path)), caught.value]
+
+
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -282,15 +290,38 @@ def test_a_damaged_file_is_named_by_every_rank(name: str, how: str, tmp_path: Pa
         file.write_bytes(file.read_bytes()[:-1])
     else:
         file.unlink()
-    for error in on_each(lambda each: read(each, tmp_path / "c")):
+    for error in refusals(tmp_path / "c"):
         assert isinstance(error, CheckpointError)
         assert name in str(error)
         assert ("is not whole" if how == "missing" else "is damaged") in str(error)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {}}', '{"files": {"state.json": {}}}'])
-def test_a_manifest_that_cannot_be_read_is_damaged(text: str, tmp_path: Path) -> None:
-    (saved(tmp_path / "c") / "manifest.json").write_text(text)
-    for error in on_each(lambda each: read(each, tmp_path / "c")):
+def unnamed(manifest: str) -> str:
+    content = json.loads(manifest)
+    del content["files"]["rank-00001.safetensors"]
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "is not whole: manifest.json is missing"),
+        (lambda _: "", "is damaged: manifest.json cannot be read"),
+        (lambda manifest: manifest[:20], "is damaged: manifest.json cannot be read"),
+        (lambda _: "[]", "is damaged: manifest.json cannot be read"),
+        (lambda _: '{"files": {}}', "is damaged: manifest.json does not name all files"),
+        (lambda _: '{"files": {"state.json": {}}}', "is damaged: manifest.json cannot be read"),
+        (unnamed, "is damaged: manifest.json does not name rank-00001.safetensors, which holds tensors"),
+    ],
+)
+def test_a_manifest_that_does_not_name_every_file_is_refused(
+    change: Callable[[str], str] | None, message: str, tmp_path: Path
+) -> None:
+    manifest = saved(tmp_path / "c") / "manifest.json"
+    if change is None:
+        manifest.unlink()
+    else:
+        manifest.write_text(change(manifest.read_text()))
+    for error in refusals(tmp_path / "c"):
         assert isinstance(error, CheckpointError)
-        assert "is damaged: manifest.json" in str(error)
+        assert message in str(error)

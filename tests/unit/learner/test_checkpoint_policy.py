@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,37 +264,20 @@ def _flip(path: Path, name: str) -> None:
     (path / name).write_bytes(data)
 
 
-def _forget_in_manifest(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["rank-00000.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
 RANK = "rank-00000.safetensors"
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "tensors missing": (lambda path: (path / RANK).unlink(), f"not whole: {RANK} is missing"),
-    "tensors cut short": (lambda path: os.truncate(path / RANK, 100), f"damaged: {RANK} does not have the digest"),
-    "tensors changed": (lambda path: _flip(path, RANK), f"damaged: {RANK} does not have the digest"),
-    "index changed": (lambda path: _flip(path, "index.json"), "damaged: index.json does not have the digest"),
-    "state missing": (lambda path: (path / "state.json").unlink(), "not whole: state.json is missing"),
-    "manifest missing": (lambda path: (path / "manifest.json").unlink(), "not whole: manifest.json is missing"),
-    "manifest cut short": (lambda path: os.truncate(path / "manifest.json", 20), "manifest.json cannot be read"),
-    "tensors not named": (_forget_in_manifest, f"damaged: manifest.json does not name {RANK}, which holds tensors"),
-}
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_seen_whether_it_is_inspected_or_loaded_and_the_whole_one_is_kept_and_resumed(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage, message = DAMAGE[name]
+    message = f"damaged: {RANK} does not have the digest"
     learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     path = checkpoints.directory / "step-000000"
     checkpoints.save(learner, [])
     path.rename(tmp_path / "step-000001")
     whole = [weight.clone() for _, weight in learner.policy.weights()]
     learner.save_checkpoint(tmp_path / "step-000002", {"recipe": "a recipe", "steps": []})
-    damage(tmp_path / "step-000002")
+    _flip(tmp_path / "step-000002", RANK)
     for look in (learner.inspect_checkpoint, learner.load_checkpoint):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             look(tmp_path / "step-000002")

@@ -90,7 +90,7 @@ def require_each_element_once(arch: Architecture, full: dict[str, torch.Tensor],
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_every_element_is_answered_for_once(tensor: int, pipeline: int, tied: bool) -> None:
+def test_fingerprints_of_all_ranks_sum_to_those_of_the_checkpoint(tensor: int, pipeline: int, tied: bool) -> None:
     arch = dataclasses.replace(ARCH, tie_word_embeddings=tied)
     sizes = {"tensor_size": tensor, "pipeline_size": pipeline}
     places = itertools.product(range(tensor), range(pipeline))
