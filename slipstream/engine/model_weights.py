@@ -48,6 +48,10 @@ _GATE_UP = ("gate_proj", "up_proj")
 _W13, _W2 = "w13_weight", "w2_weight"  # a layer of experts: gate and up, down
 _RENAMED = {"draft_id_to_target_id": "d2t"}  # of the model itself: by vLLM's EAGLE-3 drafts, when they load
 
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_LAYERS = "model.mtp_layers."
+_BLOCK = "mtp_block."  # what vLLM puts around the layer between the norms
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
@@ -244,9 +248,6 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
 def are_on_cpu(module: nn.Module) -> bool:
     """Return True if the module holds experts in the order of a CPU's kernel."""
     return isinstance(module, RoutedExperts) and isinstance(_kernel(module), CPUUnquantizedExperts)
@@ -325,10 +326,6 @@ def _order(num_rows: int, num_columns: int, dtype: torch.dtype, isa: str) -> Ten
         order += (packed & ((1 << bits) - 1)) << shift
     assert torch.equal(order.sort().values, indices), "packing must move numbers, and change none"
     return order
-
-
-_LAYERS = "model.mtp_layers."
-_BLOCK = "mtp_block."  # what vLLM puts around the layer between the norms
 
 
 def takes(model: nn.Module, name: str) -> bool:

@@ -30,6 +30,8 @@ from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, Prompt, RolloutGroup
 
+_PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
+
 
 def device_arguments(config: EngineConfig, *, is_in_flight: bool, can_rest: bool = False) -> dict[str, Any]:
     """vLLM's arguments for the device.
@@ -99,9 +101,6 @@ def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any
         flat_logprobs=True,
         detokenize=False,
     )
-
-
-_PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 
 def process_environment(config: EngineConfig) -> dict[str, str]:

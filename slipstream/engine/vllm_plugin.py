@@ -40,6 +40,8 @@ _GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
 _SEED = 7  # of the checks
 _VOCABULARY = 4096  # of the checks: so many that two independent draws are hardly ever equal
 
+_EAGLE3 = "eagle3"  # in vLLM's words
+
 
 def install() -> None:
     """Put the fixes in place. Safe to call again."""
@@ -187,9 +189,6 @@ def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-
-
-_EAGLE3 = "eagle3"  # in vLLM's words
 
 
 def register() -> None:

@@ -16,6 +16,11 @@ from slipstream.config import ConfigError, require
 from slipstream.learner.config import ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
 
+QWEN3 = "Qwen3ForCausalLM"
+QWEN3_MOE = "Qwen3MoeForCausalLM"
+MIMO = "MiMoForCausalLM"
+_MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -96,12 +101,6 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
         parallel.tensor,
         "deal the experts to data-parallel ranks with learner.parallel.expert instead",
     )
-
-
-QWEN3 = "Qwen3ForCausalLM"
-QWEN3_MOE = "Qwen3MoeForCausalLM"
-MIMO = "MiMoForCausalLM"
-_MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,10 @@ from slipstream.learner.cpu import host
 _CPU = torch.device("cpu")
 _LAST = -1  # stands for what the output layer sees
 
+Result = dict[str, Tensor]
+LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
+"""From the hidden states [T, B, H] of a micro-batch to its loss and to named scalars."""
+
 
 class Capture:
     """Collects the hidden states of the forward passes of one update, for a draft to learn from.
@@ -108,11 +112,6 @@ def hooked_layers(gpt: GPTModel, call: Callable[[], None]) -> list[RemovableHand
 
     decoder: Any = gpt.decoder
     return [layer.register_forward_hook(forward) for layer in decoder.layers]
-
-
-Result = dict[str, Tensor]
-LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Result]]
-"""From the hidden states [T, B, H] of a micro-batch to its loss and to named scalars."""
 
 
 def run(

@@ -30,6 +30,21 @@ from slipstream.learner import parallel
 from slipstream.learner.batches import MicroBatch
 from slipstream.learner.cpu import host
 
+COLUMNS = (
+    "mass_before",
+    "probability",
+    "logprob_mean",
+    "logprob_variance",
+    "sharper_mass_before",
+    "sharper_probability",
+    "sharper_total_variation",
+    "flatter_mass_before",
+    "flatter_probability",
+    "flatter_total_variation",
+)
+"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` explains each."""
+_SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
@@ -221,23 +236,6 @@ def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
     logits_NV = logits_BTV.flatten(0, 1)
     sum_N, dot_N = parallel.summed(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
     return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
-
-
-COLUMNS = (
-    "mass_before",
-    "probability",
-    "logprob_mean",
-    "logprob_variance",
-    "sharper_mass_before",
-    "sharper_probability",
-    "sharper_total_variation",
-    "flatter_mass_before",
-    "flatter_probability",
-    "flatter_total_variation",
-)
-"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` explains each."""
-
-_SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
 
 
 def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:

@@ -47,6 +47,10 @@ from slipstream.learner.logprobs import largest
 from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
+_NUM_UPDATES = "num_updates"
+States = Sequence[tuple[Tensor, Tensor]]
+"""Each sequence's residual stream after the last layer, before the final norm, and the output layer's input."""
+
 
 class MtpLayer(MegatronModule):
     """A state and the token that followed it, to the state that predicts the token after that one."""
@@ -118,11 +122,6 @@ def _log_normalizer(logits_NV: Tensor) -> Tensor:
     largest_N = largest(logits_NV.detach(), parallel.tensor_group())
     mass_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
     return largest_N + cast(Tensor, reduce_from_tensor_model_parallel_region(mass_N)).log()
-
-
-_NUM_UPDATES = "num_updates"
-States = Sequence[tuple[Tensor, Tensor]]
-"""Each sequence's residual stream after the last layer, before the final norm, and the output layer's input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

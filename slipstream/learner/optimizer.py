@@ -33,6 +33,12 @@ from slipstream.types import Dtype
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in Jordan's post and in torch
 _EPS = 1e-7
 
+# The defaults are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
+# docs/log.md
+_MUON_MOMENTUM = 0.9
+_NUM_MUON_ITERATIONS = 3
+_PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
+
 
 class BatchedMuon(torch.optim.Optimizer):
     """Momentum (Nesterov's), made orthogonal; an update is as large as AdamW's would be at the same learning rate.
@@ -95,12 +101,6 @@ def orthogonal(matrices_BMN: Tensor, *, num_iterations: int, dtype: torch.dtype 
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).to(matrices_BMN.dtype)
-
-
-# The defaults are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
-# docs/log.md
-_MUON_MOMENTUM = 0.9
-_NUM_MUON_ITERATIONS = 3
 
 
 def with_optimizer(
@@ -183,9 +183,6 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
     wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
     wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
     return wrapped
-
-
-_PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
 _WEIGHTS = "*.safetensors"
 
+Document = tuple[Sequence[int], int]
+"""Token ids, and the index from which they are learned (0: all of them)."""
+Step = Callable[..., float]
+"""`lm_step` of a policy, in this process or in another: sequences, where their loss starts, and `learning_rate`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
@@ -126,14 +131,6 @@ def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") 
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(f"{field} must be a local directory or a reachable hub id, got {model!r}: {error}") from error
-
-
-Document = tuple[Sequence[int], int]
-"""Token ids, and the index from which they are learned (0: all of them)."""
-
-
-Step = Callable[..., float]
-"""`lm_step` of a policy, in this process or in another: sequences, where their loss starts, and `learning_rate`."""
 
 
 def pretrain(

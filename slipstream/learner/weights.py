@@ -19,6 +19,8 @@ from torch import Tensor
 
 from slipstream.learner.architecture import Architecture
 
+_DRAWN_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
+
 
 class Layout(Enum):
     """Layout of a Megatron parameter: how HF tensors make it up and how it is split over tensor-parallel ranks."""
@@ -236,9 +238,6 @@ def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
         for name, parameter in parameters.items():
             assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
             parameter.copy_(state[name])
-
-
-_DRAWN_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
 
 
 def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, Tensor]:

@@ -40,6 +40,10 @@ WEIGHT, MAIN = "weight", "main"
 Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
 """The parameters of a model that a rank holds."""
 
+logger = logging.getLogger(__name__)
+_BESIDE = "beside/"
+_RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
+
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
@@ -224,12 +228,6 @@ def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
         counts = [float(group["step"]) for group in stepped.optimizer.param_groups if group["params"]]
     if any(count != num_updates for count in counts):
         raise ValueError(f"the optimizer of {name} must have made the policy's {num_updates} updates, got {counts}")
-
-
-logger = logging.getLogger(__name__)
-
-_BESIDE = "beside/"
-_RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
 
 
 class PolicyCheckpoints:
