@@ -26,7 +26,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, s
 from vllm.v1.spec_decode import llm_base_proposer
 
 from slipstream.engine import weight_transfer
-from slipstream.engine.model_weights import Slot, draft_names, slots
+from slipstream.engine.weight_transfer import Slot, draft_names, slots
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
