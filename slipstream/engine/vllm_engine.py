@@ -264,7 +264,7 @@ class VllmEngine:
         is_over: Callable[[list[tuple[int, RolloutGroup]]], bool],
     ) -> Portion:
         """Start `requests` and take steps until all is done, or as `is_over` of the groups so far says."""
-        self._cache.take()
+        self._cache.wake()
         before = self._counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
@@ -292,7 +292,7 @@ class VllmEngine:
         What a generation that failed may have left is forgotten. Weights may come and be compared meanwhile.
         """
         self._start_over()
-        self._cache.give_back()
+        self._cache.sleep()
 
     def around_work(
         self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
@@ -344,7 +344,7 @@ class VllmEngine:
             One trace a rollout, prompt by prompt.
         """
         self._start_over()
-        self._cache.take()
+        self._cache.wake()
         found: dict[int, Sequence[Drawn]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
@@ -483,17 +483,17 @@ class VllmEngine:
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone.
 
-        An engine at rest is at rest again afterwards.
+        An engine whose cache sleeps has it asleep again afterwards.
         """
         from vllm import SamplingParams
 
-        rested = self._cache.is_away
-        self._cache.take()
+        was_asleep = self._cache.is_asleep
+        self._cache.wake()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._groups.aside(prompts, params)
-        if rested:
-            self._cache.give_back()
+        if was_asleep:
+            self._cache.sleep()
         found = []
         for sequence, output in zip(sequences, outputs, strict=True):
             entries: Any = output.prompt_logprobs

@@ -272,34 +272,34 @@ class CacheMemory:
             llm: vLLM's `LLM`.
         """
         self._llm = llm
-        self.is_away = False
+        self.is_asleep = False
 
-    def give_back(self) -> None:
-        """Free the memory until `take`, which precedes every generation; nothing if it is free already.
+    def sleep(self) -> None:
+        """Free the memory until `wake`, which precedes every generation; nothing if it is free already.
 
         Nothing may be under way.
 
         Raises:
             RuntimeError: vLLM cannot on this device, or was started without its sleep mode.
         """
-        if self.is_away:
+        if self.is_asleep:
             return
         self._drain()
-        self.is_away = True  # from here on nothing is scheduled, whatever becomes of the memory
+        self.is_asleep = True  # from here on nothing is scheduled, whatever becomes of the memory
         self._llm.sleep(level=0)
         self._llm.release_kv_cache_memory()
 
-    def take(self) -> None:
-        """Have the cache again, if it was given back, with nothing in it.
+    def wake(self) -> None:
+        """Have the cache again, if it sleeps, with nothing in it.
 
         Raises:
             RuntimeError: the device has no room for it.
         """
-        if not self.is_away:
+        if not self.is_asleep:
             return
         if not self._llm.wake_up():
             raise RuntimeError("vLLM did not take its key-value cache again")
-        self.is_away = False
+        self.is_asleep = False
 
     def _drain(self) -> None:
         """Take the steps that nobody waited for.

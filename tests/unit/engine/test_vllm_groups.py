@@ -335,13 +335,13 @@ class Llm:
 def test_memory_is_given_back_when_no_step_is_left_of_what_has_finished() -> None:
     llm = Llm()
     memory = CacheMemory(llm)
-    memory.give_back()
-    memory.give_back()
-    assert memory.is_away
+    memory.sleep()
+    memory.sleep()
+    assert memory.is_asleep
     assert llm.calls == ["step", "step", "step", ("sleep", 0), "release"]  # level 0 pauses, and frees nothing
-    memory.take()
-    memory.take()
-    assert not memory.is_away
+    memory.wake()
+    memory.wake()
+    assert not memory.is_asleep
     assert llm.calls[5:] == ["wake"]
 
 
@@ -349,7 +349,7 @@ def test_an_engine_that_never_schedules_ahead_has_no_queue() -> None:
     llm = Llm(num_steps=0)
     llm.llm_engine.engine_core.engine_core.batch_queue = None
     llm._begun.clear()
-    CacheMemory(llm).give_back()
+    CacheMemory(llm).sleep()
     assert llm.calls == [("sleep", 0), "release"]
 
 
@@ -357,14 +357,14 @@ def test_an_engine_that_was_paused_in_vain_is_woken_before_it_generates() -> Non
     llm = Llm(num_steps=0, num_begun=0, refuses=True)
     memory = CacheMemory(llm)
     with pytest.raises(RuntimeError, match="not on this device"):
-        memory.give_back()
-    memory.take()
+        memory.sleep()
+    memory.wake()
     assert llm.calls == [("sleep", 0), "release", "wake"]
 
 
 def test_an_engine_without_its_cache_does_not_generate() -> None:
     memory = CacheMemory(Llm(wakes=False))
-    memory.give_back()
+    memory.sleep()
     with pytest.raises(RuntimeError, match="did not take its key-value cache again"):
-        memory.take()
-    assert memory.is_away
+        memory.wake()
+    assert memory.is_asleep
