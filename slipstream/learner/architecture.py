@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.config import ConfigError, require
 from slipstream.learner.config import ParallelConfig, ScratchConfig
@@ -103,9 +103,34 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
     )
 
 
+class Shape(Protocol):
+    """Sizes that determine the tensors of a dense model; an `Architecture` has them, and a published model."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_query_groups(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
+    def ffn_hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+
+
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes that determine the tensors of a dense model."""
+class Architecture:
+    """Everything that determines the parameters' shapes and the forward pass.
+
+    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
+    biases on queries, keys and values, and without norms on queries and keys.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -114,20 +139,10 @@ class Shape:
     num_query_groups: int  # key-value heads
     head_dim: int
     ffn_hidden_size: int
-    tie_word_embeddings: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture(Shape):
-    """Everything that determines the parameters' shapes and the forward pass.
-
-    A MiMo is what has an MTP layer, which predicts the token after the next. Its attention is that of Qwen2, with
-    biases on queries, keys and values, and without norms on queries and keys.
-    """
-
     max_position_embeddings: int
     rope_theta: float
     norm_eps: float
+    tie_word_embeddings: bool
     eos_token_id: int
     experts: Experts | None = None  # None of a dense model
     num_mtp_layers: int = 0  # 1 of a MiMo

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -118,25 +118,31 @@ def copy_numbers(source: Tensor, *, into: Tensor) -> None:
     np.copyto(into.detach().view(integers).numpy(), source.detach().view(integers).numpy())
 
 
-class Ranks(Protocol):
-    """The processes that write or read one checkpoint together."""
+class LearnerRanks:
+    """The learner's process group, over gloo connections of its own: a background thread may use them. Rank 0 is main.
 
-    @property
-    def rank(self) -> int:
-        """This process; 0 is the main one."""
-        ...
+    Make it on every rank at the same point of the program, for a process group is made collectively.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Gather what JSON can hold of every rank, in rank order; waits for all of them."""
-        ...
+        data = json.dumps(value).encode()
+        if self._group is None:
+            return [json.loads(data)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self._group)
+        return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
-def on_all(ranks: Ranks, work: Callable[[], Any], *, error: type[Exception]) -> list[Any]:
+def on_all(ranks: LearnerRanks, work: Callable[[], Any], *, error: type[Exception]) -> list[Any]:
     """Do a part of the work on each rank, and wait until all have; what they returned, in rank order.
 
     Raises:
@@ -161,30 +167,6 @@ def this_host() -> str:
     return socket.gethostname()
 
 
-class LearnerRanks:
-    """The learner's process group, over gloo connections of its own: a background thread may use them.
-
-    Make it on every rank at the same point of the program, for a process group is made collectively.
-    """
-
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Gather what JSON can hold of every rank, in rank order; waits for all of them."""
-        data = json.dumps(value).encode()
-        if self._group is None:
-            return [json.loads(data)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(text.numpy().tobytes()) for text in texts]
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A box of a logical tensor that this rank writes: runs of numbers, one after the other."""
@@ -203,7 +185,7 @@ class CheckpointWriter:
         visible_within_s: how long a new file may stay unseen by other hosts, as on a network file system.
     """
 
-    def __init__(self, ranks: Ranks, *, visible_within_s: float = 10.0) -> None:
+    def __init__(self, ranks: LearnerRanks, *, visible_within_s: float = 10.0) -> None:
         self.ranks = ranks
         self.visible_within_s = visible_within_s
         self._buffers: dict[str, Tensor] = {}
@@ -284,7 +266,9 @@ def _begin(path: Path) -> str:
     return token
 
 
-def _write_mine(ranks: Ranks, path: Path, token: str, slices: dict[Slice, Tensor], patience_s: float) -> dict[str, Any]:
+def _write_mine(
+    ranks: LearnerRanks, path: Path, token: str, slices: dict[Slice, Tensor], patience_s: float
+) -> dict[str, Any]:
     directory = partial_directory(path)
     file = directory / _TOKEN
     if not _soon(lambda: file.is_file() and file.read_text() == token, patience_s):
@@ -361,7 +345,7 @@ class Reader(ExitStack):
         return self._open[name]
 
 
-def open_checkpoint(ranks: Ranks, path: Path) -> tuple[Reader, dict[str, Any]]:
+def open_checkpoint(ranks: LearnerRanks, path: Path) -> tuple[Reader, dict[str, Any]]:
     """Check that a checkpoint is whole, on all ranks together; returns its tensors and its `state.json`.
 
     Raises:
@@ -420,7 +404,7 @@ def _index(directory: Path, sums: dict[str, Any]) -> Index:
     return index
 
 
-def _require_same_storage(ranks: Ranks, path: Path) -> None:
+def _require_same_storage(ranks: LearnerRanks, path: Path) -> None:
     seen = ranks.gather([this_host(), _fingerprint(path)])
     for rank, (host, fingerprint) in enumerate(seen):
         if fingerprint != seen[0][1]:

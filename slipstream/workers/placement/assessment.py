@@ -28,6 +28,38 @@ _TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch ha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedShape:
+    """A model of the hub, whose files need not be at hand: the simulator's data file has its shape."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    tie_word_embeddings: bool = False  # of no dense model in that file
+
+    @classmethod
+    def of(cls, model: ModelShape) -> PublishedShape:
+        """The shape of a dense model.
+
+        Raises:
+            ConfigError: a mixture of experts, whose memory nobody has counted.
+        """
+        require(model.num_experts == 0, "simulator.model", "must be dense to be planned", model.name)
+        return cls(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            head_dim=model.head_dim,
+            ffn_hidden_size=model.dense_ffn_hidden_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
     """What a GPU has to hold. `learner` and `engine` share one where the run is colocated."""
 
@@ -62,25 +94,7 @@ def known_shape(run: Run) -> Shape | None:
     path = Path(run.policy.model)
     if (path / "config.json").is_file():
         return Architecture.from_hf(path)
-    return None if run.simulator is None else published_shape(load_model(run.simulator.model))
-
-
-def published_shape(model: ModelShape) -> Shape:
-    """The shape of a dense model of the hub, whose files need not be at hand: the simulator's data file has it.
-
-    Raises:
-        ConfigError: a mixture of experts, whose memory nobody has counted.
-    """
-    require(model.num_experts == 0, "simulator.model", "must be dense to be planned", model.name)
-    return Shape(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        head_dim=model.head_dim,
-        ffn_hidden_size=model.dense_ffn_hidden_size,
-    )
+    return None if run.simulator is None else PublishedShape.of(load_model(run.simulator.model))
 
 
 def require_even(run: Run, shape: Shape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
@@ -10,6 +11,20 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.learner.architecture import Shape
 from slipstream.workers.placement.memory import NOTHING_PROPOSED, Proposer, draft_parameters, num_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SmallShape:
+    """A draft model's, with the policy's vocabulary."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    tie_word_embeddings: bool = False
 
 
 def proposer(shape: Shape, config: DraftConfig) -> Proposer:
@@ -38,10 +53,10 @@ def proposer(shape: Shape, config: DraftConfig) -> Proposer:
             return NOTHING_PROPOSED
 
 
-def _small_shape(shape: Shape, config: DraftConfig) -> Shape:
+def _small_shape(shape: Shape, config: DraftConfig) -> _SmallShape:
     if config.model is None:
         small = config.scratch
-        return Shape(
+        return _SmallShape(
             vocab_size=shape.vocab_size,
             hidden_size=small.hidden_size,
             num_layers=small.num_layers,
@@ -55,7 +70,7 @@ def _small_shape(shape: Shape, config: DraftConfig) -> Shape:
     require(file.is_file(), "draft.model", "must be at hand for the memory to be planned", config.model, fix)
     values = json.loads(file.read_text())
     heads = values["num_attention_heads"]
-    return Shape(
+    return _SmallShape(
         vocab_size=values["vocab_size"],
         hidden_size=values["hidden_size"],
         num_layers=values["num_hidden_layers"],

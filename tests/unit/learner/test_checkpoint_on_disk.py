@@ -21,6 +21,7 @@ from slipstream.learner.checkpoint.boxes import Box, Slice, index_from_json, ind
 from slipstream.learner.checkpoint.on_disk import (
     DTYPES,
     CheckpointWriter,
+    LearnerRanks,
     Part,
     Reader,
     Sum,
@@ -90,7 +91,7 @@ def test_slices_of_two_types_are_refused() -> None:
         indexed([_slice((0, 0), (2, 3)), _slice((0, 3), (2, 1), dtype="BF16")])
 
 
-class ThreadRanks:
+class ThreadRanks(LearnerRanks):
     """One of several ranks that exchange what they gather through a list."""
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
@@ -218,10 +219,11 @@ def test_what_one_rank_cannot_write_is_raised_by_all_and_the_checkpoint_before_s
     assert on_each(lambda each: read(each, path)[1]) == [{"value": 1.0}] * 2
 
 
-class LonelyRanks:
+class LonelyRanks(LearnerRanks):
     """The first of two, whose partner has died: gloo says that the connection is closed."""
 
-    rank, size = 0, 2
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
 
     def gather(self, value: Any) -> list[Any]:
         raise RuntimeError("Connection closed by peer")

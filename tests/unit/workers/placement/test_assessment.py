@@ -18,7 +18,7 @@ from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
 from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
-from slipstream.workers.placement.assessment import assess, published_shape
+from slipstream.workers.placement.assessment import PublishedShape, assess
 
 SPLIT = {
     "placement": {"mode": "split", "nodes": 8, "generation_nodes": 6, "training_nodes": 2},
@@ -213,7 +213,7 @@ def test_a_cache_that_no_share_of_the_gpu_would_hold_is_told_of_tensor_paralleli
 
 def test_a_model_of_experts_has_no_published_shape() -> None:
     with pytest.raises(ConfigError) as caught:
-        published_shape(load_model("qwen3-30b-a3b"))
+        PublishedShape.of(load_model("qwen3-30b-a3b"))
     assert str(caught.value) == "simulator.model must be dense to be planned, got 'Qwen3-30B-A3B'"
 
 

@@ -14,7 +14,7 @@ from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, 
 from slipstream.simulator.cost.models import load_model
 from slipstream.types import Dtype
 from slipstream.workers.placement import memory
-from slipstream.workers.placement.assessment import published_shape
+from slipstream.workers.placement.assessment import PublishedShape
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def test_a_named_cache_is_taken_as_it_is_and_without_a_draft_there_is_none() -> 
 
 
 def test_the_8b_model_needs_what_its_code_was_read_to_need() -> None:
-    shape = published_shape(load_model("qwen3-8b"))
+    shape = PublishedShape.of(load_model("qwen3-8b"))
     learner = LearnerConfig(
         max_tokens_per_microbatch=16_384, dtype=Dtype.BFLOAT16, parallel=ParallelConfig(tensor=4, data=8)
     )
@@ -157,7 +157,7 @@ def test_the_8b_model_needs_what_its_code_was_read_to_need() -> None:
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_more_ranks_never_need_more_each(tensor: int, pipeline: int, is_sequence_parallel: bool) -> None:
-    shape = published_shape(load_model("qwen3-8b"))
+    shape = PublishedShape.of(load_model("qwen3-8b"))
 
     def total(tensor: int, pipeline: int) -> float:
         sequence = is_sequence_parallel and tensor > 1
