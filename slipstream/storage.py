@@ -150,10 +150,10 @@ def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -
         https://huggingface.co/docs/safetensors, "Format": length of the header, the header in JSON, the tensors.
     """
     start = 0
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {}
     for name, dtype, shape, num_bytes in tensors:
         offsets = [start, start := start + num_bytes]
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
