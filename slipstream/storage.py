@@ -143,17 +143,22 @@ def flush_directory(path: Path) -> None:
         os.close(handle)
 
 
-def safetensors_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], *, metadata: dict[str, str] | None = None
+) -> bytes:
     """The head of a safetensors file, from each tensor's name, type, shape and number of bytes, in the data's order.
+
+    Args:
+        metadata: of the file; with it the JSON is as compact as safetensors' own writer has it.
 
     Source:
         https://huggingface.co/docs/safetensors, "Format": length of the header, the header in JSON, the tensors.
     """
     start = 0
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for name, dtype, shape, num_bytes in tensors:
         offsets = [start, start := start + num_bytes]
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-    text = json.dumps(entries).encode()
+    text = json.dumps(entries, separators=None if metadata is None else (",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -96,9 +96,8 @@ class SnapshotWriter:
         """
         from slipstream.refit.channel.buckets import as_bytes
 
-        header = safetensors_header(
-            (each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()
-        )
+        metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
+        header = safetensors_header(metas, metadata={"format": "pt"})
         assert self._header in (b"", header), "every version has the same tensors"
         self._header = header
         path = self._directory / f"{self._name}-{version % _NUM_FILES}.safetensors"

@@ -81,8 +81,8 @@ def test_a_file_is_a_padded_header_and_then_the_bytes(tmp_path: Path) -> None:
     two = [("a", torch.tensor([1, 2], dtype=torch.int64)), ("bb", torch.tensor([[True], [False]]))]
     written = SnapshotWriter(tmp_path, "policy").write(source(two), version=4)
     header = (
-        '{"a": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}, '
-        '"bb": {"dtype": "BOOL", "shape": [2, 1], "data_offsets": [16, 18]}}'
+        '{"__metadata__":{"format":"pt"},"a":{"dtype":"I64","shape":[2],"data_offsets":[0,16]},'
+        '"bb":{"dtype":"BOOL","shape":[2,1],"data_offsets":[16,18]}}'
     )
     padded = header.encode().ljust(-(-len(header) // 8) * 8)
     expected = len(padded).to_bytes(8, "little") + padded + bytes([1, *[0] * 7, 2, *[0] * 7, 1, 0])
