@@ -17,35 +17,12 @@ from scipy import special
 
 from slipstream.recipe import OPERATION
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
+from slipstream.report.formats import KINDS
 from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"
 WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
-
-RATIOS = {
-    "generation_speedup": "generation speedup",
-    "step_speedup": "step speedup",
-    "mean_acceptance_length": "mean acceptance length",
-    "tokens_per_s_autoregressive": "generated tokens a second, autoregressive",
-    "tokens_per_s_speculative": "generated tokens a second, speculative",
-    "asynchronous_step_speedup_autoregressive": "asynchronous step over the synchronous one, autoregressive",
-    "asynchronous_step_speedup_speculative": "asynchronous step over the synchronous one, speculative",
-}
-"""Results whose smallest change that counts is a part of their mean."""
-FRACTIONS = {
-    "reward_autoregressive": "reward, autoregressive",
-    "reward_speculative": "reward, speculative",
-    "reward_difference": "reward, speculative - autoregressive",
-    "aime24_autoregressive": "AIME, autoregressive",
-    "aime24_speculative": "AIME, speculative",
-    "reward_autoregressive_asynchronous": "reward, autoregressive, asynchronous",
-    "reward_speculative_asynchronous": "reward, speculative, asynchronous",
-    "aime24_autoregressive_asynchronous": "AIME, autoregressive, asynchronous",
-    "aime24_speculative_asynchronous": "AIME, speculative, asynchronous",
-}
-"""Results between 0 and 1, or differences of such: for them it is absolute."""
-LABELS = RATIOS | FRACTIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +45,7 @@ def hardware(record: RunRecord) -> str:
 def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
     """Compare with the last comparable of `executions`, which come newest first and may hold the execution itself."""
     earlier = comparable(subject, executions, config)
-    known = {name: _values(earlier, name) for name in LABELS if name in subject.results}
+    known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
     num_judged = sum(len(values) >= config.min_executions for values in known.values())
     level = 1 - config.false_alarm_rate / max(1, num_judged)
     findings = tuple(_judge(name, subject.results[name], known[name], level, config) for name in known)
@@ -169,7 +146,7 @@ def _judge(name: str, value: float, earlier: Sequence[float], level: float, conf
     if len(earlier) >= config.min_executions:
         low, high = prediction_interval(earlier, level=level)
         mean = float(np.mean(earlier))
-        least = config.min_change * (abs(mean) if name in RATIOS else 1.0)
+        least = config.min_change * (abs(mean) if KINDS[name].judged == "relative" else 1.0)
         band = low, high = min(low, mean - least), max(high, mean + least)
         verdict = BELOW if value < low else ABOVE if value > high else WITHIN
     return DriftFinding(name=name, value=value, num_executions=len(earlier), band=band, verdict=verdict)
@@ -188,4 +165,4 @@ def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftCo
 def _outside(finding: DriftFinding) -> str:
     assert finding.band is not None
     low, high = finding.band
-    return f"{LABELS[finding.name]} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"
+    return f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"

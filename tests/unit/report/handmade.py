@@ -25,7 +25,7 @@ from slipstream.records.steps import (
     StepRecord,
     TrainStats,
 )
-from slipstream.report.page import render
+from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
 
@@ -37,7 +37,7 @@ _FIGURES = (
 
 def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
     """The page of a run with a stand-in for every figure, for tests of its words: drawing a page takes a second."""
-    return render(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
+    return render_page(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
 
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:

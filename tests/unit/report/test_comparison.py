@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.report.comparison import answer, cells, comparison_table, differences
-from slipstream.report.comparison_page import render_comparison
+from slipstream.report.comparison import answer, cells, comparison_table, differences, render_comparison
 from slipstream.report.results import result_metrics
 from slipstream.tracking import Execution
 from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD

@@ -7,7 +7,8 @@ from dataclasses import replace
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint
 from slipstream.records.steps import ArmRecord, AutopilotStep, ScheduleEntry
-from slipstream.report.draft_length import arm_length, autopilot_text, running_table, schedule_text
+from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
+from slipstream.report.tables import running_table
 from slipstream.types import Arm
 from tests.unit.report.handmade import RECORD, page_text
 

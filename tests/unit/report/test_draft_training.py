@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import DraftDecision, DraftUpdate
-from slipstream.report.draft_training import DraftTraining, decisions, draft_training
+from slipstream.report import figures
 from slipstream.report.page import draw
 from slipstream.report.reference import read_reference
+from slipstream.report.summary import DraftTraining, draft_training
 from tests.unit.report.handmade import RECORD, page_text
 
 NO = DraftDecision(
@@ -56,7 +57,7 @@ def test_the_page_says_whether_the_draft_was_trained() -> None:
 
 
 def test_the_figure_shows_acceptance_decisions_and_both_sides() -> None:
-    svg = decisions(_trained_record())
+    svg = figures.draft_training(_trained_record())
     for words in (
         "draft trained",
         "known to be reached",

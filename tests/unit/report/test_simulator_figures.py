@@ -7,8 +7,7 @@ from collections.abc import Callable
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report import simulator_figures as figures
-from slipstream.report.projection_tables import check_table, own_table, published_table
+from slipstream.report import simulator_section as section
 from slipstream.simulator.fit.observed import calibrate_run
 from slipstream.simulator.fit.paper import calibrate_paper
 from slipstream.simulator.project.figure_data import LagLine, SpeedupMap, running_batches
@@ -34,11 +33,11 @@ def test_every_figure_is_an_svg_that_says_what_is_projected(
         for lag, speedups in ((0, (1.7, 1.6)), (2, (1.4, 1.2)))
     ]
     drawn = {
-        "Projected rollout speedup": figures.speedup_map(surface),
-        "Projected step speedup": figures.speedup_over_gpus(lines),
-        "Projected step, seconds": figures.stage_waterfall(base, base.with_generation(56.0)),
-        "measured, s": figures.measured_against_simulated([calibrate_paper().record("paper")]),
-        "projected seconds": figures.running_batch(running),
+        "Projected rollout speedup": section.speedup_map(surface),
+        "Projected step speedup": section.speedup_over_gpus(lines),
+        "Projected step, seconds": section.stage_waterfall(base, base.with_generation(56.0)),
+        "measured, s": section.measured_against_simulated([calibrate_paper().record("paper")]),
+        "projected seconds": section.running_batch(running),
     }
     for text, svg in drawn.items():
         assert svg.startswith("<svg")
@@ -49,9 +48,8 @@ def test_the_page_keeps_measured_and_projected_apart(
     demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
 ) -> None:
     record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
-    check = check_table(record)
-
-    assert check is not None
+    assert record.run_check is not None
+    check = section.check_table(record.run_check)
     assert [group.heading for group in check.groups] == ["measured", "projected"]
-    assert len(own_table(record).rows) == len(record.from_run)
-    assert published_table(record).quoted == (False,) * 4 + (True,) * 2
+    assert len(section.own_table(record).rows) == len(record.from_run)
+    assert section.published_table(record).quoted == (False,) * 4 + (True,) * 2
