@@ -98,7 +98,7 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """The ratios of the two arms, with their intervals."""
-    groups = {"this run, measured": ("ratio", "95 % interval")}
+    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval")}
     if workload is not None:
         groups[reference.label] = ("ratio",)
     rows = []

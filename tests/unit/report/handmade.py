@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.files import read_record
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import (
-    DataSetRecord,
-    DraftRecord,
-    EvaluationRecord,
-    PolicyRecord,
-    SweepPoint,
-    TuningRecord,
-)
+from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import (
     AcceptanceStats,
     ArmRecord,
@@ -92,21 +86,6 @@ def point(k: int, speedup: float) -> SweepPoint:
     )
 
 
-def evaluation(policy: str, value: float) -> EvaluationRecord:
-    return EvaluationRecord(
-        policy=policy,
-        num_problems=30,
-        k=4,
-        avg_at_k=value,
-        maj_at_k=value,
-        ci95=(value - 0.05, value + 0.05),
-        truncated_fraction=0.25,
-        num_timeouts=1,
-        prompt_hash="abc123",
-        correct_by_problem=(1,) * 30,
-    )
-
-
 def arms() -> tuple[ArmRecord, ArmRecord]:
     """Generation after the warm-up: 6, 6, 9 s against 3, 3, 3 s; the warm-up steps would change every figure."""
     rewards = (0.1, 0.2, 0.3, 0.5)
@@ -124,90 +103,10 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     )
 
 
-CERTIFICATE = CertificateRecord(
-    verdict="lossless",
-    reason="none of 2 tests rejects",
-    claim="Tokens follow the policy.",
-    family_level=0.01,
-    power=0.9,
-    max_detectable_bias=0.1,
-    num_speculative_tokens=2,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    seed=0,
-    num_tokens=20_000,
-    num_baseline_tokens=20_001,
-    findings=(
-        Finding(
-            name="pit, bonus token",
-            num_observations=900,
-            statistic=0.01,
-            p_value=0.4,
-            p_value_corrected=0.8,
-            reject=False,
-        ),
-        Finding(
-            name="first token",
-            num_observations=512,
-            statistic=99.0,
-            p_value=1e-5,
-            p_value_corrected=2e-5,
-            reject=True,
-        ),
-    ),
-    control=(),
-    detectable=(Power(alternative="sharper", detectable_total_variation=0.012, detectable_fraction=0.1),),
-    greedy=GreedyRecord(num_responses=32, num_equal=31, num_near_ties=1, largest_gap_nats=0.1, near_tie_nats=0.25),
-    pit_histograms={"no draft": (10, 12), "bonus token": (11, 9)},
-    policy_fingerprint="aaaa",
-    draft_fingerprint="bbbb",
-    versions={},
-    elapsed_s=60.0,
-)
-RECORD = RunRecord(
-    recipe="tiny",
-    workload="rl_zero",
-    execution="exec-1",
-    tracking_uri="sqlite:////runs/mlflow.db",
-    versions={"torch": "2.13.0"},
-    machine="2 cores <no GPU>",
-    policy=PolicyRecord(
-        model="from scratch",
-        architecture="Qwen3ForCausalLM",
-        num_parameters=3_600_000,
-        vocab_size=64,
-        max_position_embeddings=512,
-        eos_token_id=1,
-        pretrain_steps=3,
-        pretrain_loss=0.2,
-        pretrain_losses=(3.0, 1.0, 0.2),
-        elapsed_s=12.0,
-    ),
-    data=(
-        DataSetRecord(
-            name="train",
-            source="synthetic",
-            num_read=100,
-            num_kept=90,
-            num_duplicates=4,
-            num_conflicting=3,
-            num_unparseable=2,
-            num_too_long=1,
-            num_held_out=0,
-        ),
-    ),
-    draft=DraftRecord(
-        method="eagle3",
-        init="in_domain",
-        num_parameters=500_000,
-        num_training_tokens=10_000,
-        num_steps=3,
-        losses=(2.0, 1.0, 0.5),
-        heldout_rate_by_position=(0.8, 0.5),
-        heldout_mean_acceptance_length=2.2,
-        elapsed_s=30.0,
-    ),
+_KEPT = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+CERTIFICATE = _KEPT.certificate
+RECORD = replace(
+    _KEPT,
     tuning=TuningRecord(
         chosen_k=2,
         reason="k=2 was fastest",
@@ -215,9 +114,11 @@ RECORD = RunRecord(
         schedule=(ScheduleEntry(batch_from=1, batch_to=16, num_speculative_tokens=2),),
     ),
     arms=arms(),
-    evaluations=(evaluation("start", 0.1), evaluation("autoregressive", 0.3), evaluation("speculative", 0.31)),
-    certificate=CERTIFICATE,
+    evaluations=_KEPT.evaluations[:3],  # 0.1 before, 0.3 without and 0.31 with speculation, each -+ 0.05
+    asynchronous=(),
+    layout=None,
 )
+"""A policy of 3.6 M parameters, a draft of 0.5 M with losses 2, 1 and 0.5, and a certificate of two tests."""
 LOST = replace(
     RECORD,
     tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
@@ -287,11 +188,7 @@ ASYNCHRONOUS = replace(
         asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=2.0, hidden_s=1.5),
         asynchronous_arm(Arm.SPECULATIVE, exposed_s=0.5, hidden_s=1.5),
     ),
-    evaluations=(
-        *RECORD.evaluations,
-        evaluation("autoregressive_asynchronous", 0.28),
-        evaluation("speculative_asynchronous", 0.29),
-    ),
+    evaluations=_KEPT.evaluations,  # 0.28 and 0.29 of the asynchronous arms
 )
 ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))
 TWO_STEPS = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:2]) for arm in RECORD.arms))

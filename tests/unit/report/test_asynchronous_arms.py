@@ -14,31 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.records.run import LayoutRecord, RunRecord
+from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.figures import loop_learning, step_lanes
 from slipstream.report.page import render_page, report_json, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import description, result_metrics, terminal_table
 from slipstream.report.sentences import bound_text
-from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
 from slipstream.report.summary import LoopComparison, compare_loops, pooled_lags
 from slipstream.report.tables import lag_table, loop_learning_table, loop_table
-from slipstream.simulator.cost.asynchronous_cost import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, ONE_ARM, RECORD, asynchronous_arm, page_text
 
 REFERENCE = read_reference()
-LAYOUT = LayoutRecord(
-    model="tiny",
-    hardware="cpu-2core",
-    precision="float32",
-    learner_precision="float32",
-    num_gpus=0,
-    gpus_per_engine=1,
-    max_response_tokens=160,
-)
-ON_CORES = replace(ASYNCHRONOUS, layout=LAYOUT)
 
 
 def compared(record: RunRecord = ASYNCHRONOUS) -> LoopComparison:
@@ -56,12 +44,7 @@ def with_waits(autoregressive_s: float) -> RunRecord:
 
 def test_steps_are_compared_with_the_baseline_and_with_the_same_arm_in_turn() -> None:
     base, spec, overlapped, both = compared().arms
-    assert [arm.name for arm in compared().arms] == [
-        "autoregressive",
-        "speculative",
-        "autoregressive_asynchronous",
-        "speculative_asynchronous",
-    ]
+    assert [arm.name for arm in compared().asynchronous] == ["autoregressive_asynchronous", "speculative_asynchronous"]
     assert base.over_baseline is None and base.over_synchronous is None and spec.over_synchronous is None
     assert spec.over_baseline is not None and spec.over_baseline.value == pytest.approx(8 / 5)
     # A resampled median of (8, 8, 11) is 8 or 11.
@@ -166,16 +149,8 @@ def test_the_tables_hold_the_four_arms() -> None:
     rows = {row.label: row.cells for row in loop_table(compared()).rows}
     assert rows["autoregressive"] == ("8.00", "8.00 to 10.4", "", "", "7.00", "", "22 %", "81 %", "", "")
     assert rows["autoregressive, asynchronous"] == (
-        "4.00",
-        "4.00 to 4.00",
-        "2.00x [2.00, 2.75]",
-        "2.00x [2.00, 2.75]",
-        "2.00",
-        "1.50",
-        "12 %",
-        "57 %",
-        "2.0 %",
-        "3.0 %",
+        *("4.00", "4.00 to 4.00", "2.00x [2.00, 2.75]", "2.00x [2.00, 2.75]"),
+        *("2.00", "1.50", "12 %", "57 %", "2.0 %", "3.0 %"),
     )
     lags = {row.label: row.cells for row in lag_table(compared()).rows}
     assert list(lags) == ["autoregressive, 0", "autoregressive, 1", "speculative, 0", "speculative, 1"]
@@ -201,58 +176,6 @@ def test_the_page_has_the_section_and_needs_nothing_from_elsewhere() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
-    prediction = predicted(ON_CORES, compared())
-    assert prediction is not None
-    assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
-    table = prediction_table(prediction, compared())
-    assert [(group.heading, len(group.columns)) for group in table.groups] == [("measured", 3), ("projected", 5)]
-    arm, row = prediction.arms[1], table.rows[1]
-    assert row.label == "speculative, asynchronous"
-    assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
-    assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
-    assert "as the simulator predicts them" in page_text(ON_CORES)
-    assert "under Asynchronous." in page_text(ON_CORES)
-    assert report_json(ON_CORES)["asynchronous"]["predicted"]["lag"] == 1
-
-
-def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
-    prediction = predicted(ON_CORES, compared())
-    assert prediction is not None
-    bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
-    assert split_text(replace(prediction, arms=(bound, other))) == (
-        "Two cores have one split, one core for generation and one for training. On it the simulator expects the "
-        f"autoregressive step to be bound by its {bound.bound.value} and the speculative step to be bound by its "
-        f"{other.bound.value}."
-    )
-    assert split_text(prediction) in page_text(ON_CORES)
-    assert "Two cores have one split" not in page_text(ASYNCHRONOUS)
-
-
-def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:
-    assert predicted(ASYNCHRONOUS, compared()) is None
-    assert predicted(replace(ASYNCHRONOUS, layout=replace(LAYOUT, hardware="gb200")), compared()) is None
-    arms = tuple(replace(arm, max_off_policy_steps=0) for arm in ASYNCHRONOUS.asynchronous)
-    in_turn = replace(ON_CORES, asynchronous=arms)
-    assert predicted(in_turn, compared(in_turn)) is None
-    assert "as the simulator predicts them" not in page_text(in_turn)
-
-
-def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_marked() -> None:
-    layout = replace(LAYOUT, model="qwen3-8b", hardware="gb200", num_gpus=4)
-    on_gpus = replace(ASYNCHRONOUS, layout=replace(layout, precision="bfloat16", learner_precision="bfloat16"))
-    table = split_table(on_gpus, compared(on_gpus))
-    assert table is not None
-    assert [row.label for row in table.rows] == ["1 + 3", "2 + 2", "3 + 1"]
-    assert [group.heading for group in table.groups] == ["autoregressive, projected", "speculative, projected"]
-    for column in (2, 5):
-        assert sum(row.cells[column].endswith(", fastest") for row in table.rows) == 1
-    assert "3 + 1" in page_text(on_gpus)
-    assert split_table(ON_CORES, compared(ON_CORES)) is None
-    alone = replace(on_gpus, layout=replace(layout, num_gpus=1))
-    assert split_table(alone, compared(alone)) is None
-
-
 def test_the_figures_name_arms_and_parts() -> None:
     lanes = step_lanes(compared())
     for words in ("speculative, asynchronous: engines", "learner", "waiting", "generation", "9.00 s", "2.50 s"):
@@ -271,21 +194,6 @@ def test_the_synchronous_figures_are_the_same_with_asynchronous_arms_beside_them
         name: value for name, value in before.items() if name != "aime24"
     }
     assert after == json.loads(json.dumps(report_json(ASYNCHRONOUS)))
-
-
-def test_json_holds_the_arms_of_both_loops() -> None:
-    found = json.loads(json.dumps(report_json(ASYNCHRONOUS)["asynchronous"], allow_nan=False))
-    assert found["speculation_step_speedup"]["value"] == pytest.approx(1.6)
-    arm = found["arms"]["speculative_asynchronous"]
-    assert (arm["loop"], arm["max_off_policy_steps"], arm["exposed_s"], arm["hidden_s"]) == (
-        "one_step_off",
-        1,
-        0.5,
-        1.5,
-    )
-    assert arm["over_synchronous"]["value"] == pytest.approx(2.0)
-    assert found["arms"]["autoregressive"]["over_baseline"] == {"value": None, "ci95": None}
-    assert [lag["num_tokens"] for lag in arm["lags"]] == [160, 240]
 
 
 def test_the_executions_metrics_keep_the_loops_apart() -> None:
