@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,23 +37,15 @@ _MAX_COLUMNS = 6  # executions whose values stand side by side in a terminal; th
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A parameter or tag that is not the same in all executions; what an execution lacks is `-`."""
-
-    name: str
-    values: tuple[str, ...]
-
-
 def comparison_table(executions: Sequence[Execution]) -> str:
     """Plain text: a row an execution, then what was not the same in all of them, then each answer in a sentence."""
     parts = [table([list(HEADINGS), *[cells(execution) for execution in executions]])]
     differing = differences(executions)
     if len(executions) > _MAX_COLUMNS:
-        parts.append(f"not the same in all: {', '.join(item.name for item in differing) or 'nothing'}")
+        parts.append(f"not the same in all: {', '.join(differing) or 'nothing'}")
     elif differing:
         names = [execution.name for execution in executions]
-        parts.append(table([["not the same", *names], *[[item.name, *item.values] for item in differing]]))
+        parts.append(table([["not the same", *names], *[[name, *values] for name, values in differing.items()]]))
     parts.append("\n".join(f"{execution.name}: {answer(execution)}" for execution in executions))
     return "\n\n".join(parts)
 
@@ -99,14 +90,12 @@ def answer(execution: Execution) -> str:
     return f"{said}{_asynchronous(execution)}."
 
 
-def differences(executions: Sequence[Execution]) -> list[Difference]:
-    """The parameters and the telling tags that are not the same in all executions."""
-    if len(executions) < 2:
-        return []
+def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
+    """The parameters and the telling tags that are not the same in all executions; what one lacks is `-`."""
     params = sorted({name for execution in executions for name in execution.params})
     columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
     columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
-    return [Difference(name=name, values=tuple(values)) for name, values in columns.items() if len(set(values)) > 1]
+    return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
 def _link(tags: dict[str, str]) -> str:

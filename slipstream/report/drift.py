@@ -120,20 +120,17 @@ def _is_comparable(subject: Subject, execution: Execution) -> bool:
         and execution.tags.get("workload") == subject.workload
         and execution.tags.get(HARDWARE_TAG) == subject.hardware
         and execution.tags.get(DTYPE_TAG) == subject.dtype
-        and all(subject.params[name] == execution.params[name] for name in shared if _matters(name))
+        and all(subject.params[name] == execution.params[name] for name in shared if not _is_free(name))
     )
 
 
-def _matters(parameter: str) -> bool:
-    return not _is_seed(parameter) and parameter.rpartition(".")[2] not in OPERATION
-
-
-def _is_seed(parameter: str) -> bool:
-    return parameter.rpartition(".")[2] == "seed"
+def _is_free(parameter: str) -> bool:
+    """Return True for a seed, and for a field that says how a run is operated: they may differ."""
+    return parameter.rpartition(".")[2] in ("seed", *OPERATION)
 
 
 def _seeds(params: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in params.items() if _is_seed(name)))
+    return tuple(sorted((name, value) for name, value in params.items() if name.rpartition(".")[2] == "seed"))
 
 
 def _values(executions: Sequence[Execution], name: str) -> list[float]:
@@ -153,16 +150,14 @@ def _judge(name: str, value: float, earlier: Sequence[float], level: float, conf
 
 
 def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftConfig) -> str:
-    judged = [finding for finding in findings if finding.band is not None]
+    judged = [(finding, finding.band) for finding in findings if finding.band is not None]
     if not judged:
         return f"Comparable executions before this one: {num_earlier}. Fewer than {config.min_executions} say nothing."
-    outside = [_outside(finding) for finding in judged if finding.verdict != WITHIN]
+    outside = [
+        f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"
+        for finding, (low, high) in judged
+        if finding.verdict != WITHIN
+    ]
     if not outside:
         return f"No drift: all {len(judged)} results lie within the bands of the {num_earlier} executions before."
     return f"Drift against the {num_earlier} executions before: {'; '.join(outside)}."
-
-
-def _outside(finding: DriftFinding) -> str:
-    assert finding.band is not None
-    low, high = finding.band
-    return f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"

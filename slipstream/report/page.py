@@ -17,7 +17,7 @@ from slipstream.report import figures, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.results import results
-from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_run
+from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_arms
 from slipstream.simulator.project.run_projection import ProjectionRecord
 
 _HEADLINE = ("x", "tokens", "reward")  # units of the results at the top of the page
@@ -34,7 +34,7 @@ class ReportPaths:
 
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """The page's figures, as SVG by name."""
-    run, compared = summarise_run(record), compare_loops(record)
+    run, compared = summarise_arms(record.arms), compare_loops(record)
     drawn = {"losses": figures.losses(record), "uniforms": figures.uniforms(record.certificate)}
     if run.arms:
         drawn |= {
@@ -74,7 +74,7 @@ def render_page(
     return render(
         "page.html.jinja",
         record=record,
-        run=summarise_run(record),
+        run=summarise_arms(record.arms),
         training=draft_training(record),
         reference=reference,
         workload=reference.workloads.get(record.workload),

@@ -26,7 +26,7 @@ from slipstream.report.summary import (
     RunSummary,
     compare_loops,
     last_quarter,
-    summarise_run,
+    summarise_arms,
 )
 from slipstream.statistics import Estimate, bootstrap_difference
 from slipstream.types import Arm
@@ -63,7 +63,7 @@ class Result:
 
 def results(record: RunRecord) -> list[Result]:
     """Everything that a run came to; what it lacks (an arm, a second timed step for an interval) is left out."""
-    run, compared = summarise_run(record), compare_loops(record)
+    run, compared = summarise_arms(record.arms), compare_loops(record)
     k = run.speculative.k if run.speculative else 0
     found = speedups(run)
     if run.acceptance is None:
@@ -132,13 +132,13 @@ def description(record: RunRecord, *, execution_url: str = "") -> str:
     rows += [(each.label.strip(), each.text, each.uncertainty) for each in results(record) if each.label]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ("losslessness", record.certificate.verdict, "")])
     link = f"\n\n[The execution in Flyte]({execution_url})" if execution_url else ""
-    opening = verdict(record, summarise_run(record))
+    opening = verdict(record, summarise_arms(record.arms))
     return f"{opening}\n\n{table}\n\nThe whole report is the artifact `report.html`.{link}"
 
 
 def terminal_table(record: RunRecord) -> str:
     """Plain text of 100 columns: step time by stage, then every result; asynchronous arms have blocks of their own."""
-    run, compared = summarise_run(record), compare_loops(record)
+    run, compared = summarise_arms(record.arms), compare_loops(record)
     shown = [each for each in results(record) if each.label and each.name != "reward_difference"]
     overlapping = () if compared is None else compared.asynchronous
     blocks = [line for arm in overlapping for line in _asynchronous_lines(arm, shown)]

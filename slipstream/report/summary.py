@@ -166,21 +166,37 @@ class LoopComparison:
         return next(each for each in self.arms if each.arm is arm and each.is_synchronous)
 
 
-def summarise_run(record: RunRecord) -> RunSummary:
-    """Compute every derived figure of `record`."""
-    return summarise_arms(record.arms)
-
-
 def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
-    """Compute what the arms alone say, for whoever has no whole run."""
+    """Compute every figure of the synchronous arms of a run."""
     arms = {arm.arm: arm for arm in records if arm.steps}
     base, spec = arms.get(Arm.AUTOREGRESSIVE), arms.get(Arm.SPECULATIVE)
     acceptance = pooled_acceptance(spec.steps) if spec is not None else None
     return RunSummary(
-        autoregressive=_summarise_arm(base) if base is not None else None,
-        speculative=_summarise_arm(spec) if spec is not None else None,
+        autoregressive=summarise_arm(base) if base is not None else None,
+        speculative=summarise_arm(spec) if spec is not None else None,
         comparison=_compare(base, spec, acceptance) if base is not None and spec is not None else None,
         acceptance=acceptance,
+    )
+
+
+def summarise_arm(arm: ArmRecord) -> ArmSummary:
+    """Compute every figure of one arm."""
+    steps = arm.timed_steps
+    rewards = tuple(step.reward_mean for step in arm.steps)
+    return ArmSummary(
+        arm=arm.arm,
+        k=arm.num_speculative_tokens,
+        num_steps=len(arm.steps),
+        stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
+        left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
+        step=spread([step.times.step_s for step in steps]),
+        rewards=rewards,
+        reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
+        reward_last_quarter=float(np.mean(last_quarter(rewards))),
+        **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
+        generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
+        / sum(step.times.generation_s for step in steps),
+        engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
 
 
@@ -244,7 +260,7 @@ def draft_training(record: RunRecord) -> DraftTraining | None:
 
 def summarise(record: RunRecord) -> dict[str, Any]:
     """What `report.json` holds. Without two arms a speedup's value is null, without two timed steps its interval."""
-    run = summarise_run(record)
+    run = summarise_arms(record.arms)
     comparison, acceptance = run.comparison, run.acceptance
     return {
         "recipe": record.recipe,
@@ -283,33 +299,13 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
     return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
 
 
-def _summarise_arm(arm: ArmRecord) -> ArmSummary:
-    steps = arm.timed_steps
-    rewards = tuple(step.reward_mean for step in arm.steps)
-    return ArmSummary(
-        arm=arm.arm,
-        k=arm.num_speculative_tokens,
-        num_steps=len(arm.steps),
-        stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
-        left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
-        step=spread([step.times.step_s for step in steps]),
-        rewards=rewards,
-        reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
-        reward_last_quarter=float(np.mean(last_quarter(rewards))),
-        **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
-        generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
-        / sum(step.times.generation_s for step in steps),
-        engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
-    )
-
-
 def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
     return Comparison(
         generation=_ratio(base, spec, lambda step: step.times.generation_s),
         step=_ratio(base, spec),
         generation_per_token=_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
         step_bound=amdahl(
-            _summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
+            summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
         ),
         paired=_is_paired(base, spec),
     )

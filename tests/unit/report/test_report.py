@@ -18,7 +18,7 @@ from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import terminal_table
 from slipstream.report.sentences import verdict
-from slipstream.report.summary import pooled_acceptance, summarise, summarise_run
+from slipstream.report.summary import pooled_acceptance, summarise, summarise_arms
 from slipstream.statistics import amdahl
 from tests.unit.report.handmade import BARE, LOST, ONE_ARM, ONE_STEP, RECORD, TWO_STEPS, accepted, page_text, step
 
@@ -75,7 +75,7 @@ def test_the_bound_is_amdahls_law() -> None:
     assert amdahl(0.5, 2.0) == pytest.approx(4 / 3)
     assert amdahl(1.0, 3.0) == pytest.approx(3.0)
     assert amdahl(100 / 151.2, 3.32) == pytest.approx(1.859, abs=1e-3)
-    comparison = summarise_run(RECORD).comparison
+    comparison = summarise_arms(RECORD.arms).comparison
     assert comparison is not None
     assert comparison.step_bound == pytest.approx(1 / (0.75 / 2.2 + 0.25))
 
@@ -83,7 +83,7 @@ def test_the_bound_is_amdahls_law() -> None:
 def test_speedup_per_token_accounts_for_longer_responses() -> None:
     base, spec = RECORD.arms
     longer = replace(spec, steps=tuple(replace(s, num_response_tokens=150) for s in spec.steps))
-    comparison = summarise_run(replace(RECORD, arms=(base, longer))).comparison
+    comparison = summarise_arms((base, longer)).comparison
     assert comparison is not None
     assert (comparison.generation.value, comparison.generation_per_token.value) == (2.0, pytest.approx(3.0))
 
@@ -256,7 +256,7 @@ def test_arms_on_different_hardware_are_marked() -> None:
     apart = replace(RECORD, arms=(replace(base, machine="x86_64, 2 cores"), replace(spec, machine="aarch64, 72 cores")))
     alike = replace(RECORD, arms=tuple(replace(arm, machine="x86_64, 2 cores") for arm in RECORD.arms))
 
-    marked = verdict(apart, summarise_run(apart))
+    marked = verdict(apart, summarise_arms(apart.arms))
 
     assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
-    assert "different hardware" not in verdict(alike, summarise_run(alike))
+    assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
