@@ -188,7 +188,7 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
     found = []
     for arm in compared.asynchronous:
         assert arm.over_baseline is not None
-        found.append(_ratio("", arm.over_baseline, label=f"step speedup, {POLICY_LABELS[arm.name]}"))
+        found.append(_ratio("", arm.over_baseline, label=f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"))
         found.append(_reward(arm.name, arm.reward_first_quarter, arm.reward_last_quarter))
     return found
 

@@ -11,18 +11,15 @@ from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import (
     AcceptanceStats,
     ArmRecord,
-    LagStats,
-    Mismatch,
-    Overlap,
-    RefitCheck,
     ScheduleEntry,
     StepRecord,
-    TrainStats,
 )
 from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
 
+_KEPT = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+CERTIFICATE = _KEPT.certificate
 _FIGURES = (
     *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
     *("uniforms", "learning", "mismatch", "losses"),
@@ -39,23 +36,8 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
     times = StageTimes(
         data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
     )
-    return StepRecord(
-        step=index,
-        times=times,
-        reward_mean=reward,
-        num_rollouts=10,
-        num_response_tokens=100,
-        num_truncated=1,
-        num_reward_timeouts=2,
-        num_reward_crashes=0,
-        num_zero_signal_groups=3,
-        train=TrainStats(loss=0.0, grad_norm=1.0, kl=0.0, clip_fraction=0.0, num_tokens=0, learning_rate=1e-4),
-        mismatch=Mismatch(k1=1e-4, k3=1e-4, mean=1e-3, largest=1e-2, outside_fraction=0.0),
-        acceptance=acceptance,
-        policy_version=index,
-        draft_version=None,
-        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
-    )
+    kept = _KEPT.arms[0].steps[0]  # ten rollouts of 100 tokens: one truncated, two rewards late, three groups all equal
+    return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
 
 
 def accepted(num_drafts: int, *by_position: int) -> AcceptanceStats:
@@ -103,8 +85,6 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     )
 
 
-_KEPT = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
-CERTIFICATE = _KEPT.certificate
 RECORD = replace(
     _KEPT,
     tuning=TuningRecord(
@@ -136,34 +116,19 @@ LOST = replace(
 def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) -> StepRecord:
     """A step that waits `exposed_s` for rollouts; after the first one 80 of its 100 tokens lag by one version."""
     made = step(index, generation_s=exposed_s, reward=reward)
-    step_s = made.times.step_s
-    lags = (
-        LagStats(lag=0, num_tokens=20, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.0, effective_sample_size=1.0),
-        LagStats(
-            lag=1,
-            num_tokens=80,
-            ratio_mean=1.1,
-            ratio_max=2.0 + index,
-            clipped_fraction=0.25,
-            effective_sample_size=0.8,
-        ),
+    step_s, kept = made.times.step_s, _KEPT.asynchronous[0].steps[1]
+    assert kept.overlap is not None  # scores took 0.05 s and 0.03 of them exposed, weights 0.15 and 0.05
+    overlap = replace(
+        kept.overlap,
+        generation_s=exposed_s + hidden_s,
+        hidden_s=hidden_s,
+        engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
+        learner_idle_fraction=1 - 1.7 / step_s,
+        num_awaited=2 if index == 3 else 0,
+        num_restarted=1 if index == 0 else 0,
     )
-    return replace(
-        made,
-        overlap=Overlap(
-            generation_s=exposed_s + hidden_s,
-            hidden_s=hidden_s,
-            engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
-            learner_idle_fraction=1 - 1.7 / step_s,
-            score_s=0.05,
-            exposed_score_s=0.03,
-            publish_s=0.15,
-            exposed_publish_s=0.05,
-            num_awaited=2 if index == 3 else 0,
-            num_restarted=1 if index == 0 else 0,
-        ),
-        lags=lags if index else (),
-    )
+    young, old = kept.lags  # ratios 1.0 and 1.1 in the mean, a quarter of the old ones clipped
+    return replace(made, overlap=overlap, lags=(young, replace(old, ratio_max=2.0 + index)) if index else ())
 
 
 def asynchronous_arm(arm: Arm, *, exposed_s: float, hidden_s: float) -> ArmRecord:
