@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.records.certificate import CertificateRecord
-from slipstream.records.stages import DataSetRecord, DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
+from slipstream.records.stages import (
+    CertificateRecord,
+    DataSetRecord,
+    DraftRecord,
+    EvaluationRecord,
+    PolicyRecord,
+    TuningRecord,
+)
 from slipstream.records.steps import ArmRecord
 
 

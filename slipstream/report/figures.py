@@ -8,9 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import EvaluationRecord, SweepPoint
+from slipstream.records.stages import CertificateRecord, EvaluationRecord, SweepPoint
 from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup

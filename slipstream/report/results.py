@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.losslessness.verdict import LOSSLESS
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import RunRecord
+from slipstream.records.stages import CertificateRecord
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,

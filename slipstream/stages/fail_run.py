@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_atomic, write_record
-from slipstream.records.stages import EvaluationRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, EvaluationRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
