@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, EvaluationRecord, SweepPoint
-from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.records.steps import StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
@@ -225,7 +225,10 @@ def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
 
     def draw(axes: Sequence[Axes]) -> None:
         for arm in (*record.arms, *record.asynchronous):
-            _rewards(axes[0], arm)
+            values = [step.reward_mean for step in arm.steps]
+            smooth = moving_average(values, max(1, len(values) // 6))
+            style = {"color": ARM_COLOURS[arm.arm], "linestyle": "-" if arm in record.arms else "--"}
+            axes[0].plot([step.step for step in arm.steps], smooth, label=POLICY_LABELS[arm.name], **style)
         axes[0].set(title="Mean reward of a step, moving average", xlabel="step")
         axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[0].legend(loc="lower right")
@@ -387,18 +390,6 @@ def _span(ax: Axes, place: float, start: float, width: float, colour: str, longe
     if width > 0.07 * longest:
         ink = INK if colour == _WAITING else "white"
         ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
-
-
-def _rewards(ax: Axes, arm: ArmRecord) -> None:
-    values = [step.reward_mean for step in arm.steps]
-    is_synchronous = arm.name == arm.arm.value
-    ax.plot(
-        [step.step for step in arm.steps],
-        moving_average(values, max(1, len(values) // 6)),
-        color=ARM_COLOURS[arm.arm],
-        linestyle="-" if is_synchronous else "--",
-        label=POLICY_LABELS[arm.name],
-    )
 
 
 def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:

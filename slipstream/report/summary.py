@@ -333,10 +333,8 @@ def _fields(record: Any, *names: str) -> dict[str, Any]:
 
 def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -> LoopArm:
     """An arm; `synchronous` is None if it is a synchronous one itself."""
-    steps = arm.timed_steps
+    steps, own = arm.timed_steps, summarise_arm(arm)
     total_s = sum(step.times.step_s for step in steps)
-    rewards = [step.reward_mean for step in arm.steps]
-    last = last_quarter(rewards)
     all_overlaps = [] if synchronous is None else [_overlap(step) for step in arm.steps]
     overlaps = all_overlaps[-len(steps) :]
 
@@ -355,7 +353,7 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         loop=arm.loop,
         max_off_policy_steps=arm.max_off_policy_steps,
         num_speculative_tokens=arm.num_speculative_tokens,
-        step=spread([step.times.step_s for step in steps]),
+        step=own.step,
         over_baseline=None if arm is base else _ratio(base, arm),
         over_synchronous=None if synchronous is None else _ratio(synchronous, arm),
         stages_s={stage: float(np.mean([step.times.by_stage()[stage] for step in steps])) for stage in STAGES},
@@ -366,8 +364,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         exposed_joining_fraction=sum(each.exposed_joining_s for each in overlaps) / total_s if overlaps else None,
         hidden_joining_fraction=sum(each.hidden_joining_s for each in overlaps) / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
-        reward_first_quarter=float(np.mean(rewards[: len(last)])),
-        reward_last_quarter=float(np.mean(last)),
+        reward_first_quarter=own.reward_first_quarter,
+        reward_last_quarter=own.reward_last_quarter,
         **{name: sum(getattr(each, name) for each in all_overlaps) for name in _LOST},
     )
 
@@ -387,15 +385,8 @@ def _on_policy(num_tokens: int) -> LagStats:
 
 def _pooled(lag: int, parts: Sequence[LagStats]) -> LagStats:
     tokens = sum(part.num_tokens for part in parts)
-
-    def mean(value: Callable[[LagStats], float]) -> float:
-        return sum(value(part) * part.num_tokens for part in parts) / tokens if tokens else 0.0
-
-    return LagStats(
-        lag=lag,
-        num_tokens=tokens,
-        ratio_mean=mean(lambda part: part.ratio_mean),
-        ratio_max=max(part.ratio_max for part in parts),
-        clipped_fraction=mean(lambda part: part.clipped_fraction),
-        effective_sample_size=mean(lambda part: part.effective_sample_size),
-    )
+    means = {
+        name: sum(getattr(part, name) * part.num_tokens for part in parts) / tokens if tokens else 0.0
+        for name in ("ratio_mean", "clipped_fraction", "effective_sample_size")
+    }
+    return LagStats(lag=lag, num_tokens=tokens, ratio_max=max(part.ratio_max for part in parts), **means)

@@ -18,8 +18,9 @@ from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
 
-_KEPT = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
-CERTIFICATE = _KEPT.certificate
+ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+"""`ASYNCHRONOUS` on two cores, kept as a file."""
+CERTIFICATE = ON_CORES.certificate
 _FIGURES = (
     *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
     *("uniforms", "learning", "mismatch", "losses"),
@@ -36,7 +37,8 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
     times = StageTimes(
         data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
     )
-    kept = _KEPT.arms[0].steps[0]  # ten rollouts of 100 tokens: one truncated, two rewards late, three groups all equal
+    # Ten rollouts of 100 tokens: one truncated, two rewards late, three groups of equal rewards.
+    kept = ON_CORES.arms[0].steps[0]
     return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
 
 
@@ -86,7 +88,7 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
 
 
 RECORD = replace(
-    _KEPT,
+    ON_CORES,
     tuning=TuningRecord(
         chosen_k=2,
         reason="k=2 was fastest",
@@ -94,7 +96,7 @@ RECORD = replace(
         schedule=(ScheduleEntry(batch_from=1, batch_to=16, num_speculative_tokens=2),),
     ),
     arms=arms(),
-    evaluations=_KEPT.evaluations[:3],  # 0.1 before, 0.3 without and 0.31 with speculation, each -+ 0.05
+    evaluations=ON_CORES.evaluations[:3],  # 0.1 before, 0.3 without and 0.31 with speculation, each -+ 0.05
     asynchronous=(),
     layout=None,
 )
@@ -116,7 +118,7 @@ LOST = replace(
 def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) -> StepRecord:
     """A step that waits `exposed_s` for rollouts; after the first one 80 of its 100 tokens lag by one version."""
     made = step(index, generation_s=exposed_s, reward=reward)
-    step_s, kept = made.times.step_s, _KEPT.asynchronous[0].steps[1]
+    step_s, kept = made.times.step_s, ON_CORES.asynchronous[0].steps[1]
     assert kept.overlap is not None  # scores took 0.05 s and 0.03 of them exposed, weights 0.15 and 0.05
     overlap = replace(
         kept.overlap,
@@ -153,7 +155,7 @@ ASYNCHRONOUS = replace(
         asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=2.0, hidden_s=1.5),
         asynchronous_arm(Arm.SPECULATIVE, exposed_s=0.5, hidden_s=1.5),
     ),
-    evaluations=_KEPT.evaluations,  # 0.28 and 0.29 of the asynchronous arms
+    evaluations=ON_CORES.evaluations,  # 0.28 and 0.29 of the asynchronous arms
 )
 ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))
 TWO_STEPS = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:2]) for arm in RECORD.arms))

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from slipstream.recipe import load_recipe
-from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report import simulator_section as section
@@ -22,18 +21,10 @@ from slipstream.simulator.project.figure_data import LagLine, SpeedupMap, runnin
 from slipstream.simulator.project.run_projection import project_speedup, run_setting
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
-from tests.unit.report.handmade import ASYNCHRONOUS, page_text
+from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, page_text
 
-LAYOUT = LayoutRecord(
-    model="tiny",
-    hardware="cpu-2core",
-    precision="float32",
-    learner_precision="float32",
-    num_gpus=0,
-    gpus_per_engine=1,
-    max_response_tokens=160,
-)
-ON_CORES = replace(ASYNCHRONOUS, layout=LAYOUT)
+LAYOUT = ON_CORES.layout
+assert LAYOUT is not None
 COMPARED = compare_loops(ASYNCHRONOUS)
 assert COMPARED is not None
 DEMO_LAYOUT = recipe_layout(
