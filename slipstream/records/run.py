@@ -17,7 +17,7 @@ from slipstream.records.steps import ArmRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsRecord:
-    """What `dtype: auto` of a recipe became on the machine that runs it, and why."""
+    """The type that `dtype: auto` of a recipe became on the machine that runs it, and why."""
 
     dtype: str
     reason: str
@@ -28,7 +28,7 @@ class NumericsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRecord:
-    """On what a run ran, in the words of the simulator's data files (`configs/sim/`)."""
+    """Model and machine of a run, in the words of the simulator's data files (`configs/sim/`)."""
 
     model: str
     hardware: str

@@ -1,4 +1,4 @@
-"""What the stages around training measured: data, policy, draft, draft lengths, evaluation, losslessness."""
+"""Measurements of the stages around training: data, policy, draft, draft lengths, evaluation, losslessness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunningPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningRecord:
-    """What tuning measured and chose; `chosen_k` 0 means that no k pays throughout.
+    """Measurements of tuning and its choice; `chosen_k` 0 means that no k pays throughout.
 
     `schedule` says for every running batch which k was fastest there: `chosen_k`, unless others clearly were and the
     whole gains by them.

@@ -105,7 +105,7 @@ def _link(tags: dict[str, str]) -> str:
 
 
 def _asynchronous(execution: Execution) -> str:
-    """What the other loop did to the step of each arm; empty for an execution that has none."""
+    """Speedups of the step of each arm by the other loop; empty for an execution that has none."""
     found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
     ratios = [
         f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None

@@ -1,4 +1,4 @@
-"""Whether an execution's results lie where those of the executions before it let one expect.
+"""Drift: results of an execution outside the bands that the executions before it let one expect.
 
 The band of a result is a prediction interval from the spread of the earlier executions. All results of an execution
 are judged together: with Q of them each interval has the level 1 - false_alarm_rate / Q (Bonferroni), so an execution
@@ -38,7 +38,7 @@ class Subject:
 
 
 def hardware(record: RunRecord) -> str:
-    """What the arms were timed on."""
+    """Machines that the arms were timed on."""
     return "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
 
 
@@ -73,7 +73,7 @@ def comparable(subject: Subject, executions: Iterable[Execution], config: DriftC
 
 
 def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
-    """Where one further value lies with probability `level`, if all are drawn from one normal distribution.
+    """Interval that holds one further value with probability `level`, if all are sampled from one normal distribution.
 
     mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
     with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.

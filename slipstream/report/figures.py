@@ -139,7 +139,7 @@ def learning(record: RunRecord) -> str:
 
 
 def mismatch(record: RunRecord) -> str:
-    """What the learner and the engine disagree by on the log-probabilities of the same tokens."""
+    """Disagreement of learner and engine on the log-probabilities of the same tokens."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.mismatch.k1)
@@ -359,7 +359,7 @@ Span = tuple[float, float, str]
 
 
 def _learner_spans(arm: LoopArm) -> list[Span]:
-    """Of the learner: data and refit, then the wait for rollouts and its work; the work first where both overlap."""
+    """The learner's step: data and refit, then the wait and its work, in the other order where both overlap."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
     work = [(stage, stages[stage]) for stage in _LEARNING]

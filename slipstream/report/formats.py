@@ -1,4 +1,4 @@
-"""How results are called, numbers are written and pages are rendered: the same for every page, terminal and metric."""
+"""Names of results, forms of numbers and the template environment: the same for every page, terminal and metric."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ UNITS = {
     "h": "{:.2f}",
     "GPU h": "{:.1f}",
 }
-"""How a value of each unit is written."""
+"""The form of a value, by its unit."""
 
 
 class Kind(NamedTuple):
-    """What results of one name have in common."""
+    """Label and unit of all results of one name."""
 
     label: str
     unit: str

@@ -25,7 +25,7 @@ _HEADLINE = ("x", "tokens", "reward")  # units of the results at the top of the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportPaths:
-    """What `write_report` wrote."""
+    """Files that `write_report` wrote."""
 
     html: Path
     json: Path
@@ -116,7 +116,7 @@ def write_report(
 
 
 def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str, Any]:
-    """What `report.json` holds: the run's figures, those of its asynchronous arms, and its drift."""
+    """Content of `report.json`: the run's figures, those of its asynchronous arms, and its drift."""
     summary, compared = summarise(record), compare_loops(record)
     if compared is not None:
         prediction = simulator_section.predicted(record, compared)  # what is predicted stands apart

@@ -194,7 +194,7 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
 
 
 def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | Estimate]:
-    """What is logged of the asynchronous arms and not shown with the other results."""
+    """Metrics of the asynchronous arms that are not shown with the other results."""
     metrics: dict[str, float | Estimate] = {}
     if compared is not None and compared.speculation is not None:
         metrics["asynchronous_speculation_step_speedup"] = compared.speculation

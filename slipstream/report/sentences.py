@@ -1,4 +1,4 @@
-"""What a report says in words: its verdict, the draft length, the autopilot, and what bounds an asynchronous step."""
+"""Sentences of a report: its verdict, the draft length, the autopilot, and the bound of an asynchronous step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from slipstream.report.summary import LoopArm, LoopComparison, RunSummary
 from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05
-"""Where training waits for rollouts for less of the step than this, the learner bounds it."""
+"""Largest share of a step that training waits for rollouts if the learner bounds the step."""
 
 _LESS_TRAINING = 0.95
 """Training beside speculation that takes less than this share of the time without it is said to be faster."""
 
 
 def verdict(record: RunRecord, run: RunSummary) -> str:
-    """What speculation did to generation and to the step, with its uncertainty, and whether the arms compare at all."""
+    """The effect of speculation on generation and step, with its uncertainty; a warning if the arms do not compare."""
     machines = {arm.arm.value: arm.machine for arm in record.arms if arm.machine}
     said = _effect(record, run)
     if len(set(machines.values())) < 2:
@@ -75,7 +75,7 @@ def schedule_text(record: RunRecord) -> str:
 
 
 def autopilot_text(record: RunRecord) -> str:
-    """What the autopilot did; empty where none was on."""
+    """A summary of what the autopilot did; empty where none was on."""
     flown = [(step.step, step.autopilot) for arm in record.arms for step in arm.steps if step.autopilot is not None]
     if not flown:
         return ""
@@ -90,7 +90,7 @@ def autopilot_text(record: RunRecord) -> str:
 
 
 def bound_text(compared: LoopComparison) -> str:
-    """What bounds the asynchronous step without speculation, and so what speculation can gain there; empty: unknown."""
+    """The bound of the asynchronous step without speculation, and so of the gain by speculation; empty: unknown."""
     base = next((arm for arm in compared.asynchronous if arm.arm is Arm.AUTOREGRESSIVE), None)
     if base is None:
         return ""

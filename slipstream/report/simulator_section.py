@@ -1,4 +1,4 @@
-"""What the simulator adds to a page: projections, and the asynchronous arms as it predicts them.
+"""The simulator's part of a page: projections, and the asynchronous arms as it predicts them.
 
 Projected figures stand in columns and figures of their own; the scatter's two axes keep measured and projected apart.
 """
@@ -30,7 +30,7 @@ _LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
 
 
 def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
-    """What the simulator says; None of a run without a lag, or on other hardware than it predicts from."""
+    """The simulator's prediction; None of a run without a lag, or on other hardware than it predicts from."""
     arms = () if compared is None else compared.asynchronous
     if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
         return None
@@ -65,7 +65,7 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
 
 
 def split_text(prediction: AsynchronousPrediction) -> str:
-    """What `slipstream simulate balance` says of two cores, which have one split."""
+    """The words of `slipstream simulate balance` about two cores, which have one split."""
     bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
     return (
         f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."

@@ -116,7 +116,7 @@ class LoopArm:
     num_regenerated: int
 
     def as_json(self) -> dict[str, Any]:
-        """What `report.json` holds of the arm."""
+        """Content of `report.json` about the arm."""
         return {
             **{name: value for name, value in asdict(self).items() if name not in ("name", "arm", "step")},
             "arm": self.arm.value,
@@ -134,12 +134,12 @@ class LoopArm:
 
     @property
     def exposed_s(self) -> float:
-        """What training waited for rollouts, mean of a step."""
+        """Seconds that training waited for rollouts, mean of a step."""
         return self.stages_s["generation"]
 
     @property
     def reward_gain(self) -> float:
-        """Of the last quarter of the steps over the first."""
+        """Gain of the last quarter of the steps over the first."""
         return self.reward_last_quarter - self.reward_first_quarter
 
     @property
@@ -162,7 +162,7 @@ class LoopComparison:
         return tuple(arm for arm in self.arms if not arm.is_synchronous)
 
     def synchronous(self, arm: Arm) -> LoopArm:
-        """That arm in the synchronous loop."""
+        """The same arm in the synchronous loop."""
         return next(each for each in self.arms if each.arm is arm and each.is_synchronous)
 
 
@@ -245,7 +245,7 @@ def decided_steps(record: RunRecord) -> list[StepRecord]:
 
 
 def draft_training(record: RunRecord) -> DraftTraining | None:
-    """What training the draft took in the speculative arm; None where the draft was fixed."""
+    """The cost of training the draft in the speculative arm; None where the draft was fixed."""
     steps = decided_steps(record)
     if not steps:
         return None
@@ -259,7 +259,7 @@ def draft_training(record: RunRecord) -> DraftTraining | None:
 
 
 def summarise(record: RunRecord) -> dict[str, Any]:
-    """What `report.json` holds. Without two arms a speedup's value is null, without two timed steps its interval."""
+    """Content of `report.json`. Without two arms a speedup's value is null, without two timed steps its interval."""
     run = summarise_arms(record.arms)
     comparison, acceptance = run.comparison, run.acceptance
     return {

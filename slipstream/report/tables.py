@@ -57,7 +57,7 @@ class Table:
 
     @property
     def quoted(self) -> tuple[bool, ...]:
-        """Whether each column comes from a publication."""
+        """One flag a column: True for one that comes from a publication."""
         return tuple(group.quoted for group in self.groups for _ in group.columns)
 
 
@@ -129,7 +129,7 @@ def sweep_table(record: RunRecord) -> Table:
 
 
 def running_table(record: RunRecord) -> Table:
-    """How fast every k was at every running batch, over k = 0 there, and which one the schedule has."""
+    """Speedup of every k over k = 0 at every running batch, and the k of the schedule there."""
     tuning = record.tuning
     kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})
     known = {(point.batch_from, point.k, point.is_switched_off): point.speedup for point in tuning.running}
@@ -155,7 +155,7 @@ def accuracy_table(record: RunRecord) -> Table:
 
 
 def count_table(run: RunSummary) -> Table:
-    """What was lost or taught nothing, counted."""
+    """Counts of all that was lost or taught nothing."""
     labels = {
         "steps": lambda arm: count(arm.num_steps),
         "rollouts": lambda arm: count(arm.num_rollouts),
@@ -192,7 +192,7 @@ def draft_table(record: RunRecord) -> Table:
 
 
 def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
-    """What the reference measured with other draft lengths, or with other drafts."""
+    """The reference's measurements with other draft lengths, or with other drafts."""
     label = f"draft, k = {workload.num_speculative_tokens}" if by_draft else "k"
     lengths = {str(each.k): each for each in workload.draft_lengths}
     published = {each.draft: each for each in workload.drafts} if by_draft else lengths
@@ -231,7 +231,7 @@ def drift_table(drift: DriftRecord) -> Table:
 
 
 def loop_table(compared: LoopComparison) -> Table:
-    """Where a step's time goes in every arm, and how much faster it is."""
+    """Parts of a step's time in every arm, and its speedups."""
     groups = {
         "step": ("median s", "p10 to p90"),
         "step speedup over": ("the baseline", "the same arm in turn"),

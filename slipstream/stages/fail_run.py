@@ -1,4 +1,4 @@
-"""What is done for an execution that failed: its runs are ended, and what it knows is kept in one page."""
+"""The end of an execution that failed: its runs are ended, and what it knows is kept in one page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TAG_CHARACTERS = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """How an execution failed."""
+    """Failure of an execution: where, why, and what is done."""
 
     execution: str
     node: str  # of the workflow that failed
@@ -61,7 +61,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
 
 
 def _endings(recipe: Recipe) -> dict[str, str]:
-    """What each stage of the execution leaves when it is done."""
+    """The file that each stage of the execution leaves when it is done."""
     loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
     arms = [(arm, loop) for loop in loops for arm in Arm]
     return {
