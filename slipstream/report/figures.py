@@ -227,8 +227,8 @@ def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
         for arm in (*record.arms, *record.asynchronous):
             values = [step.reward_mean for step in arm.steps]
             smooth = moving_average(values, max(1, len(values) // 6))
-            style = {"color": ARM_COLOURS[arm.arm], "linestyle": "-" if arm in record.arms else "--"}
-            axes[0].plot([step.step for step in arm.steps], smooth, label=POLICY_LABELS[arm.name], **style)
+            places, line = [step.step for step in arm.steps], "-" if arm.name == arm.arm.value else "--"
+            axes[0].plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
         axes[0].set(title="Mean reward of a step, moving average", xlabel="step")
         axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes[0].legend(loc="lower right")

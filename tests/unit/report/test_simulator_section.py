@@ -23,10 +23,9 @@ from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, StageTimes
 from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, page_text
 
-LAYOUT = ON_CORES.layout
-assert LAYOUT is not None
-COMPARED = compare_loops(ASYNCHRONOUS)
-assert COMPARED is not None
+_compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
+assert _compared is not None and _layout is not None
+COMPARED, LAYOUT = _compared, _layout
 DEMO_LAYOUT = recipe_layout(
     load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
 )
