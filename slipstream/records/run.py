@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.records.stages import (
-    CertificateRecord,
-    DataSetRecord,
-    DraftRecord,
-    EvaluationRecord,
-    PolicyRecord,
-    TuningRecord,
-)
+from slipstream.records import stages
 from slipstream.records.steps import ArmRecord
 
 
@@ -76,13 +69,13 @@ class RunRecord:
     tracking_uri: str
     versions: dict[str, str]
     machine: str
-    policy: PolicyRecord
-    data: tuple[DataSetRecord, ...]
-    draft: DraftRecord
-    tuning: TuningRecord
+    policy: stages.PolicyRecord
+    data: tuple[stages.DataSetRecord, ...]
+    draft: stages.DraftRecord
+    tuning: stages.TuningRecord
     arms: tuple[ArmRecord, ...]
-    evaluations: tuple[EvaluationRecord, ...]
-    certificate: CertificateRecord
+    evaluations: tuple[stages.EvaluationRecord, ...]
+    certificate: stages.CertificateRecord
     numerics: NumericsRecord | None = None  # None: the recipe names its types
     logical_gpus: bool = False  # see `placement.logical_gpus`
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself

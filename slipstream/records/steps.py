@@ -130,16 +130,6 @@ class Overlap:
     num_restarted: int = 0  # rollouts that were started anew, for they had grown too old
     num_regenerated: int = 0  # rollouts that were lost with a process, and made again
 
-    @property
-    def exposed_joining_s(self) -> float:
-        """Seconds that training waited for scores and new weights."""
-        return self.exposed_score_s + self.exposed_publish_s
-
-    @property
-    def hidden_joining_s(self) -> float:
-        """The rest of what those took; training may wait a moment longer than the work, for it is handed over."""
-        return max(0.0, self.score_s - self.exposed_score_s) + max(0.0, self.publish_s - self.exposed_publish_s)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:

@@ -337,6 +337,7 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
     total_s = sum(step.times.step_s for step in steps)
     all_overlaps = [] if synchronous is None else [_overlap(step) for step in arm.steps]
     overlaps = all_overlaps[-len(steps) :]
+    exposed_s = sum(each.exposed_score_s + each.exposed_publish_s for each in overlaps)
 
     def share(value: Callable[[StepRecord], float]) -> float:
         return sum(value(step) for step in steps) / total_s
@@ -361,8 +362,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         hidden_s=float(np.mean([overlap.hidden_s for overlap in overlaps])) if overlaps else 0.0,
         engine_idle_fraction=engine,
         learner_idle_fraction=learner,
-        exposed_joining_fraction=sum(each.exposed_joining_s for each in overlaps) / total_s if overlaps else None,
-        hidden_joining_fraction=sum(each.hidden_joining_s for each in overlaps) / total_s if overlaps else None,
+        exposed_joining_fraction=exposed_s / total_s if overlaps else None,
+        hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
         lags=pooled_lags(arm.steps),
         reward_first_quarter=own.reward_first_quarter,
         reward_last_quarter=own.reward_last_quarter,
@@ -374,6 +375,12 @@ def _overlap(step: StepRecord) -> Overlap:
     if step.overlap is None:
         raise ValueError(f"step {step.step} of an asynchronous arm must say what overlapped, got none")
     return step.overlap
+
+
+def _hidden_joining_s(overlap: Overlap) -> float:
+    """Seconds of scores and new weights beside training, which may wait a moment longer than they take."""
+    hidden = (overlap.score_s - overlap.exposed_score_s, overlap.publish_s - overlap.exposed_publish_s)
+    return sum(max(0.0, each) for each in hidden)
 
 
 def _on_policy(num_tokens: int) -> LagStats:
