@@ -173,12 +173,12 @@ def _bake_off(options: argparse.Namespace) -> int:
 
 
 def _show(root: Path) -> None:
-    from slipstream.report.terminal import speedup_table
+    from slipstream.report.results import terminal_table
 
     latest = root / "latest"
     record = read_record(RunRecord, latest / "run.json")
     print()
-    print(speedup_table(record))
+    print(terminal_table(record))
     print(f"\nreport: {latest / 'report.html'}")
     print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
 
@@ -285,8 +285,7 @@ def _store(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from slipstream.report.comparison import comparison_table
-    from slipstream.report.comparison_page import write_comparison
+    from slipstream.report.comparison import comparison_table, write_comparison
     from slipstream.tracking import TrackingError, read_executions
 
     uri = _store(options)

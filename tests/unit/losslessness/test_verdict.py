@@ -21,7 +21,7 @@ from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
-from slipstream.records.certificate import CertificateRecord
+from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 
