@@ -6,7 +6,7 @@ from flytekit import task
 
 from slipstream import logs
 from slipstream.stages.context import RunContext
-from slipstream.study import ablate as stage
+from slipstream.study import apart as stage
 from tasks.recoverable import recoverable
 from tasks.resources import PREPARING, TRAINING, on_cpus, on_gpus
 

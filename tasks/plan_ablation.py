@@ -12,8 +12,8 @@ from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages.context import RunContext
 from slipstream.stages.launch import requested
-from slipstream.study import ablate as stage
-from slipstream.study.ablation_grid import Grid, Kind, chosen_seeds
+from slipstream.study import apart as stage
+from slipstream.study.variants import Grid, Kind, chosen_seeds
 from slipstream.types import Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally

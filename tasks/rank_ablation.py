@@ -14,7 +14,7 @@ from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages.context import RunContext
-from slipstream.study import rank_ablation as stage
+from slipstream.study import apart as stage
 from slipstream.types import Workload
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally

@@ -10,8 +10,8 @@ from pathlib import Path
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.profile import read_profile
 from slipstream.records.files import write_record
-from slipstream.study.ablate import PartRecord, ending, plan_ablation
-from slipstream.study.ablation_grid import Grid, Kind
+from slipstream.study.apart import PartRecord, ending, plan_ablation
+from slipstream.study.variants import Grid, Kind
 from slipstream.types import Workload
 
 ROOT = Path(__file__).parents[3]

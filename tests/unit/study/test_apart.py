@@ -14,9 +14,17 @@ from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.study.ablate import PartMissingError, PartRecord, ending, make_part, plan_ablation, read_plan
-from slipstream.study.ablation_grid import Grid, Kind
-from slipstream.study.rank_ablation import collect, fail_ablation
+from slipstream.study.apart import (
+    PartMissingError,
+    PartRecord,
+    collect,
+    ending,
+    fail_ablation,
+    make_part,
+    plan_ablation,
+    read_plan,
+)
+from slipstream.study.variants import Grid, Kind
 from slipstream.tracking.spool import read_spool
 from slipstream.types import Workload
 

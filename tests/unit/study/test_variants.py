@@ -12,10 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError, parse_overrides
-from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, write_recipe
-from slipstream.study.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, kickoff_day, parts, variant_recipes
-from slipstream.study.ablation_records import Variant
+from slipstream.study.variants import (
+    MAX_VARIANTS,
+    Grid,
+    Kind,
+    Variant,
+    chosen_seeds,
+    drafter_recipes,
+    kickoff_day,
+    parts,
+    variant_recipes,
+)
 from slipstream.types import Workload
 from tests.unit.conftest import Refusal
 from tests.unit.lagging import ONE_STEP_OFF
@@ -60,7 +69,7 @@ GRIDS = st.builds(
 @given(GRIDS)
 def test_every_combination_is_one_variant_with_a_name_of_its_own(grid: Grid) -> None:
     variants = variants_of(grid)
-    sizes = [len(values) for values in vars(grid).values()]
+    sizes = [len(values) for values in vars(grid).values() if values]
     product = 1
     for size in sizes:
         product *= size
@@ -205,3 +214,58 @@ def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_k
 def test_an_asynchronous_recipe_is_refused_for_its_variants_would_be_compared_with_its_loop() -> None:
     with pytest.raises(ConfigError, match=r"^variant .*: loop.mode must be synchronous here, got 'one_step_off'"):
         variant_recipes("tiny", Grid(**ONE), ONE_STEP_OFF)
+
+
+DRAFTERS: dict[str, Any] = {
+    "methods": (DraftMethod.EAGLE3,),
+    "draft_inits": (DraftInit.GENERAL,),
+    "online": (DraftOnline.OFF,),
+    "draft_lengths": (3,),
+}
+
+
+def test_a_lookup_takes_part_once_whatever_prompts_and_training_are_tried() -> None:
+    methods = (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM)
+    grid = Grid(methods=methods, draft_inits=FRESH_INITS, online=tuple(DraftOnline)[:2], draft_lengths=(3,))
+    assert [drafter.name for drafter in drafter_recipes(load_recipe("tiny"), grid)] == [
+        "eagle3-in_domain-off",
+        "eagle3-in_domain-always",
+        "eagle3-general-off",
+        "eagle3-general-always",
+        "draft_model-in_domain-off",
+        "draft_model-general-off",
+        "ngram-off",
+    ]
+
+
+def test_a_drafter_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -> None:
+    recipe = load_recipe("tiny")
+    ((drafter, own),) = drafter_recipes(recipe, Grid(**DRAFTERS)).items()
+    assert (drafter.seed, drafter.setting.num_speculative_tokens) == (recipe.grpo.seed, 3)
+    draft = (own.draft.method, own.draft.init, own.draft.online)
+    assert draft == (DraftMethod.EAGLE3, DraftInit.GENERAL, DraftOnline.OFF)
+    assert own.tuning.candidate_ks == (0, 3)
+    assert all(getattr(own, name) == getattr(recipe, name) for name in ("grpo", "sampling", "learner", "policy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "overrides", "message"),
+    [
+        ({"methods": ()}, "tiny", {}, "methods must name at least one value"),
+        ({"draft_lengths": (0,)}, "tiny", {}, "num_speculative_tokens must be >= 1"),
+        ({"draft_lengths": (99,)}, "tiny", {}, "drafter eagle3-general-off: engine.max_model_len must hold"),
+        ({}, "tiny", ONE_STEP_OFF, "drafter eagle3-general-off: loop.mode must be synchronous here"),
+        (  # learners that live at once cannot have memory in turn
+            {},
+            "qwen3_8b",
+            {"placement": {"memory": "in_turn"}},
+            "drafter eagle3-general-off: placement.memory must be 'shared' in a bake-off",
+        ),
+    ],
+)
+def test_what_no_bake_off_can_do_is_refused_and_the_drafter_named(
+    refusal: Refusal, changes: dict[str, Any], recipe: str, overrides: dict[str, Any], message: str
+) -> None:
+    loaded = load_recipe(recipe, overrides=overrides)
+    grid = Grid(**{**DRAFTERS, **changes})
+    assert refusal(drafter_recipes, recipe=loaded, grid=grid).startswith(message)
