@@ -53,7 +53,7 @@ def test_a_pod_makes_the_part_of_its_index_and_leaves_its_error(tmp_path: Path) 
         *("--raw-output-data-prefix", str(tmp_path / "raw")),
         *("--resolver", "flytekit.core.array_node_map_task.ArrayNodeMapTaskResolver", "--", "vars", ""),
         *("resolver", "flytekit.core.python_auto_container.default_task_resolver"),
-        *("task-module", "tasks.make_part", "task-name", "make_part"),
+        *("task-module", "tasks.ablation", "task-name", "make_part"),
     ]
     array = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX", "FLYTE_K8S_ARRAY_INDEX": "1"}
     environment = {**os.environ, **array, "PYTHONPATH": str(ROOT), "FLYTE_INTERNAL_EXECUTION_ID": "e"}
