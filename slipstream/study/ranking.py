@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -170,18 +171,10 @@ def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
 
 
 def _row(setting: Setting, trained: Mapping[int, Trained]) -> Row:
-    by_seed = [trained[seed] for seed in sorted(trained)]
-    outcomes = tuple(_outcome(Variant(setting=setting, seed=seed), trained[seed]) for seed in sorted(trained))
-    return Row(
-        rank=0,
-        setting=setting,
-        outcomes=outcomes,
-        generation=_speedup(by_seed, _generation_s),
-        step=_speedup(by_seed, _step_s),
-        behind=None,
-        reward_difference=_reward_difference(by_seed),
-        mean_acceptance_length=float(np.mean([outcome.mean_acceptance_length for outcome in outcomes])),
-    )
+    seeds = sorted(trained)
+    outcomes = tuple(_outcome(Variant(setting=setting, seed=seed), trained[seed]) for seed in seeds)
+    estimates = _estimates([trained[seed] for seed in seeds])
+    return Row(rank=0, setting=setting, outcomes=outcomes, behind=None, **estimates)
 
 
 def _outcome(variant: Variant, trained: Trained) -> Outcome:
@@ -191,27 +184,30 @@ def _outcome(variant: Variant, trained: Trained) -> Outcome:
         variant=variant,
         num_speculative_tokens=arm.num_speculative_tokens,
         num_steps=len(arm.steps),
-        generation=_speedup([trained], _generation_s),
-        step=_speedup([trained], _step_s),
-        reward_difference=_reward_difference([trained]),
-        mean_acceptance_length=_acceptance_length(arm.steps),
         ends=(_acceptance_length(arm.steps[:quarter]), _acceptance_length(arm.steps[-quarter:])),
         pretraining_s=trained.pretraining_s,
         training_s=float(np.mean([step.draft_update.elapsed_s if step.draft_update else 0.0 for step in timed])),
         saved_s=float(np.median([*map(_step_s, baseline.timed_steps)]) - np.median([*map(_step_s, timed)])),
         machine=arm.machine,
         baseline_machine=baseline.machine,
+        **_estimates([trained]),
     )
+
+
+def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
+    """The fields that a row and an outcome share, over one seed or several."""
+    return {
+        "generation": _speedup(trained, lambda step: step.times.generation_s),
+        "step": _speedup(trained, _step_s),
+        "reward_difference": _reward_difference(trained),
+        "mean_acceptance_length": float(np.mean([_acceptance_length(each.arm.steps) for each in trained])),
+    }
 
 
 def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
     return bootstrap_grouped_ratio(
         [([*map(seconds, each.baseline.timed_steps)], [*map(seconds, each.arm.timed_steps)]) for each in trained]
     )
-
-
-def _generation_s(step: StepRecord) -> float:
-    return step.times.generation_s
 
 
 def _step_s(step: StepRecord) -> float:

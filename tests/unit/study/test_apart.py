@@ -69,32 +69,29 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
     assert "candidate_ks:  # launch\n" in recorded_recipe(tmp_path, f"abl/{VARIANT}").read_text()
 
 
-def test_the_ablations_run_is_open_and_no_whole_execution(tmp_path: Path) -> None:
-    plan(tmp_path)
+def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:
+    plan(tmp_path, losses=(), seeds=())
     (spool,) = (tmp_path / "spool").glob("*.jsonl")
     (opened,) = read_spool(spool).events
     assert opened.header is not None
     assert opened.header.tags["slipstream.kind"] == "ablation"
-    assert opened.header.params["grid.draft_lengths"] == "3, 5"
+    names = ("grid.draft_lengths", "grid.losses", "grid.seeds")
+    assert [opened.header.params[name] for name in names] == ["3, 5", "the recipe's", "the recipe's"]
 
 
-def test_an_axis_that_is_left_out_is_tracked_as_the_recipes(tmp_path: Path) -> None:
-    plan(tmp_path, losses=(), seeds=())
-    (spool,) = (tmp_path / "spool").glob("*.jsonl")
-    header = read_spool(spool).events[0].header
-    assert header is not None
-    assert (header.params["grid.losses"], header.params["grid.seeds"]) == ("the recipe's", "the recipe's")
-
-
-def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"):
-        plan(tmp_path, draft_lengths=(3, 99))
+@pytest.mark.parametrize(
+    ("cluster", "lengths", "message"),
+    [
+        ("local", (3, 99), r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"),
+        ("gb200", (3,), r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"),
+    ],
+)
+def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
+    tmp_path: Path, cluster: str, lengths: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(tmp_path, cluster, draft_lengths=lengths)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_recipe_that_the_cluster_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"):
-        plan(tmp_path, cluster="gb200")
 
 
 @pytest.mark.parametrize(
@@ -121,19 +118,16 @@ def test_a_variant_is_not_tried_without_its_draft_and_says_why(tmp_path: Path, f
     assert [event.status for event in events if event.kind == "end"] == ["FAILED"]
 
 
-def test_a_part_that_left_no_word_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_needs(tmp_path: Path) -> None:
     plan(tmp_path)
+    other = "rl_zero-in_domain-eagle3-kl_div-k5-seed0"
     ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[VARIANT] == "FloatingPointError: the loss is not finite"
-    assert found["rl_zero-in_domain-eagle3-kl_div-k5-seed0"].startswith("it left no word")
-
-
-def test_a_variant_that_never_started_says_what_failed_before_it(tmp_path: Path) -> None:
-    plan(tmp_path)
+    assert found[other].startswith("it left no word")
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
-    failures = collect(tmp_path, read_plan(tmp_path, "abl")).failures
-    assert {failure.reason for failure in failures} == {"policy-rl_zero failed: ConfigError: no such model"}
+    found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
+    assert found[other] == "policy-rl_zero failed: ConfigError: no such model"
 
 
 def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> None:
