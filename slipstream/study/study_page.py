@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -128,11 +129,10 @@ def study_text(record: StudyRecord) -> str:
     """Plain text: the tables, then what failed and why."""
     tables = [
         table([list(headings), *(cells(record, row, headings) for row in record.rows)])
-        for headings in TABLES[record.study]
-        if record.rows
+        for headings in (TABLES[record.study] if record.rows else ())
     ]
-    failures = [f"{failure.variant.name} FAILED: {failure.reason}" for failure in record.failures]
-    return "\n\n".join([*tables, *(["\n".join(failures)] if failures else [])])
+    failures = "\n".join(f"{failure.variant.name} FAILED: {failure.reason}" for failure in record.failures)
+    return "\n\n".join(filter(None, [*tables, failures]))
 
 
 def answers(record: StudyRecord) -> list[str]:
@@ -170,27 +170,14 @@ def _page(record: StudyRecord, svg: str) -> str:
     environment = Environment(
         loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    workloads = dict.fromkeys(row.setting.workload for row in record.rows)
     return environment.get_template("study.html.jinja").render(
         record=record,
         is_ablation=record.study is Study.ABLATION,
         answers=answers(record),
-        tables=[
-            {
-                "title": WORKLOAD_LABELS[workload.value],
-                "headings": headings,
-                "rows": [
-                    {"kind": "loses" if loses(row) else "", "cells": cells(record, row, headings)}
-                    for row in record.rows
-                    if row.setting.workload is workload
-                ],
-            }
-            for workload in workloads
-            for headings in TABLES[record.study]
-        ],
-        seeds=sorted({outcome.variant.seed for outcome in record.outcomes}),
-        unequal=[outcome.variant.name for outcome in record.outcomes if outcome.is_unequal],
-        machines=sorted({outcome.machine for outcome in record.outcomes if outcome.machine}),
+        workloads={row.setting.workload: WORKLOAD_LABELS[row.setting.workload.value] for row in record.rows},
+        tables=TABLES[record.study],
+        cells=partial(cells, record),
+        loses=loses,
         paper_label=read_reference().label,
         figure=Markup(svg),
         style=Markup((here.with_name("report") / "style.css").read_text()),
