@@ -31,7 +31,7 @@ from slipstream.stages.runs import execution_run
 from slipstream.stages.start_run import on_cluster
 from slipstream.stages.train_grpo import train_grpo
 from slipstream.stages.tune_draft_length import tune_draft_length
-from slipstream.study.ranking import Failure, StudyRecord, Trained, outcome_metrics, ranked_rows, result_metrics
+from slipstream.study.ranking import StudyRecord, Trained, outcome_metrics, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Kind, Part, Study, Variant, parts, variant_recipes
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker, end_open_runs
@@ -169,19 +169,16 @@ def collect(root: Path, plan: PlanRecord) -> StudyRecord:
         path, found = root / plan.execution / part.name / node / "arm.json", ending(root, plan.execution, part.name)
         is_there = found is not None and found.is_finished and path.is_file()
         arms[part.name] = read_record(ArmRecord, path) if is_there else None
-    trained: dict[Variant, Trained] = {}
-    failures: list[Failure] = []
+    ended: dict[Variant, Trained | str] = {}
     for part in plan.of_kind(Kind.VARIANT):
         arm, baseline = arms[part.name], next(arms[name] for name in part.needs if name in arms)
-        if arm is not None and baseline is not None:
-            trained[part.variant] = Trained(arm=arm, baseline=baseline)
+        if arm is None:
+            ended[part.variant] = _reason(root, plan, part)
+        elif baseline is None:
+            ended[part.variant] = "its baseline is missing"
         else:
-            reason = _reason(root, plan, part) if arm is None else "its baseline is missing"
-            failures.append(Failure(variant=part.variant, reason=reason))
-    rows = ranked_rows(trained, Study.ABLATION)
-    return StudyRecord(
-        study=Study.ABLATION, execution=plan.execution, recipe=plan.recipe, rows=rows, failures=tuple(failures)
-    )
+            ended[part.variant] = Trained(arm=arm, baseline=baseline)
+    return rank(Study.ABLATION, ended, execution=plan.execution, recipe=plan.recipe)
 
 
 def read_plan(root: Path, execution: str) -> PlanRecord:

@@ -28,7 +28,7 @@ from slipstream.stages.runs import execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
 from slipstream.stages.train_grpo import arm_plan
-from slipstream.study.ranking import Failure, StudyRecord, Trained, ranked_rows, result_metrics
+from slipstream.study.ranking import Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
@@ -78,28 +78,18 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
     connect()
     with tracked(context, recipe, NODE, {"k": str(grid.draft_lengths[0])}) as tracker:
         members: dict[Variant, _Member] = {}
-        failures: list[Failure] = []
+        ended: dict[Variant, Trained | str] = {}
         for drafter, own in drafters.items():
-            pretrained = _pretrained(context, drafter, own, policy=policy, data=data)
-            if isinstance(pretrained, Failure):
-                failures.append(pretrained)
-            else:
-                members[drafter] = pretrained
-        trained: dict[Variant, Trained] = {}
+            try:
+                members[drafter] = _pretrained(context, drafter, own, policy=policy, data=data)
+            except Exception as error:
+                logger.exception("bake_off: %s drops out, the others go on", drafter.name)
+                ended[drafter] = f"{type(error).__name__}: {error}"
         for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
             logger.info("bake_off: %s, their steps in turn", ", ".join(drafter.name for drafter in group))
-            alone = _autoregressive(context, members[group[0]].recipe, number=number, policy=policy)
-            arms = _trained(alone, {each: members[each] for each in group}, policy=policy, data=data)
-            trained |= {each: arm for each, arm in arms.items() if isinstance(arm, Trained)}
-            failures += [arm for arm in arms.values() if isinstance(arm, Failure)]
-        record = StudyRecord(
-            study=Study.BAKE_OFF,
-            execution=context.execution,
-            recipe=recipe.name,
-            dtype=recipe.learner.dtype.value,
-            rows=ranked_rows(trained, Study.BAKE_OFF),
-            failures=tuple(failures),
-        )
+            ended |= _trained(context, {each: members[each] for each in group}, number, policy=policy, data=data)
+        name, dtype = recipe.name, recipe.learner.dtype.value
+        record = rank(Study.BAKE_OFF, ended, execution=context.execution, recipe=name, dtype=dtype)
         for path in write_study(record, directory):
             tracker.log_artifact(path)
         tracker.log(result_metrics(record))
@@ -107,14 +97,12 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
     with execution_run(context, recipe) as run:
         run.log(result_metrics(record))
         # Of many arms, as an ablation is: beside executions of the chain, which have two, it would be misread.
-        run.set_tags({NOTE: text, "num_dropouts": str(len(failures)), KIND_TAG: ABLATION})
+        run.set_tags({NOTE: text, "num_dropouts": str(len(record.failures)), KIND_TAG: ABLATION})
     logger.info("bake_off: %s", text)
     return directory
 
 
-def _pretrained(
-    context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path
-) -> _Member | Failure:
+def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """A drafter whose draft is there; those that differ in their training during RL alone share one."""
     from slipstream.drafts.fit import require_fit
 
@@ -124,10 +112,9 @@ def _pretrained(
         draft = pretrain_draft(own, recipe, policy=policy, data=data)
         weights = draft_weights(recipe.draft, draft)
         require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
-    except Exception as error:
+    except Exception:
         execution_run(own, recipe).close(RunStatus.FAILED)
-        logger.exception("bake_off: %s drops out, the others go on", drafter.name)
-        return _failure(drafter, error)
+        raise
     length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
     return _Member(
         context=own,
@@ -144,39 +131,34 @@ def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant
         yield drafters[index * len(drafters) // num : (index + 1) * len(drafters) // num]
 
 
-def _autoregressive(context: RunContext, recipe: Recipe, *, number: int, policy: Path) -> _Member:
-    """The arm that a group is compared with."""
-    alone = replace(context, execution=f"{context.execution}/autoregressive-{number}")
-    execution_run(alone, recipe, params=parameters(recipe)).detach()
-    length = DraftLength(num_speculative_tokens=0)
-    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
-    return _Member(context=alone, recipe=recipe, plan=plan)
-
-
 def _trained(
-    alone: _Member, group: Mapping[Variant, _Member], *, policy: Path, data: Path
-) -> dict[Variant, Trained | Failure]:
-    """One group beside the autoregressive arm.
+    context: RunContext, group: Mapping[Variant, _Member], number: int, *, policy: Path, data: Path
+) -> dict[Variant, Trained | str]:
+    """Train one group beside an autoregressive arm of its own.
 
     Raises:
         Exception: that arm failed: there is nothing to compare with.
     """
-    starting = threading.Semaphore(alone.recipe.tuning.num_starting)
+    alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
+    own = replace(context, execution=f"{context.execution}/{alone}")
+    execution_run(own, recipe, params=parameters(recipe)).detach()
+    length = DraftLength(num_speculative_tokens=0)
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
+    members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
+    starting = threading.Semaphore(recipe.tuning.num_starting)
     run = partial(_train, starting=starting, policy=policy, prompts=read_prompt_sets(data).train)
-    everybody = {"autoregressive": alone, **{drafter.name: member for drafter, member in group.items()}}
-    ended = in_turn({name: partial(run, member) for name, member in everybody.items()})
-    baseline = ended["autoregressive"]
-    if isinstance(baseline, BaseException):
-        raise baseline
-    arms: dict[Variant, Trained | Failure] = {}
+    arms = in_turn({name: partial(run, member) for name, member in members.items()})
+    if isinstance(arms[alone], BaseException):
+        raise arms[alone]
+    ended: dict[Variant, Trained | str] = {}
     for drafter, member in group.items():
-        arm = ended[drafter.name]
+        arm = arms[drafter.name]
         if isinstance(arm, BaseException):
             logger.error("bake_off: %s drops out, the others went on", drafter.name, exc_info=arm)
-            arms[drafter] = _failure(drafter, arm)
+            ended[drafter] = f"{type(arm).__name__}: {arm}"
         else:
-            arms[drafter] = Trained(arm=arm, baseline=baseline, pretraining_s=member.pretraining_s)
-    return arms
+            ended[drafter] = Trained(arm=arm, baseline=arms[alone], pretraining_s=member.pretraining_s)
+    return ended
 
 
 def _train(
@@ -206,7 +188,3 @@ def _started(plan: ArmPlan, starting: threading.Semaphore) -> Iterator[RemoteEng
         with starting:
             engine = opened.enter_context(plan.start_engine())
         yield engine
-
-
-def _failure(drafter: Variant, error: BaseException) -> Failure:
-    return Failure(variant=drafter, reason=f"{type(error).__name__}: {error}")

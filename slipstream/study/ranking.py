@@ -100,23 +100,33 @@ class StudyRecord:
         return (*(o.variant for o in self.outcomes), *(failure.variant for failure in self.failures))
 
 
-def ranked_rows(trained: Mapping[Variant, Trained], study: Study) -> tuple[Row, ...]:
-    """Every setting's row, ranked within its workload."""
+def rank(
+    study: Study, ended: Mapping[Variant, Trained | str], *, execution: str, recipe: str, dtype: str = ""
+) -> StudyRecord:
+    """Rank every variant that was trained, within its workload.
+
+    Args:
+        ended: the arms of each variant of the grid, or the reason why it has none.
+    """
     by_setting: dict[Setting, dict[int, Trained]] = {}
-    for variant, arms in trained.items():
-        by_setting.setdefault(variant.setting, {})[variant.seed] = arms
+    for variant, arms in ended.items():
+        if isinstance(arms, Trained):
+            by_setting.setdefault(variant.setting, {})[variant.seed] = arms
     rows: list[Row] = []
     for workload in dict.fromkeys(setting.workload for setting in by_setting):
         own = [_row(*each) for each in by_setting.items() if each[0].workload is workload]
         own.sort(key=lambda row: (-row.step.value, row.setting.name))
         first = by_setting[own[0].setting]
-        for rank, row in enumerate(own, start=1):
+        for number, row in enumerate(own, start=1):
             arms = by_setting[row.setting]
             common = [Trained(baseline=arms[s].arm, arm=first[s].arm) for s in sorted(arms.keys() & first.keys())]
             # Groups of a bake-off had autoregressive arms of their own, so that their steps are not compared directly.
-            behind = _speedup(common, _step_s) if rank > 1 and common and study is Study.ABLATION else None
-            rows.append(replace(row, rank=rank, behind=behind))
-    return tuple(rows)
+            behind = _speedup(common, _step_s) if number > 1 and common and study is Study.ABLATION else None
+            rows.append(replace(row, rank=number, behind=behind))
+    failures = tuple(Failure(variant=each, reason=why) for each, why in ended.items() if isinstance(why, str))
+    return StudyRecord(
+        study=study, execution=execution, recipe=recipe, rows=tuple(rows), failures=failures, dtype=dtype
+    )
 
 
 def verdict(row: Row) -> str:

@@ -13,6 +13,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
+from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.study.apart import (
     PartMissingError,
@@ -26,7 +27,8 @@ from slipstream.study.apart import (
 )
 from slipstream.study.variants import Grid, Kind
 from slipstream.tracking.spool import read_spool
-from slipstream.types import Workload
+from slipstream.types import Arm, Workload
+from tests.unit.report.handmade import step
 
 UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
 VARIANT = "rl_zero-in_domain-eagle3-kl_div-k3-seed0"
@@ -128,6 +130,20 @@ def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[other] == "policy-rl_zero failed: ConfigError: no such model"
+
+
+def test_an_arm_whose_baseline_has_none_is_no_result(tmp_path: Path) -> None:
+    plan(tmp_path)
+    for name, node in ((VARIANT, "train_grpo_speculative"), ("baseline-rl_zero-seed0", "train_grpo_autoregressive")):
+        ended(tmp_path, name)
+        missing = {
+            failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures
+        }
+        steps = tuple(step(i, generation_s=1.0, reward=0.5) for i in range(3))
+        record = ArmRecord(arm=Arm(node[11:]), num_speculative_tokens=0, steps=steps, machine="")
+        write_record(record, tmp_path / "abl" / name / node / "arm.json")
+    assert missing[VARIANT] == "its baseline is missing"
+    assert [outcome.variant.name for outcome in collect(tmp_path, read_plan(tmp_path, "abl")).outcomes] == [VARIANT]
 
 
 def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.study.ranking import (
     StudyRecord,
     Trained,
     outcome_metrics,
-    ranked_rows,
+    rank,
     result_metrics,
     verdict,
 )
@@ -69,9 +69,9 @@ FAILED = Failure(variant=variant(9), reason="draft-9 failed: no prompts")
 def ablation(
     arms: dict[Variant, ArmRecord], base: dict[int, ArmRecord] | None = None, failures: Sequence[Failure] = ()
 ) -> StudyRecord:
-    trained = {each: Trained(arm=own, baseline=(base or BASE)[each.seed]) for each, own in arms.items()}
-    rows = ranked_rows(trained, Study.ABLATION)
-    return StudyRecord(study=Study.ABLATION, execution="abl", recipe="tiny", rows=rows, failures=tuple(failures))
+    ended: dict[Variant, Trained | str] = {failure.variant: failure.reason for failure in failures}
+    ended |= {each: Trained(arm=own, baseline=(base or BASE)[each.seed]) for each, own in arms.items()}
+    return rank(Study.ABLATION, ended, execution="abl", recipe="tiny")
 
 
 def ranked(failures: Sequence[Failure] = ()) -> StudyRecord:
@@ -196,14 +196,8 @@ LOSER = Trained(arm=arm([8, 18, 8], accepted_tokens=[1]), baseline=ALONE)  # ste
 
 
 def bake_off(trained: dict[Variant, Trained]) -> StudyRecord:
-    return StudyRecord(
-        study=Study.BAKE_OFF,
-        execution="bake",
-        recipe="tiny",
-        dtype="float32",
-        rows=ranked_rows(trained, Study.BAKE_OFF),
-        failures=(DROPOUT,),
-    )
+    ended = {**trained, DROPOUT.variant: DROPOUT.reason}
+    return rank(Study.BAKE_OFF, ended, execution="bake", recipe="tiny", dtype="float32")
 
 
 BAKE_OFF = bake_off({NGRAM: LOSER, ONLINE: TWICE})
