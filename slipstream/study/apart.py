@@ -8,8 +8,7 @@ share them only look them up. How a part ended is a record beside it: the others
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def plan_ablation(
 
 
 def make_part(context: RunContext) -> str:
-    """Make the part that `context` names, and record how it ended; its name.
+    """Make the part that `context` names in an MLflow run of its own, and record how it ended; its name.
 
     Raises:
         PartMissingError: a part that it needs failed.
@@ -122,7 +121,9 @@ def make_part(context: RunContext) -> str:
     part = next(part for part in plan.parts if f"{plan.execution}/{part.name}" == context.execution)
     recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
     logger.info("ablation: part %d of %d, %s", plan.parts.index(part) + 1, len(plan.parts), part.name)
-    with _recorded(context, recipe):
+    execution_run(context, recipe, origin_tags(), parameters(recipe)).detach()
+    path = Path(context.root) / context.execution / _ENDING  # an interrupt leaves none
+    try:
         for name in part.needs:  # without them it would fail as they did, or be compared with nothing
             found = ending(Path(context.root), plan.execution, name)
             if found is None:
@@ -130,6 +131,13 @@ def make_part(context: RunContext) -> str:
             if not found.is_finished:
                 raise PartMissingError(f"{name} failed: {found.reason}")
         _make(context, recipe, part)
+    except Exception as error:
+        write_record(PartRecord(is_finished=False, reason=f"{type(error).__name__}: {error}"), path)
+        execution_run(context, recipe).close(RunStatus.FAILED)
+        logger.error("ablation: %s failed, the others go on: %s", context.execution, error)
+        raise
+    write_record(PartRecord(is_finished=True, reason=""), path)
+    execution_run(context, recipe).close()
     return part.name
 
 
@@ -200,22 +208,6 @@ def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[
     """The MLflow run of the ablation, to which those of its parts belong; with `params` it is opened."""
     tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
     return execution_run(_context(root, plan.execution, recipe), recipe, tags, params)
-
-
-@contextmanager
-def _recorded(context: RunContext, recipe: Recipe) -> Iterator[None]:
-    """The part's MLflow run around the block, and the record of how the block ended. An interrupt leaves none."""
-    path = Path(context.root) / context.execution / _ENDING
-    execution_run(context, recipe, origin_tags(), parameters(recipe)).detach()
-    try:
-        yield
-    except Exception as error:
-        write_record(PartRecord(is_finished=False, reason=f"{type(error).__name__}: {error}"), path)
-        execution_run(context, recipe).close(RunStatus.FAILED)
-        logger.error("ablation: %s failed, the others go on: %s", context.execution, error)
-        raise
-    write_record(PartRecord(is_finished=True, reason=""), path)
-    execution_run(context, recipe).close()
 
 
 def _make(context: RunContext, recipe: Recipe, part: Part) -> None:

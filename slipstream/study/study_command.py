@@ -90,16 +90,14 @@ def launched(options: argparse.Namespace) -> StudyLaunch:
     """
     overrides = handed_on(options.overrides)
     grid = _grid(options)
-    one = (
-        {"workload": next(iter(grid.workloads), None), "seed": next(iter(grid.seeds), None)} if options.in_turn else {}
-    )
-    changes = requested(overrides, num_steps=options.num_steps, **one)
     if options.in_turn:
+        inputs: dict[str, Any] = {"workload": next(iter(grid.workloads), None), "seed": next(iter(grid.seeds), None)}
+        changes = requested(overrides, num_steps=options.num_steps, **inputs)
         drafter_recipes(load_recipe(options.recipe, overrides=changes), grid)
-        field = {"methods": grid.methods, "inits": grid.draft_inits, "online": grid.online}
-        inputs = {**field, "num_speculative_tokens": grid.draft_lengths[0], **one}
+        inputs |= {"methods": grid.methods, "inits": grid.draft_inits, "online": grid.online}
+        inputs["num_speculative_tokens"] = grid.draft_lengths[0]
     else:
-        variant_recipes(options.recipe, grid, changes)
+        variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
         inputs = {name: values for name, values in vars(grid).items() if name != "online"}
     inputs |= {"recipe": demo.handed_on_recipe(options.recipe), "num_steps": options.num_steps, "overrides": overrides}
     return StudyLaunch(
