@@ -24,7 +24,7 @@ from tasks.start_run import execution_name
 
 
 class PlannedAblation(NamedTuple):
-    """What each part works for, by kind."""
+    """Contexts of the parts, by kind."""
 
     policies: list[RunContext]
     drafts: list[RunContext]

@@ -85,7 +85,7 @@ def plan_ablation(
     """Check the recipe of every variant before anything starts, write them all out, and open the ablation's run.
 
     Returns:
-        What each part works for, by kind.
+        Contexts of the parts, by kind.
     Raises:
         ConfigError: the recipe or the cluster refuses a variant, which the error names.
     """
@@ -170,7 +170,7 @@ def fail_ablation(root: Path, execution: str, *, message: str) -> Path | None:
 
 
 def collect(root: Path, plan: PlanRecord) -> StudyRecord:
-    """Every arm that there is, ranked, and why the others are not."""
+    """Rank every variant that has an arm and a baseline; the others fail with a reason."""
     arms: dict[str, ArmRecord | None] = {}
     for part in (*plan.of_kind(Kind.BASELINE), *plan.of_kind(Kind.VARIANT)):
         node = arm_node(Arm.AUTOREGRESSIVE if part.kind is Kind.BASELINE else Arm.SPECULATIVE)

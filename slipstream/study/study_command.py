@@ -25,7 +25,7 @@ PRESETS = {
     "ablation": "train a grid of drafts and draft lengths here, and rank them",
     "bakeoff": "compare drafters on one policy here, their steps in turn",
 }
-"""What each command says of itself."""
+"""Help of each command."""
 _AXES: dict[str, tuple[type, list[str]]] = {
     "methods": (DraftMethod, ["--methods"]),
     "draft_inits": (DraftInit, ["--draft-inits", "--inits"]),

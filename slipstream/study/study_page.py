@@ -40,7 +40,7 @@ _PUBLISHED = {
     "eagle3-in_domain-off": "EAGLE-3, DAPO, offline",
     "eagle3-in_domain-always": "EAGLE-3, DAPO, online",
 }
-"""Which published draft is of a drafter's kind: general prompts were UltraChat and Magpie, the task's DAPO."""
+"""Published draft of each drafter's kind: general prompts were UltraChat and Magpie, the task's DAPO."""
 _ROW_HEIGHT_IN = 0.34
 
 Cell = Callable[[StudyRecord, Row], str]

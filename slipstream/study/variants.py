@@ -45,7 +45,7 @@ class Study(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a part makes."""
+    """Product of a part."""
 
     POLICY = "policy"
     DRAFT = "draft"
@@ -140,7 +140,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What is made once, by one task. Its recipe is that of `variant`; a policy and a baseline ignore its draft."""
+    """Product of one task, made once. Its recipe is that of `variant`; a policy and a baseline ignore its draft."""
 
     name: str
     kind: Kind
