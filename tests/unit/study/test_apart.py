@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import DraftInit
 from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
@@ -27,7 +27,7 @@ from slipstream.study.apart import (
 )
 from slipstream.study.variants import Grid, Kind
 from slipstream.tracking.spool import read_spool
-from slipstream.types import Arm, Workload
+from slipstream.types import Arm
 from tests.unit.report.handmade import step
 
 UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
@@ -36,17 +36,9 @@ DRAFT = "draft-rl_zero-in_domain-eagle3-kl_div-seed0"
 
 
 def plan(root: Path, cluster: str = "local", **changes: Any) -> dict[Kind, list[RunContext]]:
-    values: dict[str, Any] = {
-        "draft_inits": (DraftInit.IN_DOMAIN,),
-        "methods": (DraftMethod.EAGLE3,),
-        "losses": ("kl_div",),
-        "draft_lengths": (3, 5),
-        "seeds": (0,),
-        "workloads": (Workload.RL_ZERO,),
-    }
     return plan_ablation(
         "tiny",
-        Grid(**{**values, **changes}),
+        Grid(**{"draft_lengths": (3, 5), **changes}),
         root=root,
         execution="abl",
         requested={"tracking": UNTRACKED},
@@ -72,13 +64,13 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
 
 
 def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:
-    plan(tmp_path, losses=(), seeds=())
+    plan(tmp_path, draft_inits=(DraftInit.IN_DOMAIN,))
     (spool,) = (tmp_path / "spool").glob("*.jsonl")
     (opened,) = read_spool(spool).events
     assert opened.header is not None
     assert opened.header.tags["slipstream.kind"] == "ablation"
-    names = ("grid.draft_lengths", "grid.losses", "grid.seeds")
-    assert [opened.header.params[name] for name in names] == ["3, 5", "the recipe's", "the recipe's"]
+    names = ("grid.draft_inits", "grid.draft_lengths", "grid.losses", "grid.seeds")
+    assert [opened.header.params[name] for name in names] == ["in_domain", "3, 5", "the recipe's", "the recipe's"]
 
 
 @pytest.mark.parametrize(
