@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.profile import read_profile
 from slipstream.records.files import write_record
-from slipstream.study.ablate import PartRecord, ending, plan_ablation
-from slipstream.study.ablation_grid import Grid, Kind
-from slipstream.types import Workload
+from slipstream.study.apart import PartRecord, ending, plan_ablation
+from slipstream.study.variants import Grid, Kind
 
 ROOT = Path(__file__).parents[3]
 UNTRACKED = {"uri": "http://127.0.0.1:9", "close_wait_s": 0.0, "request_timeout_s": 1}
@@ -26,17 +24,9 @@ def test_a_pod_makes_the_part_of_its_index_and_leaves_its_error(tmp_path: Path) 
 
     from slipstream.stages.context import RunContext
 
-    grid = Grid(
-        draft_inits=(DraftInit.IN_DOMAIN,),
-        methods=(DraftMethod.EAGLE3,),
-        losses=("kl_div",),
-        draft_lengths=(3, 5),
-        seeds=(0,),
-        workloads=(Workload.RL_ZERO,),
-    )
     planned = plan_ablation(
         "tiny",
-        grid,
+        Grid(draft_lengths=(3, 5)),
         root=tmp_path / "runs",
         execution="abl",
         requested={"tracking": UNTRACKED},
@@ -53,7 +43,7 @@ def test_a_pod_makes_the_part_of_its_index_and_leaves_its_error(tmp_path: Path) 
         *("--raw-output-data-prefix", str(tmp_path / "raw")),
         *("--resolver", "flytekit.core.array_node_map_task.ArrayNodeMapTaskResolver", "--", "vars", ""),
         *("resolver", "flytekit.core.python_auto_container.default_task_resolver"),
-        *("task-module", "tasks.make_part", "task-name", "make_part"),
+        *("task-module", "tasks.ablation", "task-name", "make_part"),
     ]
     array = {"BATCH_JOB_ARRAY_INDEX_VAR_NAME": "FLYTE_K8S_ARRAY_INDEX", "FLYTE_K8S_ARRAY_INDEX": "1"}
     environment = {**os.environ, **array, "PYTHONPATH": str(ROOT), "FLYTE_INTERNAL_EXECUTION_ID": "e"}

@@ -9,16 +9,26 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftInit, DraftMethod
+from slipstream.drafts.config import DraftInit
 from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
+from slipstream.records.steps import ArmRecord
 from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.study.ablate import PartMissingError, PartRecord, ending, make_part, plan_ablation, read_plan
-from slipstream.study.ablation_grid import Grid, Kind
-from slipstream.study.rank_ablation import collect, fail_ablation
+from slipstream.study.apart import (
+    PartMissingError,
+    PartRecord,
+    collect,
+    ending,
+    fail_ablation,
+    make_part,
+    plan_ablation,
+    read_plan,
+)
+from slipstream.study.variants import Grid, Kind
 from slipstream.tracking.spool import read_spool
-from slipstream.types import Workload
+from slipstream.types import Arm
+from tests.unit.report.handmade import step
 
 UNTRACKED = {"uri": "http://127.0.0.1:9", "replay_every_s": 0.1, "close_wait_s": 0.0}
 VARIANT = "rl_zero-in_domain-eagle3-kl_div-k3-seed0"
@@ -26,17 +36,9 @@ DRAFT = "draft-rl_zero-in_domain-eagle3-kl_div-seed0"
 
 
 def plan(root: Path, cluster: str = "local", **changes: Any) -> dict[Kind, list[RunContext]]:
-    values: dict[str, Any] = {
-        "draft_inits": (DraftInit.IN_DOMAIN,),
-        "methods": (DraftMethod.EAGLE3,),
-        "losses": ("kl_div",),
-        "draft_lengths": (3, 5),
-        "seeds": (0,),
-        "workloads": (Workload.RL_ZERO,),
-    }
     return plan_ablation(
         "tiny",
-        Grid(**{**values, **changes}),
+        Grid(**{"draft_lengths": (3, 5), **changes}),
         root=root,
         execution="abl",
         requested={"tracking": UNTRACKED},
@@ -61,32 +63,29 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
     assert "candidate_ks:  # launch\n" in recorded_recipe(tmp_path, f"abl/{VARIANT}").read_text()
 
 
-def test_the_ablations_run_is_open_and_no_whole_execution(tmp_path: Path) -> None:
-    plan(tmp_path)
+def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:
+    plan(tmp_path, draft_inits=(DraftInit.IN_DOMAIN,))
     (spool,) = (tmp_path / "spool").glob("*.jsonl")
     (opened,) = read_spool(spool).events
     assert opened.header is not None
     assert opened.header.tags["slipstream.kind"] == "ablation"
-    assert opened.header.params["grid.draft_lengths"] == "3, 5"
+    names = ("grid.draft_inits", "grid.draft_lengths", "grid.losses", "grid.seeds")
+    assert [opened.header.params[name] for name in names] == ["in_domain", "3, 5", "the recipe's", "the recipe's"]
 
 
-def test_an_axis_that_is_left_out_is_tracked_as_the_recipes(tmp_path: Path) -> None:
-    plan(tmp_path, losses=(), seeds=())
-    (spool,) = (tmp_path / "spool").glob("*.jsonl")
-    header = read_spool(spool).events[0].header
-    assert header is not None
-    assert (header.params["grid.losses"], header.params["grid.seeds"]) == ("the recipe's", "the recipe's")
-
-
-def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"):
-        plan(tmp_path, draft_lengths=(3, 99))
+@pytest.mark.parametrize(
+    ("cluster", "lengths", "message"),
+    [
+        ("local", (3, 99), r"^variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine"),
+        ("gb200", (3,), r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"),
+    ],
+)
+def test_one_variant_that_is_refused_refuses_all_and_leaves_nothing(
+    tmp_path: Path, cluster: str, lengths: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(tmp_path, cluster, draft_lengths=lengths)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_recipe_that_the_cluster_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^placement\.gpus_per_node must be 1 to 4 on cluster gb200, got 0"):
-        plan(tmp_path, cluster="gb200")
 
 
 @pytest.mark.parametrize(
@@ -113,19 +112,30 @@ def test_a_variant_is_not_tried_without_its_draft_and_says_why(tmp_path: Path, f
     assert [event.status for event in events if event.kind == "end"] == ["FAILED"]
 
 
-def test_a_part_that_left_no_word_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+def test_a_variant_without_an_arm_fails_for_its_own_reason_else_that_of_what_it_needs(tmp_path: Path) -> None:
     plan(tmp_path)
+    other = "rl_zero-in_domain-eagle3-kl_div-k5-seed0"
     ended(tmp_path, VARIANT, "FloatingPointError: the loss is not finite")
     found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
     assert found[VARIANT] == "FloatingPointError: the loss is not finite"
-    assert found["rl_zero-in_domain-eagle3-kl_div-k5-seed0"].startswith("it left no word")
-
-
-def test_a_variant_that_never_started_says_what_failed_before_it(tmp_path: Path) -> None:
-    plan(tmp_path)
+    assert found[other].startswith("it left no word")
     ended(tmp_path, "policy-rl_zero", "ConfigError: no such model")
-    failures = collect(tmp_path, read_plan(tmp_path, "abl")).failures
-    assert {failure.reason for failure in failures} == {"policy-rl_zero failed: ConfigError: no such model"}
+    found = {failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures}
+    assert found[other] == "policy-rl_zero failed: ConfigError: no such model"
+
+
+def test_an_arm_whose_baseline_has_none_is_no_result(tmp_path: Path) -> None:
+    plan(tmp_path)
+    for name, node in ((VARIANT, "train_grpo_speculative"), ("baseline-rl_zero-seed0", "train_grpo_autoregressive")):
+        ended(tmp_path, name)
+        missing = {
+            failure.variant.name: failure.reason for failure in collect(tmp_path, read_plan(tmp_path, "abl")).failures
+        }
+        steps = tuple(step(i, generation_s=1.0, reward=0.5) for i in range(3))
+        record = ArmRecord(arm=Arm(node[11:]), num_speculative_tokens=0, steps=steps, machine="")
+        write_record(record, tmp_path / "abl" / name / node / "arm.json")
+    assert missing[VARIANT] == "its baseline is missing"
+    assert [outcome.variant.name for outcome in collect(tmp_path, read_plan(tmp_path, "abl")).outcomes] == [VARIANT]
 
 
 def test_a_failed_ablation_keeps_its_page_and_ends_its_runs(tmp_path: Path) -> None:

@@ -11,11 +11,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config import ConfigError, parse_overrides
-from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod
+from slipstream.config import parse_overrides
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import CONFIGS, Recipe, load_recipe, write_recipe
-from slipstream.study.ablation_grid import MAX_VARIANTS, Grid, Kind, chosen_seeds, kickoff_day, parts, variant_recipes
-from slipstream.study.ablation_records import Variant
+from slipstream.study.variants import (
+    MAX_VARIANTS,
+    Grid,
+    Kind,
+    Variant,
+    chosen_seeds,
+    drafter_recipes,
+    kickoff_day,
+    parts,
+    variant_recipes,
+)
 from slipstream.types import Workload
 from tests.unit.conftest import Refusal
 from tests.unit.lagging import ONE_STEP_OFF
@@ -57,10 +66,14 @@ GRIDS = st.builds(
 )
 
 
+def test_the_largest_grid_is_taken() -> None:
+    assert len(variants_of(Grid(**{**ONE, "seeds": tuple(range(MAX_VARIANTS))}))) == MAX_VARIANTS
+
+
 @given(GRIDS)
 def test_every_combination_is_one_variant_with_a_name_of_its_own(grid: Grid) -> None:
     variants = variants_of(grid)
-    sizes = [len(values) for values in vars(grid).values()]
+    sizes = [len(values) for values in vars(grid).values() if values]
     product = 1
     for size in sizes:
         product *= size
@@ -109,11 +122,7 @@ def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
 
 def test_a_list_that_is_left_out_keeps_what_the_recipe_says(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    own = {
-        "workload": "rl_think",
-        "grpo": {"seed": 5},
-        "draft": {"init": "general", "loss": "tv", "seed": 9},
-    }
+    own = {"workload": "rl_think", "grpo": {"seed": 5}, "draft": {"init": "general", "loss": "tv", "seed": 9}}
     write_recipe(load_recipe("tiny", overrides=own), path)
     (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,))
     assert (recipe.workload, recipe.grpo.seed) == (Workload.RL_THINK, 5)
@@ -130,19 +139,14 @@ def test_a_variants_recipe_says_of_what_the_grid_lists_alone_that_the_launch_gav
     assert sorted(name for name, label in origins.items() if label == "launch") == sorted(launched)
 
 
-def test_a_seed_that_is_listed_draws_the_draft_too_though_it_is_the_recipes(tmp_path: Path) -> None:
-    path = write_recipe(load_recipe("tiny", overrides={"draft": {"seed": 9}}), tmp_path / "mine.yaml")
-    (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,))
-    assert (recipe.grpo.seed, recipe.draft.seed) == (0, 0)
-
-
-def test_each_workload_keeps_the_draft_of_its_own_section(tmp_path: Path) -> None:
+def test_each_workload_keeps_its_own_section_of_the_recipe(tmp_path: Path) -> None:
     values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
     values["workloads"]["rl_think"]["draft"] = {"init": "general"}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(values))
     zero, think = recipes_of(recipe=str(path), draft_lengths=(3,), workloads=tuple(Workload))
     assert (zero.draft.init, think.draft.init) == (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
+    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +165,6 @@ def test_an_unsound_grid_is_refused(refusal: Refusal, changes: dict[str, Any], m
     assert refusal(Grid, **{**ONE, **changes}) == message
 
 
-def test_the_largest_grid_is_taken() -> None:
-    assert len(variants_of(Grid(**{**ONE, "seeds": tuple(range(MAX_VARIANTS))}))) == MAX_VARIANTS
-
-
 def test_the_recipe_of_a_variant_follows_it_alone() -> None:
     grid = {**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)}
     (recipe,) = recipes_of("grpo.group_size=4", "tuning.batch_sizes=[8]", **grid)
@@ -173,23 +173,21 @@ def test_the_recipe_of_a_variant_follows_it_alone() -> None:
     assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
 
 
-def test_a_workload_keeps_its_own_section_of_the_recipe() -> None:
-    zero, think = recipes_of(**{**ONE, "workloads": (Workload.RL_ZERO, Workload.RL_THINK)})
-    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
-
-
-def test_a_variant_that_the_recipe_refuses_is_named() -> None:
-    refused = r"^variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft\.loss must be one of"
-    with pytest.raises(ConfigError, match=refused):
-        recipes_of(**{**ONE, "losses": ("mse",)})
-    with pytest.raises(ConfigError, match=r"k99-seed0: engine\.max_model_len must hold"):
-        recipes_of(**{**ONE, "draft_lengths": (99,)})
-
-
-@pytest.mark.parametrize(("field", "name"), [("draft.init=general", "draft_inits"), ("draft.seed=1", "seeds")])
-def test_an_override_of_what_the_grid_varies_is_refused(field: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"must leave out {field.partition('=')[0]}.*give the input {name}"):
-        recipes_of(field, **ONE)
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"losses": ("mse",)}, {}, "variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft.loss must be one of"),
+        ({"draft_lengths": (99,)}, {}, "variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine.max_model_len must"),
+        ({}, ONE_STEP_OFF, "variant rl_zero-in_domain-eagle3-kl_div-k3-seed0: loop.mode must be synchronous here"),
+        ({}, {"draft": {"init": "general"}}, "overrides must leave out draft.init, got 'draft.init'; give the input d"),
+        ({}, {"draft": {"seed": 1}}, "overrides must leave out draft.seed, got 'draft.seed'; give the input seeds"),
+    ],
+)
+def test_a_variant_that_the_recipe_refuses_is_named_and_so_is_an_override_of_what_the_grid_varies(
+    refusal: Refusal, changes: dict[str, Any], overrides: dict[str, Any], message: str
+) -> None:
+    grid = Grid(**{**ONE, **changes})
+    assert refusal(variant_recipes, name="tiny", grid=grid, requested=overrides).startswith(message)
 
 
 def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_kickoff_there_is_none() -> None:
@@ -202,6 +200,55 @@ def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_k
     assert kickoff_day(datetime(1970, 1, 31, 23, 59, tzinfo=west)) == 31
 
 
-def test_an_asynchronous_recipe_is_refused_for_its_variants_would_be_compared_with_its_loop() -> None:
-    with pytest.raises(ConfigError, match=r"^variant .*: loop.mode must be synchronous here, got 'one_step_off'"):
-        variant_recipes("tiny", Grid(**ONE), ONE_STEP_OFF)
+DRAFTERS: dict[str, Any] = {
+    "methods": (DraftMethod.EAGLE3,),
+    "draft_inits": (DraftInit.GENERAL,),
+    "online": (DraftOnline.OFF,),
+    "draft_lengths": (3,),
+}
+
+
+def test_a_lookup_takes_part_once_whatever_prompts_and_training_are_tried() -> None:
+    methods = (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM)
+    grid = Grid(methods=methods, draft_inits=FRESH_INITS, online=tuple(DraftOnline)[:2], draft_lengths=(3,))
+    assert [drafter.name for drafter in drafter_recipes(load_recipe("tiny"), grid)] == [
+        "eagle3-in_domain-off",
+        "eagle3-in_domain-always",
+        "eagle3-general-off",
+        "eagle3-general-always",
+        "draft_model-in_domain-off",
+        "draft_model-general-off",
+        "ngram-off",
+    ]
+
+
+def test_a_drafter_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -> None:
+    recipe = load_recipe("tiny")
+    ((drafter, own),) = drafter_recipes(recipe, Grid(**DRAFTERS)).items()
+    assert (drafter.seed, drafter.setting.num_speculative_tokens) == (recipe.grpo.seed, 3)
+    draft = (own.draft.method, own.draft.init, own.draft.online)
+    assert draft == (DraftMethod.EAGLE3, DraftInit.GENERAL, DraftOnline.OFF)
+    assert own.tuning.candidate_ks == (0, 3)
+    assert all(getattr(own, name) == getattr(recipe, name) for name in ("grpo", "sampling", "learner", "policy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "overrides", "message"),
+    [
+        ({"methods": ()}, "tiny", {}, "methods must name at least one value"),
+        ({"draft_lengths": (0,)}, "tiny", {}, "num_speculative_tokens must be >= 1"),
+        ({"draft_lengths": (99,)}, "tiny", {}, "drafter eagle3-general-off: engine.max_model_len must hold"),
+        ({}, "tiny", ONE_STEP_OFF, "drafter eagle3-general-off: loop.mode must be synchronous here"),
+        (
+            {},
+            "qwen3_8b",
+            {"placement": {"memory": "in_turn"}},
+            "drafter eagle3-general-off: placement.memory must be 's",
+        ),
+    ],
+)
+def test_what_no_bake_off_can_do_is_refused_and_the_drafter_named(
+    refusal: Refusal, changes: dict[str, Any], recipe: str, overrides: dict[str, Any], message: str
+) -> None:
+    grid, loaded = Grid(**{**DRAFTERS, **changes}), load_recipe(recipe, overrides=overrides)
+    assert refusal(drafter_recipes, recipe=loaded, grid=grid).startswith(message)
