@@ -19,10 +19,8 @@ from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
 from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, Recompute
-from slipstream.learner.experts import require_even_experts
-from slipstream.learner.shape import Shape, require_divisible
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
 from slipstream.workers.placement.config import Layout, PlacementMode

@@ -16,9 +16,8 @@ from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig, DraftScratchConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, Experts
 from slipstream.learner.config import LearnerConfig, ParallelConfig, Recompute, ScratchConfig
-from slipstream.learner.experts import Experts
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
 from slipstream.types import Dtype
