@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from slipstream.train.draft import FixedDraft, TrainedDraft
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
@@ -29,7 +30,6 @@ from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.draft import FixedDraft, TrainedDraft
 from slipstream.train.loop import SyncLoop
 from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores

@@ -30,12 +30,12 @@ from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
 from slipstream.stages.train_grpo import arm_plan
-from slipstream.train import arm
+from slipstream.train import run
 from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
-from tests.unit.train.asynchronous.world import Delays, FlightWorld, in_flight
+from tests.unit.train.world import Delays, FlightWorld, in_flight
 
 
 class NotedLearner:
@@ -167,16 +167,16 @@ def trained(
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
-    tools.patch.setattr(arm, "own_node", lambda: "here")
-    tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
-    plan = arm.ArmPlan(
+    tools.patch.setattr(run, "own_node", lambda: "here")
+    tools.patch.setattr(run, "start_learner", lambda config, layout: nullcontext(learner))
+    plan = run.ArmPlan(
         arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
         num_speculative_tokens=0 if draft is None else 3,
         draft=draft,
         draft_length=None if draft is None else 2.5,
         start_engine=typing.cast(Any, lambda: nullcontext(engine)),
     )
-    record = arm.train(
+    record = run.train(
         recipe,
         plan,
         policy=tools.directory,

@@ -14,9 +14,9 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
-from slipstream.train.asynchronous.timing import Stopwatch
+from slipstream.train.loop import Trainer, recent
 from slipstream.train.metrics import StageClock
-from slipstream.train.step import Trainer, recent
+from slipstream.train.timing import Stopwatch
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1,), answer="7")

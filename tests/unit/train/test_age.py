@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from slipstream.engine.protocol import GenerationResult
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.asynchronous.age import batch, due, num_missing
-from slipstream.train.asynchronous.buffer import Generated, Scored
+from slipstream.train.asynchronous import choose_batch, num_missing, overdue
+from slipstream.train.pending import Scored
 
 
 def scored(index: int) -> Scored:
     result = GenerationResult(groups=(), acceptance=None, generation_s=0.0)
     rewards = RewardResult(rewards=(), num_timeouts=0, num_crashes=0)
-    return Scored(generated=Generated(index=index, result=result, ended_s=0.0), rewards=rewards)
+    return Scored(index=index, result=result, rewards=rewards)
 
 
 def taken(there: list[int], started: dict[int, int], step: int, *, lag: int, per_step: int) -> list[int] | None:
-    chosen = batch([scored(index) for index in there], started, step, lag=lag, per_step=per_step)
+    chosen = choose_batch([scored(index) for index in there], started, step, lag=lag, per_step=per_step)
     return None if chosen is None else [each.index for each in chosen]
 
 
@@ -43,7 +43,7 @@ def test_all_groups_are_taken_once_and_in_time_in_whatever_order_they_come(
         if step == dies_at:
             started = {index: version if index in there else step for index, version in started.items()}
         if restarts:
-            for index in due(started, step, lag=lag) - set(there):
+            for index in overdue(started, step, lag=lag) - set(there):
                 started[index] = step
         num_submitted = len(trained) + len(started)
         for index in range(num_submitted, min(step + lag + 1, num_steps) * per_step):
@@ -83,8 +83,8 @@ def test_a_step_takes_no_young_group_in_place_of_one_that_a_later_step_would_hav
 
 def test_what_is_due_comes_first_then_what_came_first() -> None:
     started = {3: 0, 4: 1, 5: 1, 6: 2, 7: 2}
-    assert due(started, 2, lag=2) == {3}
-    assert due(started, 3, lag=2) == {3, 4, 5}
+    assert overdue(started, 2, lag=2) == {3}
+    assert overdue(started, 3, lag=2) == {3, 4, 5}
     assert taken([6, 4], started, 2, lag=2, per_step=2) is None  # 3 is not there
     assert num_missing([6, 4], started, 2, lag=2, per_step=2) == 1
     assert taken([6, 4, 3], started, 2, lag=2, per_step=2) == [3, 6]
@@ -95,7 +95,7 @@ def test_what_is_due_comes_first_then_what_came_first() -> None:
 
 def test_without_a_lag_a_step_takes_what_was_submitted_under_its_own_version() -> None:
     started = {0: 0, 1: 0}
-    assert due(started, 0, lag=0) == {0, 1}
+    assert overdue(started, 0, lag=0) == {0, 1}
     assert num_missing([1], started, 0, lag=0, per_step=2) == 1
     assert taken([1, 0], started, 0, lag=0, per_step=2) == [1, 0]
 

@@ -16,10 +16,10 @@ from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.records.steps import RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
-from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.train.draft import TrainedDraft
+from slipstream.train.loop import TrainedDraft
+from slipstream.train.queues import ThreadGroup
 from slipstream.types import Prompt
-from tests.unit.train.asynchronous.world import (
+from tests.unit.train.world import (
     GROUP_SIZE,
     NUM_STEPS,
     PROMPTS_PER_STEP,
@@ -278,7 +278,7 @@ def test_an_interrupt_ends_all_while_a_call_hangs() -> None:
 
 
 def test_settling_waits_for_calls_that_were_under_way_at_the_end() -> None:
-    world, meeting, done = World(), Meeting(), []
+    world, threads, done = World(), ThreadGroup(), []
     original: Callable[..., Any] = world.generate
 
     def slow(prompts: Sequence[Prompt], **more: Any) -> Any:
@@ -290,9 +290,9 @@ def test_settling_waits_for_calls_that_were_under_way_at_the_end() -> None:
     world.generate = slow
     world.train_step = boom
     with pytest.raises(BoomError):
-        one_step_off(world, 1, meeting=meeting)
+        one_step_off(world, 1, threads=threads)
     assert not done
-    meeting.settle()
+    threads.join()
     assert done
 
 

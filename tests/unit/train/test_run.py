@@ -1,10 +1,10 @@
-"""Which loop an attempt runs, and with what, over engines and a learner that note what they are handed."""
+"""Which loop a run trains with and over which engines, and what a verifier is handed of rollouts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,26 @@ from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry, StepRecord
-from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.train.asynchronous.pending import Pending, Tally
-from slipstream.train.attempt import Attempt
-from slipstream.train.draft import FixedDraft
-from slipstream.train.metrics import StageClock
-from slipstream.train.step import engine_seed
-from slipstream.types import Arm, Prompt
+from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.train.loop import Trainer, engine_seed
+from slipstream.train.pending import Pending, Submitted
+from slipstream.train.queues import ThreadGroup
+from slipstream.train.run import ArmPlan, Run, score
+from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
-from tests.unit.train.asynchronous.world import GROUP_SIZE, NUM_STEPS, PROMPTS, PROMPTS_PER_STEP, STREAM, FlightWorld
+from tests.unit.train.world import (
+    GROUP_SIZE,
+    NUM_STEPS,
+    PROMPTS,
+    PROMPTS_PER_STEP,
+    STREAM,
+    FlightWorld,
+    drawn,
+    in_flight,
+    one_step_off,
+    synchronous,
+)
 
 ENGINE = Worker(None, "engine 0", "10.77.0.11")
 TABLE = (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=5),)
@@ -58,9 +68,6 @@ class Engines(FlightWorld):
     recoveries: list[str] = field(default_factory=list)
     num_asked: int = 0
 
-    def rest(self) -> None:
-        raise AssertionError("nobody takes turns")
-
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         self.modes.append(kv_cache)
 
@@ -86,10 +93,10 @@ class Engines(FlightWorld):
         return True
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
-        raise AssertionError("none is lost in flight")
+        return ()
 
 
-def attempted(
+def trained(
     directory: Path,
     engines: Engines,
     *overrides: dict[str, Any],
@@ -109,22 +116,27 @@ def attempted(
         records.append(record)
         left.append(waiting)
 
-    Attempt(
-        recipe=recipe,
+    fakes: Any = engines
+    plan = ArmPlan(
         arm=Arm.SPECULATIVE,
-        schedule=schedule,
+        num_speculative_tokens=5 if schedule else 0,
+        draft=None,
+        start_engine=lambda: fakes,
+        schedule=schedule or (),
+    )
+    run = Run(
+        recipe=recipe,
+        plan=plan,
+        policy=directory,
         prompts=PROMPTS,
         score=engines.score,
-        learner=engines,
-        engines=engines,
-        gate=engines,
-        draft=FixedDraft(),
-        guard=AcceptanceGuard(),
-        on_step=on_step,
-        start_clock=StageClock,
-        meeting=Meeting(),
-        tally=Tally(directory / "submitted"),
-    ).run(history, pending or Pending())
+        directory=directory,
+        log=lambda metrics, step: None,
+    )
+    waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
+    trainer = Trainer(learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_lag=lag)
+    tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
+    run.loop(tolerant, trainer, on_step, waiting, ThreadGroup()).run(start_step=len(history))
     return records, left
 
 
@@ -135,7 +147,7 @@ def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
     tmp_path: Path, loop: dict[str, Any], versions: list[int]
 ) -> None:
     engines = Engines(lag=2)
-    records, _ = attempted(tmp_path, engines, loop)
+    records, _ = trained(tmp_path, engines, loop)
     sampling = load_recipe("tiny", overrides=BASE).sampling
     assert engines.generated == [
         (
@@ -151,18 +163,18 @@ def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
     assert {update.temperature for update in engines.updates} == {0.5}
     assert engines.modes == []
     # Only a loop that lags writes down how many groups it asked for.
-    assert Tally(tmp_path / "submitted").read() == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
+    assert Submitted(tmp_path / "submitted").read() == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
 
 
 def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(tmp_path: Path) -> None:
     engines = Engines(lag=1)
-    records, waiting = attempted(tmp_path, engines, IN_FLIGHT)
+    records, waiting = trained(tmp_path, engines, IN_FLIGHT)
     assert engines.modes == [KvCache.KEEP]
     assert Counter(engines.trained) == Counter(prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step))
     assert max(each.lag for record in records for each in record.lags) <= 1
     assert {update.temperature for update in engines.updates} == {0.5}
     assert all(isinstance(left, Pending) for left in waiting)
-    assert Tally(tmp_path / "submitted").read() == NUM_STEPS * PROMPTS_PER_STEP
+    assert Submitted(tmp_path / "submitted").read() == NUM_STEPS * PROMPTS_PER_STEP
 
 
 @pytest.mark.parametrize(("loop", "num_ahead"), [({}, 0), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
@@ -171,8 +183,8 @@ def test_an_attempt_goes_on_after_the_steps_that_were_done(
 ) -> None:
     """After four of six steps a loop with a lag of 2 has generated both others."""
     whole, resumed = Engines(lag=2), Engines(lag=2)
-    records, waiting = attempted(tmp_path / "whole", whole, loop)
-    found, _ = attempted(tmp_path / "resumed", resumed, loop, history=records[:4], pending=waiting[3])
+    records, waiting = trained(tmp_path / "whole", whole, loop)
+    found, _ = trained(tmp_path / "resumed", resumed, loop, history=records[:4], pending=waiting[3])
     assert [record.step for record in found] == [4, 5]
     assert resumed.generated == whole.generated[4 + num_ahead :]
     assert [update.batch.policy_version for update in resumed.updates] == [4, 5]
@@ -184,18 +196,18 @@ def test_an_attempt_goes_on_after_the_steps_that_were_done(
 
 def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(tmp_path: Path) -> None:
     watched, unasked, draftless = Engines(), Engines(), Engines()
-    attempted(tmp_path, watched, PILOTED, schedule=TABLE)
-    attempted(tmp_path, unasked, schedule=TABLE)
-    attempted(tmp_path, draftless, PILOTED)
+    trained(tmp_path, watched, PILOTED, schedule=TABLE)
+    trained(tmp_path, unasked, schedule=TABLE)
+    trained(tmp_path, draftless, PILOTED)
     # The first step warms up and three are measured, so that the fifth is a probe without drafts.
     assert watched.tables[:5] == [TABLE, TABLE, TABLE, TABLE, NO_DRAFTS]
     assert (unasked.tables, draftless.tables) == ([], [])
 
 
 def test_a_resumed_attempt_knows_what_drafting_cost(tmp_path: Path) -> None:
-    records, _ = attempted(tmp_path, Engines(), PILOTED, schedule=TABLE)
+    records, _ = trained(tmp_path, Engines(), PILOTED, schedule=TABLE)
     resumed = Engines()
-    attempted(tmp_path, resumed, PILOTED, schedule=TABLE, history=records[:4])
+    trained(tmp_path, resumed, PILOTED, schedule=TABLE, history=records[:4])
     assert resumed.tables[0] == NO_DRAFTS
 
 
@@ -209,8 +221,81 @@ def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
 ) -> None:
     """In turns the learner still has the engines' weights; beside training the way to them has to."""
     engines = Engines(lag=2, lost=[1])
-    records, _ = attempted(tmp_path, engines, loop, {"engine": {"max_restarts": 1}})
+    records, _ = trained(tmp_path, engines, loop, {"engine": {"max_restarts": 1}})
     assert len(records) == NUM_STEPS
     assert engines.recoveries == recoveries
     with pytest.raises(LostWorkerError):
-        attempted(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
+        trained(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
+
+
+GUESS = "so \\boxed{7}? Let me check"
+
+
+def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
+    """A guess at the answer; the template has opened a thought in prompts of odd numbers."""
+    assert response
+    return "<think>" * (prompt[1] % 2) + GUESS
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(RewardConfig()) as verifier:
+        yield verifier
+
+
+class NotingVerifier(Verifier):
+    """Notes what it was handed."""
+
+    def __init__(self) -> None:
+        super().__init__(RewardConfig())
+        self.handed: list[tuple[list[str], list[str], list[bool]]] = []
+
+    def score(
+        self, responses: Sequence[str], references: Sequence[str], *, cut_off: Sequence[bool] = ()
+    ) -> RewardResult:
+        self.handed.append((list(responses), list(references), list(cut_off)))
+        return super().score(responses, references, cut_off=cut_off)
+
+
+def test_a_verifier_gets_each_rollouts_text_reference_and_whether_it_was_cut_off() -> None:
+    groups = [drawn(prompt, "weights", "0", (0, None), 2) for prompt in PROMPTS[:2]]
+    cut = replace(groups[1].rollouts[1], finish_reason=FinishReason.LENGTH)
+    groups[1] = replace(groups[1], rollouts=(groups[1].rollouts[0], cut))
+    noting = NotingVerifier()
+    assert score(groups, noting, decode).rewards == (1.0, 1.0, 0.0, 0.0)
+    texts = [GUESS, GUESS, "<think>" + GUESS, "<think>" + GUESS]
+    assert noting.handed == [(texts, ["7"] * 4, [False, False, False, True])]
+
+
+@dataclass
+class ScoringWorld(FlightWorld):
+    """It scores as an arm does, and notes prompts and rewards."""
+
+    verifier: Verifier | None = None
+    rewards: list[tuple[str, float]] = field(default_factory=list)
+
+    def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
+        assert self.verifier is not None
+        result = score(groups, self.verifier, decode)
+        prompts = [group.prompt.id for group in groups for _ in group.rollouts]
+        self.rewards += zip(prompts, result.rewards, strict=True)
+        return result
+
+
+LOOPS: dict[str, Callable[[ScoringWorld], list[StepRecord]]] = {
+    "synchronous": synchronous,
+    "one step off": lambda world: one_step_off(world, 1),
+    "in flight": lambda world: in_flight(world, 1),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_in_every_loop_a_guess_in_a_thought_that_the_prompt_opened_is_not_rewarded(
+    verifier: Verifier, loop: str
+) -> None:
+    world = ScoringWorld(verifier=verifier)
+    records = LOOPS[loop](world)
+    trained = [prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step) for _ in range(GROUP_SIZE)]
+    assert sorted(world.rewards) == sorted((prompt, float(int(prompt) % 2 == 0)) for prompt in trained)
+    means = [record.reward_mean for record in records]
+    assert sum(means) / NUM_STEPS == sum(int(prompt) % 2 == 0 for prompt in trained) / len(trained)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
 from slipstream.grpo.loop_config import TooOld
@@ -22,16 +21,14 @@ from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.asynchronous.pending import Pending
-from slipstream.train.draft import TrainedDraft
-from slipstream.train.step import engine_seed
+from slipstream.train.loop import TrainedDraft, engine_seed
+from slipstream.train.pending import Pending
 from slipstream.types import Arm, RolloutGroup
-from tests.unit.train.asynchronous.world import (
+from tests.unit.train.world import (
     CONFIG,
     GROUP_SIZE,
     NUM_STEPS,
     PROMPTS_PER_STEP,
-    SAMPLING,
     STREAM,
     Delays,
     FlightWorld,
@@ -281,15 +278,10 @@ class NotingWorld(FlightWorld):
     """Its engines draft, one of them was lost before the first call, and each call says how long they worked in it."""
 
     longest_s: list[float] = field(default_factory=list)
-    samplings: list[SamplingConfig] = field(default_factory=list)
     seeds: list[tuple[GroupRequest, tuple[int, ...], int]] = field(default_factory=list)
     num_drafts: int = 4
     num_lost: int = 3
     works: bool = True
-
-    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        self.samplings.append(sampling)
-        super().submit(requests, sampling=sampling)
 
     def advance(self, *, max_s: float) -> Portion:
         self.longest_s.append(max_s)
@@ -308,17 +300,14 @@ class NotingWorld(FlightWorld):
             rate_by_position=(0.5 if num else 0.0,),
         )
         acceptance = accepted if len(self.longest_s) % 2 else None
-        return replace(portion, acceptance=acceptance, started_s=start_s, ended_s=ended_s)
+        num, self.num_lost = self.num_lost, 0
+        return replace(portion, acceptance=acceptance, started_s=start_s, ended_s=ended_s, num_regenerated=num)
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
         self.seeds += [
             (self.flying[index].request, seeds(self.flying[index].request), self.version) for index in indices
         ]
         return super().restart(indices, seeds=seeds)
-
-    def take_num_regenerated(self) -> int:
-        num, self.num_lost = self.num_lost, 0
-        return num
 
     def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
         return replace(super().score(groups), num_crashes=2)
@@ -329,7 +318,6 @@ def test_engines_are_asked_as_the_recipe_says_and_what_they_report_is_in_the_rec
     records = in_flight(flight, 1)
 
     assert set(flight.longest_s) == {0.05}
-    assert set(flight.samplings) == {SAMPLING}
     assert sum(record.overlap.num_regenerated for record in records if record.overlap) == 3
     accepted = [record.acceptance for record in records if record.acceptance is not None]
     assert {each.mean_acceptance_length for each in accepted} == {1.5}
