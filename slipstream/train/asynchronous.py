@@ -44,11 +44,10 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.batch import Versions
 from slipstream.train.loop import Trainer, engine_seed, recent
-from slipstream.train.metrics import StageClock
+from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
-from slipstream.train.timing import Stopwatch
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
 MAX_ADVANCE_S = 0.05

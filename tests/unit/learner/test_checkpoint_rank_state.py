@@ -28,6 +28,7 @@ from slipstream.learner.errors import CheckpointError
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard
 from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.train.loop import Learner
 from slipstream.types import Dtype
 
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
@@ -281,13 +282,17 @@ def test_a_gate_is_read_from_a_checkpoint_by_the_rows_that_a_rank_needs(tmp_path
     assert torch.equal(half, dict(policy.weights())[FIRST_GATE][24:])
 
 
-class Learner:
+class OwnPolicy(Learner):
     """A real policy, as an arm's checkpoints need it."""
 
     def __init__(self) -> None:
         self.policy = _policy()
-        self.load_checkpoint = self.policy.load_checkpoint
-        self.inspect_checkpoint = lambda path: inspect_checkpoint(path)["extra"]
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return self.policy.load_checkpoint(path)
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return inspect_checkpoint(path)["extra"]
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         self.policy.lm_step([[1, 2, 3, 4]], [1])
@@ -328,7 +333,7 @@ def test_a_damaged_checkpoint_is_seen_whether_it_is_inspected_or_loaded_and_the_
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, message = DAMAGE[name]
-    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     path = checkpoints.directory / "step-000000"
     checkpoints.save(learner, [])
     path.rename(tmp_path / "step-000001")
@@ -347,7 +352,7 @@ def test_a_damaged_checkpoint_is_seen_whether_it_is_inspected_or_loaded_and_the_
 
 
 def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner()
+    learner = OwnPolicy()
     learner.save_checkpoint(tmp_path / "step-000001", {"a": 1})
     shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000002", copy_function=shutil.copyfile)
     os.utime(tmp_path / "step-000002" / RANK, ns=(1 << 62, 1 << 62))
@@ -361,7 +366,7 @@ def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, mon
 
 @pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
 def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
-    path, learner = tmp_path / "step-000009", Learner()
+    path, learner = tmp_path / "step-000009", OwnPolicy()
     match kind:
         case "file":
             path.write_text("a note")
@@ -383,7 +388,7 @@ def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path)
 
 
 def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(tmp_path: Path) -> None:
-    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     checkpoints.save(learner, [])
     (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
     shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")

@@ -25,7 +25,7 @@ from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
+from slipstream.train.loop import Draft, Gate, Learner, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
 
@@ -96,7 +96,7 @@ class NotingEngine:
         raise AssertionError("its tensors can be read")
 
 
-class NotingLearner:
+class NotingLearner(Learner):
     """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
 
     def __init__(self) -> None:

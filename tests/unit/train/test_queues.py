@@ -168,7 +168,7 @@ def test_what_is_picked_is_taken_out_and_the_others_stay_in_their_order() -> Non
 
 
 def test_what_waits_is_shown_once_it_is_enough_and_stays() -> None:
-    queue = Queue(ThreadGroup())
+    queue: Queue[int] = Queue(ThreadGroup())
     assert queue.wait_for(0) == ()
     queue.put(2)
     assert queue.wait_for(1) == queue.items == (2,)

@@ -14,9 +14,8 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
-from slipstream.train.loop import Trainer, recent
-from slipstream.train.metrics import StageClock
-from slipstream.train.timing import Stopwatch
+from slipstream.train.loop import Draft, Learner, Trainer, recent
+from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1,), answer="7")
@@ -26,7 +25,7 @@ REFIT = RefitCheck(num_tensors=1, elapsed_s=0.0)
 OVERLAP = Stopwatch(num_regenerated=4).overlap()
 
 
-class NotingLearner:
+class NotingLearner(Learner):
     """Its training pass gives each token the logprob -1."""
 
     def __init__(self) -> None:
@@ -45,12 +44,11 @@ class NotingLearner:
         return Trained(stats=stats, own_logprobs=own)
 
 
-class NotingDraft:
+class NotingDraft(Draft):
     """Version 6; asked, it answers what it was made with."""
 
-    version = 6
-
     def __init__(self, decision: DraftDecision | None = None) -> None:
+        super().__init__(version=6)
         self.asked: list[tuple[GenerationResult, int]] = []
         self.noted: list[StepRecord] = []
         self._decision = decision

@@ -10,9 +10,8 @@ import pytest
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import Overlap
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.metrics import StageClock
+from slipstream.train.metrics import Activity, StageClock, Stopwatch, common_s, total_s
 from slipstream.train.pending import Scored
-from slipstream.train.timing import Activity, Stopwatch, common_s, total_s
 from slipstream.types import StageTimes
 
 
