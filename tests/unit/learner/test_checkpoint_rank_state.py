@@ -28,8 +28,8 @@ from slipstream.learner.errors import CheckpointError
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.weights import Shard
 from slipstream.train.checkpoints import Checkpoints, Restored
-from slipstream.train.loop import Learner
 from slipstream.types import Dtype
+from tests.unit.train.world import BareLearner
 
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64)
 LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
@@ -282,7 +282,7 @@ def test_a_gate_is_read_from_a_checkpoint_by_the_rows_that_a_rank_needs(tmp_path
     assert torch.equal(half, dict(policy.weights())[FIRST_GATE][24:])
 
 
-class OwnPolicy(Learner):
+class OwnPolicy(BareLearner):
     """A real policy, as an arm's checkpoints need it."""
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ from slipstream.learner import directories
 from slipstream.learner.errors import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
-from slipstream.train.loop import Learner
 from slipstream.types import StageTimes
+from tests.unit.train.world import BareLearner
 
 STEP = StepRecord(
     step=0,
@@ -46,7 +46,7 @@ STEP = StepRecord(
 HISTORY = [replace(STEP, step=step) for step in range(4)]
 
 
-class FileLearner(Learner):
+class FileLearner(BareLearner):
     """Writes what it is given, and notes what it loaded."""
 
     def __init__(self) -> None:

@@ -25,9 +25,10 @@ from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.loop import Draft, Gate, Learner, SyncLoop, TrainedDraft
+from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+from tests.unit.train.world import BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
@@ -96,7 +97,7 @@ class NotingEngine:
         raise AssertionError("its tensors can be read")
 
 
-class NotingLearner(Learner):
+class NotingLearner(BareLearner):
     """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
 
     def __init__(self) -> None:

@@ -83,8 +83,33 @@ class Delays:
             time.sleep(self._random.random() * self.longest_s)
 
 
+class BareLearner(Learner):
+    """Refuses whatever it is asked; a fake answers what its test asks."""
+
+    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
+        raise AssertionError("one update a step needs no pass of its own")
+
+    def ref_logprobs(self, batch: Any, temperature: float) -> Any:
+        raise AssertionError("there is no reference")
+
+    def train_step(self, update: Update) -> Trained:
+        raise AssertionError("nothing is trained")
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        raise AssertionError("no checkpoint is due")
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+
 @dataclass
-class World(Learner):
+class World(BareLearner):
     """Learner, engines and the way of the weights between them; it notes what each was handed."""
 
     delays: Delays = field(default_factory=Delays)
@@ -142,12 +167,6 @@ class World(Learner):
         lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
         return RewardResult(rewards=tuple(float(length % 3) for length in lengths), num_timeouts=1, num_crashes=0)
 
-    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
-        raise AssertionError("one update a step needs no pass of its own")
-
-    def ref_logprobs(self, batch: Any, temperature: float) -> None:
-        raise AssertionError("there is no reference")
-
     def train_step(self, update: Update) -> Trained:
         self.delays.wait()
         batch = update.batch
@@ -170,9 +189,6 @@ class World(Learner):
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
         (path / "state.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained, "extra": extra}))
-
-    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
-        """Nothing is written in the background."""
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         return json.loads((path / "state.json").read_text())["extra"]
