@@ -42,7 +42,7 @@ def assemble(
     """
     import torch
 
-    from slipstream.grpo.advantages import group_advantages
+    from slipstream.grpo.loss import group_advantages
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     versions = range(max(policy_version - max_lag, 0), policy_version + 1)
