@@ -33,7 +33,7 @@ from slipstream.recipe import Recipe
 from slipstream.stages.support import decode, tokenizer
 from slipstream.stages.train_grpo import arm_plan
 from slipstream.train.acceptance_guard import AcceptanceCollapse
-from slipstream.train.run import train
+from slipstream.train.arm import train
 from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm
 from slipstream.workers.placement.table import table

@@ -19,9 +19,9 @@ from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.stages.support import decode, tokenizer
+from slipstream.train.arm import score
 from slipstream.train.loop import Draft, SyncLoop
 from slipstream.train.metrics import StageClock
-from slipstream.train.run import score
 from slipstream.train.turns import Turn
 from slipstream.types import Arm
 from slipstream.workers.engines import RemoteEngine

@@ -20,7 +20,7 @@ from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
-from slipstream.train.run import ArmPlan, train
+from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm, ArmLoop, arm_name
 from slipstream.workers.ray_nodes import accelerators
 from slipstream.workers.session import connect

@@ -33,7 +33,7 @@ from slipstream.study.bake_off_page import write_bake_off
 from slipstream.study.bake_off_ranking import answer, judge, ranked, result_metrics
 from slipstream.study.bake_off_records import BakeOffRecord, Dropout, Entrant, Result
 from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker
-from slipstream.train.run import ArmPlan, train
+from slipstream.train.arm import ArmPlan, train
 from slipstream.train.turns import Stopped, Turn, in_turn
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine

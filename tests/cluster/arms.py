@@ -16,7 +16,7 @@ from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.train.run import ArmPlan, Decode, LogMetrics, train
+from slipstream.train.arm import ArmPlan, Decode, LogMetrics, train
 from slipstream.types import Arm, Prompt
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import start_learner

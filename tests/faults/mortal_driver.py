@@ -133,7 +133,7 @@ def batches(policy: Path) -> list[list[str]]:
 def train(training: Training, policy: Path, draft: Path, directory: Path) -> None:
     """Train, or go on from the last checkpoint."""
     from slipstream.drafts.speculation import speculative_config
-    from slipstream.train import run
+    from slipstream.train import arm
     from slipstream.workers import engines, learners
 
     recipe, deaths, prompts = recipe_of(training.mode), training.deaths, all_prompts(policy)
@@ -167,11 +167,11 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
         with learners.start_learner(config, **where) as learner:
             yield NotedLearner(learner, left.pop() if left else ("", 0), note)
 
-    run.start_learner = start_learner
-    plan = run.ArmPlan(
+    arm.start_learner = start_learner
+    plan = arm.ArmPlan(
         arm=Arm.SPECULATIVE, num_speculative_tokens=K, draft=draft, start_engine=start_engine, schedule=schedule
     )
-    record = run.train(
+    record = arm.train(
         recipe,
         plan,
         policy=policy,

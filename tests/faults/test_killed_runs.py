@@ -73,7 +73,7 @@ def train_arm(
 ) -> ArmRecord:
     from transformers import AutoTokenizer
 
-    from slipstream.train.run import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, train
     from slipstream.workers import engines
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -191,12 +191,12 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
     import ray
     from ray.exceptions import RayActorError
 
-    from slipstream.train import run
+    from slipstream.train import arm
     from slipstream.workers.calls import LostWorkerError
     from slipstream.workers.learners import RemoteLearner
 
     learners: list[RemoteLearner] = []
-    genuine = run.start_learner
+    genuine = arm.start_learner
 
     @contextmanager
     def noted(config: Any, **where: Any) -> Iterator[RemoteLearner]:
@@ -212,7 +212,7 @@ def test_a_run_whose_learner_is_killed_between_optimizer_step_and_checkpoint_rep
                 while True:
                     ray.get(rank.__ray_ready__.remote())
 
-    monkeypatch.setattr(run, "start_learner", noted)
+    monkeypatch.setattr(arm, "start_learner", noted)
     if restarts:
         assert_equal(train_arm(recipe, policy, tmp_path, log=log), whole[0])
         assert len(learners) == 2

@@ -65,7 +65,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path
 def train_arm(recipe: Recipe, policy: Path, directory: Path, victim: Victim | None) -> ArmRecord:
     from transformers import AutoTokenizer
 
-    from slipstream.train.run import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, train
     from slipstream.workers.engines import start_engine
 
     tokenizer = AutoTokenizer.from_pretrained(policy)

@@ -62,7 +62,7 @@ def _pretrained(recipe: Recipe, policy: Path, directory: Path) -> DraftRecord:
 
 
 def _steps(recipe: Recipe, policy: Path, draft: Path, directory: Path) -> Sequence[StepRecord]:
-    from slipstream.train.run import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, train
     from slipstream.workers.engines import start_engine
 
     plan = ArmPlan(

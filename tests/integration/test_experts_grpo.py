@@ -68,7 +68,7 @@ def _recipe(policy: Path, where: dict[str, Any]) -> Recipe:
 
 
 def _trained(where: dict[str, Any], policy: Path, draft: Path, directory: Path) -> Sequence[StepRecord]:
-    from slipstream.train.run import ArmPlan, train
+    from slipstream.train.arm import ArmPlan, train
     from slipstream.workers.engines import start_engine
 
     recipe = _recipe(policy, where)

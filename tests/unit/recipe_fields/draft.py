@@ -29,8 +29,8 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.stages import pretrain_draft, support, teaching, train_grpo
 from slipstream.stages import recipe_engines as stage_engines
+from slipstream.train.arm import Run
 from slipstream.train.pending import Pending
-from slipstream.train.run import Run
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups

@@ -30,7 +30,7 @@ from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
 from slipstream.stages.train_grpo import arm_plan
-from slipstream.train import run
+from slipstream.train import arm
 from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -167,16 +167,16 @@ def trained(
             """Nothing runs."""
 
     tools.patch.setattr(verifier, "WorkerPool", Pool)
-    tools.patch.setattr(run, "own_node", lambda: "here")
-    tools.patch.setattr(run, "start_learner", lambda config, layout: nullcontext(learner))
-    plan = run.ArmPlan(
+    tools.patch.setattr(arm, "own_node", lambda: "here")
+    tools.patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(learner))
+    plan = arm.ArmPlan(
         arm=Arm.AUTOREGRESSIVE if draft is None else Arm.SPECULATIVE,
         num_speculative_tokens=0 if draft is None else 3,
         draft=draft,
         draft_length=None if draft is None else 2.5,
         start_engine=typing.cast(Any, lambda: nullcontext(engine)),
     )
-    record = run.train(
+    record = arm.train(
         recipe,
         plan,
         policy=tools.directory,

@@ -19,10 +19,10 @@ from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry, StepRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.loop import Trainer, engine_seed
 from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
-from slipstream.train.run import ArmPlan, Run, score
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
