@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -309,32 +309,28 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
 
 
 def _tokens_per_s(record: StepRecord) -> float:
-    """Of the engines while they worked, whether training waited for them or not."""
+    """Throughput of the engines while they worked, whether training waited for them or not."""
     generation_s = record.times.generation_s if record.overlap is None else record.overlap.generation_s
     return record.num_response_tokens / generation_s if generation_s > 0.0 else 0.0
 
 
+_OVERLAP_NAMES = {
+    "hidden_s": "hidden_generation_s",
+    "num_awaited": "awaited_rollouts",
+    "num_restarted": "restarted_rollouts",
+    "num_regenerated": "regenerated_rollouts",
+}  # in MLflow; other fields are called as in the record
+
+
 def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
-    """Of a step beside which rollouts were generated."""
+    """Metrics of a step beside which rollouts were generated."""
     if overlap is None:
         return {}
-    return {
-        "overlap/generation_s": overlap.generation_s,
-        "overlap/hidden_generation_s": overlap.hidden_s,
-        "overlap/engine_idle_fraction": overlap.engine_idle_fraction,
-        "overlap/learner_idle_fraction": overlap.learner_idle_fraction,
-        "overlap/score_s": overlap.score_s,
-        "overlap/exposed_score_s": overlap.exposed_score_s,
-        "overlap/publish_s": overlap.publish_s,
-        "overlap/exposed_publish_s": overlap.exposed_publish_s,
-        "overlap/awaited_rollouts": overlap.num_awaited,
-        "overlap/restarted_rollouts": overlap.num_restarted,
-        "overlap/regenerated_rollouts": overlap.num_regenerated,
-    }
+    return {f"overlap/{_OVERLAP_NAMES.get(name, name)}": value for name, value in asdict(overlap).items()}
 
 
 def _draft_metrics(record: StepRecord) -> dict[str, float]:
-    """Of a draft that may be trained during RL: the decision, both sides of its inequality, and what the step did."""
+    """Metrics of a draft that may be trained during RL: its decision, that inequality, and the update."""
     decision, update = record.draft_decision, record.draft_update
     if decision is None:
         return {}
@@ -356,7 +352,7 @@ def _draft_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
-    """Of tokens that are corrected, or older than the policy: over all of them, and of each lag."""
+    """Metrics of tokens that are corrected, or older than the policy: over all of them, and for each lag."""
     if not lags:
         return {}
     num_tokens = sum(each.num_tokens for each in lags)
