@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Stopped(RuntimeError):  # noqa: N818  # what happened to the others
+class Stopped(BaseException):  # an interrupt: nothing may take it for a failure
     """The whole was interrupted, so no turn will come."""
 
 
