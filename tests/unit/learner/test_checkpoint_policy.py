@@ -30,6 +30,7 @@ from slipstream.train.checkpoints import Checkpoints, Restored
 from slipstream.types import Dtype
 from tests.unit.learner import policies
 from tests.unit.learner.policies import LEARNER
+from tests.unit.train.world import BareLearner
 
 NORM = "decoder.final_layernorm.weight"
 
@@ -241,13 +242,17 @@ def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
     }
 
 
-class Learner:
+class OwnPolicy(BareLearner):
     """A real policy, as an arm's checkpoints need it."""
 
     def __init__(self) -> None:
         self.policy = _policy()
-        self.load_checkpoint = self.policy.load_checkpoint
-        self.inspect_checkpoint = lambda path: inspect_checkpoint(path)["extra"]
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return self.policy.load_checkpoint(path)
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return inspect_checkpoint(path)["extra"]
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         self.policy.lm_step([[1, 2, 3, 4]], [1])
@@ -271,7 +276,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resum
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     message = f"damaged: {RANK} does not have the digest"
-    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     path = checkpoints.directory / "step-000000"
     checkpoints.save(learner, [])
     path.rename(tmp_path / "step-000001")
@@ -290,7 +295,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resum
 
 
 def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner()
+    learner = OwnPolicy()
     learner.save_checkpoint(tmp_path / "step-000001", {"a": 1})
     shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000002", copy_function=shutil.copyfile)
     os.utime(tmp_path / "step-000002" / RANK, ns=(1 << 62, 1 << 62))
@@ -304,7 +309,7 @@ def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, mon
 
 @pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
 def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
-    path, learner = tmp_path / "step-000009", Learner()
+    path, learner = tmp_path / "step-000009", OwnPolicy()
     match kind:
         case "file":
             path.write_text("a note")
@@ -326,7 +331,7 @@ def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path)
 
 
 def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(tmp_path: Path) -> None:
-    learner, checkpoints = Learner(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     checkpoints.save(learner, [])
     (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
     shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")

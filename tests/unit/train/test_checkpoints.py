@@ -16,6 +16,7 @@ from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes
+from tests.unit.train.world import BareLearner
 
 STEP = StepRecord(
     step=0,
@@ -45,7 +46,7 @@ STEP = StepRecord(
 HISTORY = [replace(STEP, step=step) for step in range(4)]
 
 
-class FileLearner:
+class FileLearner(BareLearner):
     """Writes what it is given, and notes what it loaded."""
 
     def __init__(self) -> None:

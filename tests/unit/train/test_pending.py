@@ -16,10 +16,9 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.asynchronous.buffer import Generated, Scored
-from slipstream.train.asynchronous.pending import Pending, Tally
+from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.types import FinishReason, VersionSpan
-from tests.unit.train.asynchronous.world import PROMPTS, drawn
+from tests.unit.train.world import PROMPTS, drawn
 
 ACCEPTED = AcceptanceStats(
     num_drafts=3,
@@ -56,7 +55,7 @@ def pending() -> Pending:
         autopilot=AutopilotStep(speculates=True, is_probe=False, token_ms=0.7),
     )
     rewards = RewardResult(rewards=(0.0, 1.0, 1.0, 0.0), num_timeouts=1, num_crashes=2)
-    scored = Scored(generated=Generated(index=7, result=result, ended_s=0.0), rewards=rewards)
+    scored = Scored(index=7, result=result, rewards=rewards)
     return Pending(scored=(scored,), under_way=(8, 11), published=((3, None), (4, 2)))
 
 
@@ -67,8 +66,8 @@ def test_everything_comes_back_to_the_last_bit() -> None:
 
 def test_rollouts_of_an_engine_without_a_draft_or_an_autopilot_come_back_too() -> None:
     (scored,) = pending().scored
-    plain = replace(scored.generated.result, acceptance=None, autopilot=None)
-    waiting = Pending(scored=(replace(scored, generated=replace(scored.generated, result=plain)),))
+    plain = replace(scored.result, acceptance=None, autopilot=None)
+    waiting = Pending(scored=(replace(scored, result=plain),))
     assert Pending.from_bytes(waiting.to_bytes()) == waiting
 
 
@@ -91,7 +90,7 @@ def changed(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
 
 @pytest.mark.parametrize("array", ["tokens_N", "logprobs_N"])
 def test_an_archive_with_a_token_too_few_is_refused(array: str) -> None:
-    whole = sum(len(each.token_ids) for group in pending().scored[0].generated.result.groups for each in group.rollouts)
+    whole = sum(len(each.token_ids) for group in pending().scored[0].result.groups for each in group.rollouts)
 
     def shorten(text: dict[str, Any], arrays: dict[str, Any]) -> None:
         arrays[array] = arrays[array][:-1]
@@ -134,13 +133,13 @@ def test_an_archive_holds_no_code_and_none_is_run() -> None:
 
 def test_a_time_that_is_no_number_is_refused_when_it_is_written() -> None:
     (scored,) = pending().scored
-    result = replace(scored.generated.result, generation_s=float("nan"))
+    result = replace(scored.result, generation_s=float("nan"))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        Pending(scored=(replace(scored, generated=replace(scored.generated, result=result)),)).to_bytes()
+        Pending(scored=(replace(scored, result=result),)).to_bytes()
 
 
 def test_a_tally_makes_its_directory_and_leaves_nothing_beside_its_file(tmp_path: Path) -> None:
-    tally = Tally(tmp_path / "run" / "arm" / "submitted")
+    tally = Submitted(tmp_path / "run" / "arm" / "submitted")
     tally.note(6)
     tally.note(7)
     assert [path.name for path in (tmp_path / "run" / "arm").iterdir()] == ["submitted"]
@@ -148,10 +147,10 @@ def test_a_tally_makes_its_directory_and_leaves_nothing_beside_its_file(tmp_path
 
 
 def test_a_tally_keeps_the_largest_number_over_attempts(tmp_path: Path) -> None:
-    first = Tally(tmp_path / "submitted")
+    first = Submitted(tmp_path / "submitted")
     assert first.read() == 0
     first.note(6)
-    second = Tally(tmp_path / "submitted")
+    second = Submitted(tmp_path / "submitted")
     second.note(4)
     assert second.read() == 6
     second.note(8)

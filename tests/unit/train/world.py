@@ -29,14 +29,12 @@ from slipstream.refit.channel.driver import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.asynchronous.in_flight import InFlightLoop
-from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.train.asynchronous.one_step_off import OneStepOffLoop
-from slipstream.train.asynchronous.pending import Pending, Tally
+from slipstream.train.asynchronous import AsyncLoop
+from slipstream.train.batch import Versions
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.draft import FixedDraft
-from slipstream.train.loop import SyncLoop
-from slipstream.train.step import Draft, Trainer, Versions
+from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
+from slipstream.train.pending import Pending, Submitted
+from slipstream.train.queues import ThreadGroup
 from slipstream.types import (
     Arm,
     FinishReason,
@@ -85,15 +83,40 @@ class Delays:
             time.sleep(self._random.random() * self.longest_s)
 
 
+class BareLearner(Learner):
+    """Refuses whatever it is asked; a fake answers what its test asks."""
+
+    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
+        raise AssertionError("one update a step needs no pass of its own")
+
+    def ref_logprobs(self, batch: Any, temperature: float) -> Any:
+        raise AssertionError("there is no reference")
+
+    def train_step(self, update: Update) -> Trained:
+        raise AssertionError("nothing is trained")
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        raise AssertionError("no checkpoint is due")
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+
 @dataclass
-class World:
+class World(BareLearner):
     """Learner, engines and the way of the weights between them; it notes what each was handed."""
 
     delays: Delays = field(default_factory=Delays)
     weights: str = START
     engine_weights: str = START
     version: int = -1
-    draft: Draft = field(default_factory=FixedDraft)
+    draft: Draft = field(default_factory=Draft)
     drafts: dict[int, int | None] = field(default_factory=dict)  # version of the draft, by that of the policy
     calls: list[Any] = field(default_factory=list)  # of the learner and of the refits, in order
     generated: list[Any] = field(default_factory=list)
@@ -134,17 +157,15 @@ class World:
         groups = tuple(drawn(prompt, weights, f"{seed}", versions, group_size) for prompt in prompts)
         return GenerationResult(groups=groups, acceptance=None, generation_s=0.25)
 
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        return ()
+
     def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
         self.delays.wait()
         self.scored.append(tuple(group.prompt.id for group in groups))
         lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
         return RewardResult(rewards=tuple(float(length % 3) for length in lengths), num_timeouts=1, num_crashes=0)
-
-    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
-        raise AssertionError("one update a step needs no pass of its own")
-
-    def ref_logprobs(self, batch: Any, temperature: float) -> None:
-        raise AssertionError("there is no reference")
 
     def train_step(self, update: Update) -> Trained:
         self.delays.wait()
@@ -168,9 +189,6 @@ class World:
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
         (path / "state.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained, "extra": extra}))
-
-    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
-        """Nothing is written in the background."""
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         return json.loads((path / "state.json").read_text())["extra"]
@@ -228,7 +246,7 @@ def synchronous(world: World) -> list[StepRecord]:
     return records
 
 
-def trainer_of(world: World, lag: int, *, every: int = NUM_STEPS + 1) -> Trainer:
+def trainer_of(world: World, lag: int, *, every: int) -> Trainer:
     config = replace(CONFIG, checkpoint_every_steps=every)
     return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, draft=world.draft, max_lag=lag)
 
@@ -239,7 +257,7 @@ def one_step_off(
     *,
     directory: Path | None = None,
     on_step: Callable[[StepRecord], None] = lambda record: None,
-    meeting: Meeting | None = None,
+    threads: ThreadGroup | None = None,
     every: int = 1,
 ) -> list[StepRecord]:
     """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given.
@@ -247,22 +265,8 @@ def one_step_off(
     Args:
         every: so many steps a checkpoint is written, with a `directory`.
     """
-    history, pending, step_done = _restored(world, directory, on_step)
-    OneStepOffLoop(
-        arm=Arm.AUTOREGRESSIVE,
-        engine=world,
-        gate=world,
-        prompts=STREAM,
-        score=world.score,
-        trainer=trainer_of(world, lag) if directory is None else trainer_of(world, lag, every=every),
-        sampling=SAMPLING,
-        lag=lag,
-        on_step=step_done,
-        meeting=meeting or Meeting(),
-        pending=pending,
-        tally=None if directory is None else Tally(directory / "submitted"),
-    ).run(start_step=len(history))
-    return history
+    loop = LoopConfig(mode=LoopMode.ONE_STEP_OFF, max_off_policy_steps=lag)
+    return _asynchronous(world, loop, directory, on_step, threads=threads, every=every)
 
 
 def in_flight(
@@ -274,18 +278,34 @@ def in_flight(
     on_step: Callable[[StepRecord], None] = lambda record: None,
 ) -> list[StepRecord]:
     """Train with engines that never stop; from the last checkpoint of `directory`, if that is given."""
+    loop = LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old)
+    return _asynchronous(world, loop, directory, on_step)
+
+
+def _asynchronous(
+    world: World,
+    loop: LoopConfig,
+    directory: Path | None,
+    on_step: Callable[[StepRecord], None],
+    *,
+    threads: ThreadGroup | None = None,
+    every: int = 1,
+) -> list[StepRecord]:
     history, pending, step_done = _restored(world, directory, on_step)
-    InFlightLoop(
+    every = NUM_STEPS + 1 if directory is None else every
+    engines: Any = world
+    AsyncLoop(
         arm=Arm.AUTOREGRESSIVE,
-        engine=world,
+        engines=engines,
         prompts=STREAM,
         score=world.score,
-        trainer=trainer_of(world, lag) if directory is None else trainer_of(world, lag, every=1),
+        trainer=trainer_of(world, loop.max_off_policy_steps, every=every),
         sampling=SAMPLING,
-        loop=LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old),
+        loop=loop,
         on_step=step_done,
+        threads=threads or ThreadGroup(),
         pending=pending,
-        tally=None if directory is None else Tally(directory / "submitted"),
+        submitted=None if directory is None else Submitted(directory / "submitted"),
     ).run(start_step=len(history))
     return history
 
@@ -337,7 +357,7 @@ class FlightWorld(World):
         assert not self.is_busy, "refitted inside an iteration"
         return super().deliver(export)
 
-    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig = SAMPLING) -> None:
         for request in requests:
             assert request.index < (self.version + self.lag + 1) * PROMPTS_PER_STEP, "further ahead than the lag allows"
             step, place = divmod(request.index, PROMPTS_PER_STEP)
@@ -371,9 +391,6 @@ class FlightWorld(World):
                     num += 1
         self.num_restarts += num
         return num
-
-    def take_num_regenerated(self) -> int:
-        return 0
 
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:

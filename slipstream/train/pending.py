@@ -1,4 +1,4 @@
-"""What an asynchronous training has generated, or begun, and not trained on: a part of its checkpoints.
+"""Rollouts that an asynchronous training has generated, or begun, and not trained on: a part of its checkpoints.
 
 As bytes it is an archive of plain arrays: tokens and logprobs of all rollouts one behind the other, and a text (JSON)
 that says what belongs to what. Nothing in it is code, and floats come back to the last bit.
@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,14 +24,26 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
-from slipstream.train.asynchronous.buffer import Generated, Scored
-from slipstream.train.step import Versions
+from slipstream.train.batch import Versions
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
+
+T = TypeVar("T")
+_PLAIN = ("generation_s", "num_engine_restarts", "num_regenerated", "engine_idle_fraction")  # fields of a result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """Rollouts that came out of the engines at once, and their rewards: a whole batch, or one group."""
+
+    index: int  # of the batch, or of the group, over the whole training
+    result: GenerationResult
+    rewards: RewardResult
+    generated_s: float = 0.0  # when the engines had them, on this process's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
-    """Between two steps.
+    """All that is under way between two steps.
 
     Attributes:
         scored: in the buffer, in its order.
@@ -44,10 +56,8 @@ class Pending:
     published: tuple[Versions, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads."""
-        rollouts = [
-            rollout for each in self.scored for group in each.generated.result.groups for rollout in group.rollouts
-        ]
+        """The archive that `from_bytes` reads."""
+        rollouts = [rollout for each in self.scored for group in each.result.groups for rollout in group.rollouts]
         text = {
             "scored": [_described(each) for each in self.scored],
             "under_way": self.under_way,
@@ -85,14 +95,14 @@ class Pending:
             ) from error
 
 
-class Tally:
-    """How many groups were ever submitted to engines, in a file: what was lost with a process is counted by it."""
+class Submitted:
+    """Number of groups that were ever submitted to engines, in a file: it tells what was lost with a process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def note(self, num_submitted: int) -> None:
-        """So many in all, the first of which has the index 0."""
+        """Write down that so many were submitted in all, the first of which has the index 0."""
         if num_submitted > self.read():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".part")
@@ -100,7 +110,7 @@ class Tally:
             temporary.replace(self._path)
 
     def read(self) -> int:
-        """Of all attempts so far; 0 before the first."""
+        """The number over all attempts so far; 0 before the first."""
         try:
             return int(self._path.read_text())
         except FileNotFoundError:
@@ -108,16 +118,13 @@ class Tally:
 
 
 def _described(scored: Scored) -> dict[str, Any]:
-    result = scored.generated.result
+    result = scored.result
     return {
         "index": scored.index,
         "groups": [{"prompt": asdict(group.prompt), "size": len(group.rollouts)} for group in result.groups],
-        "acceptance": None if result.acceptance is None else asdict(result.acceptance),
-        "autopilot": None if result.autopilot is None else asdict(result.autopilot),
-        "generation_s": result.generation_s,
-        "num_engine_restarts": result.num_engine_restarts,
-        "num_regenerated": result.num_regenerated,
-        "engine_idle_fraction": result.engine_idle_fraction,
+        "acceptance": result.acceptance and asdict(result.acceptance),
+        "autopilot": result.autopilot and asdict(result.autopilot),
+        **{name: getattr(result, name) for name in _PLAIN},
         "rewards": asdict(scored.rewards),
     }
 
@@ -168,15 +175,15 @@ def _scored(text: dict[str, Any], rollouts: Iterator[Rollout]) -> Scored:
         )
         for group in text["groups"]
     )
-    acceptance, autopilot = text["acceptance"], text["autopilot"]
     result = GenerationResult(
         groups=groups,
-        acceptance=None if acceptance is None else from_mapping(AcceptanceStats, acceptance, "acceptance"),
-        generation_s=text["generation_s"],
-        num_engine_restarts=text["num_engine_restarts"],
-        num_regenerated=text["num_regenerated"],
-        engine_idle_fraction=text["engine_idle_fraction"],
-        autopilot=None if autopilot is None else from_mapping(AutopilotStep, autopilot, "autopilot"),
+        acceptance=_optional(AcceptanceStats, text, "acceptance"),
+        autopilot=_optional(AutopilotStep, text, "autopilot"),
+        **{name: text[name] for name in _PLAIN},
     )
     rewards = from_mapping(RewardResult, text["rewards"], "rewards")
-    return Scored(generated=Generated(index=text["index"], result=result, ended_s=0.0), rewards=rewards)
+    return Scored(index=text["index"], result=result, rewards=rewards)
+
+
+def _optional(kind: type[T], text: dict[str, Any], name: str) -> T | None:
+    return None if text[name] is None else from_mapping(kind, text[name], name)
