@@ -22,15 +22,15 @@ from slipstream.drafts import schedule
 from slipstream.drafts.schedule import SWITCHED_OFF, Round
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine, GenerationResult
+from slipstream.engine.protocol import Engines, GenerationResult
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
-EngineFactory = Callable[[int], AbstractContextManager[Engine]]
+EngineFactory = Callable[[int], AbstractContextManager[Engines]]
 """Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
 
-Switch = Callable[[Engine, int], None]
+Switch = Callable[[Engines, int], None]
 """Has an engine with a draft draft so many tokens from now on; 0: none."""
 
 
@@ -119,7 +119,7 @@ def sweep(
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engine]:
+    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
         """Engines by k; those that started before one failed end with the stack."""
         with ThreadPoolExecutor(config.num_starting) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
@@ -127,7 +127,7 @@ def sweep(
             warm_up(engine)
         return engines
 
-    def warm_up(engine: Engine) -> None:
+    def warm_up(engine: Engines) -> None:
         """Its first call pays for what is compiled or allocated on first use."""
         engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
 
@@ -215,7 +215,7 @@ def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
 class _SwitchedOff:
     """An engine of k draft tokens that drafts none while this generates."""
 
-    engine: Engine
+    engine: Engines
     k: int
     switch: Switch
 
@@ -229,7 +229,7 @@ class _SwitchedOff:
 
 
 def _rounds(
-    engines: Mapping[int, Engine],
+    engines: Mapping[int, Engines],
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,

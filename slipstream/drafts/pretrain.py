@@ -16,7 +16,7 @@ from typing import Protocol
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine
+from slipstream.engine.protocol import Engines
 from slipstream.records.files import write_atomic
 from slipstream.types import Prompt, RolloutGroup
 
@@ -84,7 +84,7 @@ class Responses:
 
 
 def regenerate(
-    engine: Engine, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
+    engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
     """What the engine's policy answers to `prompts`, and the seconds that it took."""
     result = engine.generate(

@@ -45,14 +45,14 @@ Name = Annotated[str, Rule(_RULE, lambda name: _NAME.fullmatch(name) is not None
 
 
 class Architecture(StrEnum):
-    """Of the nodes' processors, as the label `kubernetes.io/arch` spells it."""
+    """Architecture of the nodes' processors, as the label `kubernetes.io/arch` spells it."""
 
     ARM64 = "arm64"
     AMD64 = "amd64"
 
 
 class Scheduler(StrEnum):
-    """Who starts all pods of a Ray cluster together or none."""
+    """Scheduler that starts all pods of a Ray cluster together or none."""
 
     KUEUE = "kueue"
     VOLCANO = "volcano"
@@ -72,7 +72,7 @@ class Toleration(Checked, path="tolerations"):
 
 @dataclass(frozen=True, kw_only=True)
 class PodSize(Checked):
-    """What one pod asks for; requests and limits are the same."""
+    """Resources of one pod; requests and limits are the same."""
 
     cpus: Annotated[int, ge(1)]
     memory_gib: Annotated[int, ge(1)]
@@ -125,7 +125,7 @@ class SharedStorage(Checked, path="storage"):
 
 @dataclass(frozen=True, kw_only=True)
 class Queue(Checked, path="queue"):
-    """Where Ray clusters wait until all of their pods fit."""
+    """Queue in which Ray clusters wait until all of their pods fit."""
 
     scheduler: Scheduler
     name: Name
@@ -153,7 +153,7 @@ class TrackingService(Checked, path="tracking"):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStore(Checked, path="object_store"):
-    """Where Flyte keeps what tasks hand on."""
+    """Store in which Flyte keeps what tasks hand on."""
 
     prefix: Annotated[str, _IS_STORE]
     secret: Name | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
@@ -161,7 +161,7 @@ class ObjectStore(Checked, path="object_store"):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """Whether recurring launch plans run as soon as they are registered, and whom Flyte tells how they ended."""
+    """Recurring launch plans: their activation, and the addresses that Flyte notifies of their end."""
 
     activate: bool = False  # False: `flytectl update launchplan NAME --activate` starts each
     slack: tuple[str, ...] = ()  # e-mail addresses of Slack channels, to which Flyte's notifier writes

@@ -13,7 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.length import Listener, TuningConfig, choose, num_generations, sweep
 from slipstream.drafts.schedule import SWITCHED_OFF, running_points
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine, GenerationResult, RunningTime
+from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint
 from slipstream.records.steps import AcceptanceStats, ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -100,7 +100,7 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
         engines.append(TimedEngine(k, SECONDS, calls))
         yield engines[-1]
 
-    def switch(engine: Engine, k: int) -> None:
+    def switch(engine: Engines, k: int) -> None:
         assert isinstance(engine, TimedEngine)
         switched.append((engine.k, k, len(calls)))
 

@@ -23,14 +23,13 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.learner import numerics
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.draft import FixedDraft, TrainedDraft
-from slipstream.train.loop import SyncLoop
+from slipstream.train.loop import Draft, SyncLoop, TrainedDraft
 from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
@@ -133,7 +132,7 @@ def run(
         config=grpo,
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
         on_step=on_step,
-        draft=FixedDraft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
+        draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
     )
     with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
         loop.run(start_step=len(history))

@@ -11,10 +11,10 @@ from flytekit import WorkflowFailurePolicy
 from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import PythonFunctionWorkflow
 
+from tasks.ablation import fail_ablation
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
 from tasks.project_request import project_request
-from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tests.unit.tasks.declared import declared_tasks
 from workflows.ablation import ablation as decorated
