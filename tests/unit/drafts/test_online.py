@@ -34,6 +34,7 @@ from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutG
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
+from tests.unit.train.world import BareLearner
 
 ALWAYS = replace(CONFIG, online=DraftOnline.ALWAYS, online_learning_rate=1e-2, tokens_per_step=40)
 STREAM = tuple(Prompt(id=str(i), text=str(i), token_ids=(2, 5 + i), answer="") for i in range(4))
@@ -391,7 +392,7 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
     assert taken == [most] * 3
 
 
-class InProcess:
+class InProcess(BareLearner):
     """A learner in this process, as checkpoints need it."""
 
     def __init__(self, process: LearnerProcess) -> None:
