@@ -1,6 +1,6 @@
 """The protocol of a rollout engine: what the GRPO loop, tuning and evaluation ask of it, and nothing more.
 
-Moving weights into an engine has a protocol of its own (`slipstream.refit.gate`), and so has the certificate.
+Moving weights into an engine has a protocol of its own (`slipstream.refit.channel`), and so has the certificate.
 """
 
 from __future__ import annotations

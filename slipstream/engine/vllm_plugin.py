@@ -12,7 +12,7 @@ import torch
 from vllm.platforms import current_platform
 
 from slipstream.engine import model_weights, mtp_names, vllm_sampler, weight_transfer
-from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
 _EAGLE3 = "eagle3"  # in vLLM's words

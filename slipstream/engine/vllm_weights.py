@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import require
-from slipstream.refit.channel.choice import Location
+from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn, weight_totals
 

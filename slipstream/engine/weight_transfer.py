@@ -28,10 +28,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from slipstream.engine import model_weights
 from slipstream.engine.mtp_names import takes
 from slipstream.engine.packed_experts import are_on_cpu
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooUpdate, receive
-from slipstream.refit.channel.source import WeightMeta
 from slipstream.refit.config import Channel
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooUpdate, receive
 from slipstream.refit.snapshot import bytes_digest
+from slipstream.refit.stream import WeightMeta
 
 BACKEND = "slipstream"
 

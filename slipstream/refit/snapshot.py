@@ -21,7 +21,7 @@ from slipstream.config import require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.refit.channel.source import WeightMeta, WeightSource
+    from slipstream.refit.stream import WeightMeta, WeightSource
 
 _SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL"}
@@ -96,7 +96,7 @@ class SnapshotWriter:
             ConfigError: the file system has no room for it.
             ValueError: a tensor holds NaN or Inf; nobody must read the file.
         """
-        from slipstream.refit.channel.buckets import as_bytes
+        from slipstream.refit.stream import as_bytes
 
         header = _safetensors_header(source.metas())
         assert self._header in (b"", header), "every version has the same tensors"

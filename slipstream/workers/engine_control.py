@@ -19,7 +19,7 @@ def node_address() -> str:
 
 
 class RayEngineControl:
-    """Engines that run as Ray actors: see `slipstream.refit.channel.sender.EngineControl`.
+    """Engines that run as Ray actors: see `slipstream.refit.stream.EngineControl`.
 
     Made by the driver, used in the learner's rank 0, which it travels to.
     """

@@ -20,7 +20,7 @@ from slipstream.engine.vllm_arguments import device_arguments
 from slipstream.engine.vllm_engine import process_environment
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
-from slipstream.refit.channel.choice import Location
+from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt

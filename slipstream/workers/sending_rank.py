@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.refit.channel import choice
-from slipstream.refit.channel.choice import Location
+from slipstream.refit import channel
+from slipstream.refit.channel import Location
 from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
 from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from slipstream.drafts.mtp import MtpDraft
     from slipstream.drafts.trainer import DraftTrainer
     from slipstream.learner.megatron import MegatronPolicy
-    from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
-    from slipstream.refit.channel.source import WeightSource
+    from slipstream.refit.stream import EngineControl, Sender, Sent, StreamSettings, WeightSource
 
 POLICY, DRAFT = "policy", "draft"  # the models whose weights travel
 
@@ -68,8 +67,8 @@ class SendingRank(ABC):
         import torch
 
         if not torch.cuda.is_available():
-            return choice.here()
-        return choice.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+            return channel.here()
+        return channel.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
     def weight_bytes(self) -> int:
         """Size of all models as they are sent to engines; collective."""
@@ -85,7 +84,7 @@ class SendingRank(ABC):
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
         """Join a channel with the engines, which rank 0 steers; one that was open is left."""
-        from slipstream.refit.channel.opening import open_sender
+        from slipstream.refit.stream import open_sender
         from slipstream.workers.engine_control import node_address
 
         self.close_stream()
@@ -117,7 +116,7 @@ class SendingRank(ABC):
         return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
 
     def _source(self, model: str) -> WeightSource:
-        from slipstream.refit.channel.source import WeightSource
+        from slipstream.refit.stream import WeightSource
 
         if model not in self._sources:
             is_policy = model == POLICY

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.refit.channel.choice import Location
+from slipstream.refit.channel import Location
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.workers.calls import Crew, Deadline, Worker
 
 if TYPE_CHECKING:
-    from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
     from slipstream.refit.snapshot import Snapshot
+    from slipstream.refit.stream import EngineControl, Sent, StreamSettings
 
 _GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, receive
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel, RefitError
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, receive
+from slipstream.refit.stream import StreamSettings, WeightSource
 
 NUM_RECEIVERS, NUM_TENSORS, TIMEOUT_S = 2, 40, 8.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.driver import Delivery, Exported, open_channel, send
+from slipstream.refit.channel import Delivery, Exported, open_channel, send
 from slipstream.refit.config import Channel, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate

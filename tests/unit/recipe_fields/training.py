@@ -22,11 +22,11 @@ from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records.steps import AcceptanceStats, DraftUpdate, TrainStats
-from slipstream.refit.channel.choice import Location, here
-from slipstream.refit.channel.sender import Sent
+from slipstream.refit.channel import Location, here
 from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.refit.snapshot import Snapshot
+from slipstream.refit.stream import Sent
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
 from slipstream.stages.train_grpo import arm_plan

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from slipstream.config import ConfigError
 from slipstream.refit import snapshot
-from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.snapshot import SnapshotWriter, discard_transfers, require_space, transfer_directory
+from slipstream.refit.stream import WeightSource
 
 
 def source(tensors: list[tuple[str, torch.Tensor]], model: str = "policy") -> WeightSource:
@@ -129,7 +129,7 @@ def _may_mount() -> bool:
 def test_a_shared_memory_of_one_mebibyte_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     """As in a pod: the tensor fits once and not twice."""
     script = (
-        "import torch; from pathlib import Path; from slipstream.refit.channel.source import WeightSource; "
+        "import torch; from pathlib import Path; from slipstream.refit.stream import WeightSource; "
         "from slipstream.refit.snapshot import SnapshotWriter; "
         "source = WeightSource(lambda: iter([('w', torch.ones(150_000))]), model='policy'); "
         f"SnapshotWriter(Path('{tmp_path}') / 'small', 'policy').write(source, version=0)"

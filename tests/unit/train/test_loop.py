@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel.driver import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
@@ -214,7 +214,12 @@ def run(
         return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
 
     real_gate = RefitGate(
-        engine, learner, channel=NotingChannel(learner, engine), trains_draft=False, draft=None, config=RefitConfig()
+        cast(Any, engine),
+        cast(Any, learner),
+        channel=NotingChannel(learner, engine),
+        trains_draft=False,
+        draft=None,
+        config=RefitConfig(),
     )
     SyncLoop(
         arm=arm,

@@ -12,10 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel, ChannelBrokeError, RefitError
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
+from slipstream.refit.stream import StreamSettings, WeightSource
 
 TENSORS = [
     ("embed", torch.arange(60, dtype=torch.bfloat16).reshape(6, 10)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
@@ -18,23 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from slipstream.refit.channel.buckets import whole_tensors_bucket
-from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-from slipstream.refit.channel.source import WeightSource
-
-
-class Trainer(Protocol):
-    """vLLM's `TrainerWeightTransferEngine`, as far as it is used here."""
-
-    source: Any
-
-    def send_weights(self) -> None:
-        """Start, update and finish, on every rank."""
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        ...
+from slipstream.refit.stream import EngineControl, Sent, StreamSettings, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
@@ -45,7 +29,7 @@ class SourceForVllm(VllmWeightSource):
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """See vLLM's `WeightSource.metadata`."""
+        """Name, type and shape of each tensor."""
         return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in self._source.metas()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,12 +45,13 @@ class SourceForVllm(VllmWeightSource):
 class VllmSender:
     """One rank of the learner before one of vLLM's trainer engines."""
 
-    def __init__(self, trainer: Trainer, engines: EngineControl) -> None:
+    def __init__(self, trainer: Any, engines: EngineControl) -> None:
+        """Take a `TrainerWeightTransferEngine` of vLLM: its `source`, `send_weights` and `shutdown` are used."""
         self._trainer = trainer
         self._engines = engines
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """See `Sender.send`."""
+        """Have vLLM's engine send all of `source`."""
         self._engines.aim(is_draft=is_draft)
         adapted = SourceForVllm(source)
         self._trainer.source = adapted
@@ -79,7 +64,7 @@ class VllmSender:
         return Sent(num_bytes=source.num_bytes(), digest=None)
 
     def close(self) -> None:
-        """See `Sender.close`."""
+        """Leave the group."""
         self._trainer.shutdown()
 
 

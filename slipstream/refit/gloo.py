@@ -20,10 +20,18 @@ import xxhash
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
-from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-from slipstream.refit.channel.source import WeightMeta, Weights, WeightSource
 from slipstream.refit.config import ChannelBrokeError
+from slipstream.refit.stream import (
+    EngineControl,
+    Sent,
+    StreamSettings,
+    Unpacker,
+    WeightMeta,
+    Weights,
+    WeightSource,
+    bucket_sizes,
+    packed,
+)
 
 _NUM_BUFFERS = 2  # one travels while the other is filled, or read
 
@@ -162,7 +170,7 @@ class GlooSender:
         self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(asdict(init)))
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """See `Sender.send`."""
+        """Broadcast all of `source`, as `Sender.send` says."""
         metas, weights = source.metas(), iter(source)
         update = GlooUpdate(metas=metas, bucket_bytes=self._settings.bucket_bytes).plain()
         try:
@@ -180,7 +188,7 @@ class GlooSender:
         return Sent(num_bytes=source.num_bytes(), digest=digest)
 
     def close(self) -> None:
-        """See `Sender.close`."""
+        """Leave the group."""
         if self._group is not None:
             self._group.close()
         self._group = None

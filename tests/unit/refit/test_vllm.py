@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
 from slipstream.refit.config import Channel
+from slipstream.refit.stream import StreamSettings, WeightSource
 from slipstream.types import Dtype
 
 TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
 SETTINGS = StreamSettings(channel=Channel.NCCL, bucket_bytes=64, timeout_s=1.0)
-vllm = pytest.importorskip("slipstream.refit.channel.vllm")
+vllm = pytest.importorskip("slipstream.refit.vllm")
 
 
 def source(tensors: Any = TENSORS) -> WeightSource:
