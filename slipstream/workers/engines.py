@@ -1,11 +1,13 @@
-"""Rollout engines as a driver sees them: processes that share the prompts, and are kept warm between stages."""
+"""Rollout engines: the process of one, and all of them as a driver sees them, which keeps them warm between stages."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,33 +17,116 @@ import ray
 from slipstream.drafts.speculation import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
-from slipstream.engine.requests import group_requests
-from slipstream.engine.vllm_arguments import device_arguments
-from slipstream.engine.vllm_engine import process_environment
+from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.vllm_arguments import device_arguments, without_gpu
+from slipstream.engine.vllm_engine import VllmEngine, process_environment
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
-from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.cores import CoreSlot
-from slipstream.workers.dealing import SeenLengths, deal
-from slipstream.workers.engine_control import RayEngineControl
-from slipstream.workers.engine_process import EngineProcess, draft_directory
-from slipstream.workers.file_server import open_stores
-from slipstream.workers.gathering import Call, gather, joined
-from slipstream.workers.idle import Idle
-from slipstream.workers.in_flight_engines import InFlightEngines
+from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, RayEngineControl, Worker, is_alive, started
+from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.reservation import Reservation, Start, reserved
-from slipstream.workers.session import actor_environment, own_node
+from slipstream.workers.reservation import Reservation, Start, require_gpu, reserved
+from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
+from slipstream.workers.session import actor_environment, node_address, require_here
 
 logger = logging.getLogger(__name__)
 
+_SLICE_S = 0.25  # of several engines: none can be told to stop because another has completed a group
 
-class RemoteEngine(InFlightEngines):
-    """Rollout engines in processes of their own; `slipstream.workers.dealing` says how they share a call's prompts."""
+
+class EngineProcess(VllmEngine):
+    """A rollout engine in an actor, on whichever host; it may share the host's cores with a learner."""
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+        is_in_flight: bool = False,
+        can_rest: bool = False,
+        logical_gpus: bool = False,
+    ) -> None:
+        """See `VllmEngine`.
+
+        Args:
+            logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
+        Raises:
+            ConfigError: this host does not see `policy`, or the draft.
+            PlacementError: it would, and Ray's GPUs are meant to be some.
+        """
+        if not logical_gpus:
+            require_gpu("engine", problem=without_gpu)
+        for path in filter(None, (policy, draft_directory(speculative_config))):
+            require_here(path)
+        _name_interface()
+        super().__init__(
+            policy,
+            config=config,
+            speculative_config=speculative_config,
+            executor=executor,
+            is_in_flight=is_in_flight,
+            can_rest=can_rest,
+        )
+        self._dtype = config.dtype
+        self._most_threads = config.num_threads
+        self._share: CoreShare | None = None
+
+    def share_cores(self, slot: CoreSlot | None) -> None:
+        """Leave some of the host's cores to a learner that works at the same time; None: no longer.
+
+        The ranks of a tensor-parallel engine, which have processes of their own, keep their threads.
+        """
+        if self._share is not None:
+            self._share.leave()
+        if slot is None:
+            self._share = None
+            self.around_work(nullcontext, None)
+        else:
+            from slipstream.learner.numerics import engine_keeps_bits
+
+            self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
+            self.around_work(self._share.at_work, self._share.fit)
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
+        """See `VllmEngine.refit`."""
+        with nullcontext() if self._share is None else self._share.at_work():
+            return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+
+
+def _name_interface() -> None:
+    """Tell gloo, which vLLM uses too, of this host's interface: it would ask for the host's name, which may have none.
+
+    The ranks of a tensor-parallel engine inherit it.
+    """
+    address = node_address()
+    if address != "127.0.0.1":
+        from slipstream.learner.rendezvous import interface_of
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
+    """Directory of the draft's own weights; None without a draft, and where it has none."""
+    if speculative_config is None or "model" not in speculative_config:
+        return None
+    return Path(speculative_config["model"])
+
+
+class RemoteEngine:
+    """Rollout engines in processes of their own: what `VllmEngine` and `InFlightEngine` say, of all of them at once.
+
+    `slipstream.workers.scheduler` says how they share a call's prompts. Generation in flight leaves no call under way:
+    between two of them every engine is idle, so a refit that another process steers comes between two steps of all of
+    them.
+    """
 
     def __init__(
         self,
@@ -57,13 +142,16 @@ class RemoteEngine(InFlightEngines):
             start: makes another engine in the place of a lost one; None leaves it lost.
             max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
         """
-        super().__init__(Crew(engines, deadline))
+        self._crew = Crew(engines, deadline)
         self._deadline = deadline
         self._start = start
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
         self._slots: tuple[CoreSlot | None, ...] = ()  # in the cores of the host; empty: they share none
+        self._kv_cache: KvCache | None = None  # of engines in flight
+        self._ledger = Ledger()
+        self._held: list[Portion] = []  # of a call in which another engine was lost
 
     @property
     def engines(self) -> tuple[Worker, ...]:
@@ -78,9 +166,59 @@ class RemoteEngine(InFlightEngines):
         num_engines = len(self.engines)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
-        result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
+        result = joined(requests, generate_dealt(self._crew, dealt, sampling, self._of("generate")))
         self._lengths.note(result.groups)
         return result
+
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        """See `VllmEngine.run_in_flight`; all engines, and those that take the place of lost ones."""
+        self._kv_cache = kv_cache
+        self._ledger = Ledger()
+        self._held = []
+        self._crew.ask("a change of mode", lambda engine: engine.run_in_flight.remote(kv_cache))
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        """See `InFlightEngine.submit`; on an engine that is lost, what it was given is known as its own."""
+        given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
+        calls = [
+            (worker, worker.actor.submit.remote(given[worker.name], sampling=sampling))
+            for worker in self._crew.workers
+            if worker.name in given
+        ]
+        self._crew.gather("submitting groups", calls)
+
+    def advance(self, *, max_s: float) -> Portion:
+        """See `InFlightEngine.advance`."""
+        end_s = time.monotonic() + max_s
+        portions, self._held = self._held, []
+        while self._ledger.requests and not any(portion.groups for portion in portions):
+            try:
+                portions += self._slice(max(0.0, end_s - time.monotonic()))
+            except LostWorkerError:
+                self._held = portions + self._held
+                raise
+            if time.monotonic() >= end_s:
+                break
+        return together(portions, num_engines=len(self._crew.workers))
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        """See `InFlightEngine.restart`."""
+        told = self._ledger.reseed(indices, seeds)
+        calls = [
+            (worker, worker.actor.restart.remote(told[worker.name]))
+            for worker in self._crew.workers
+            if worker.name in told
+        ]
+        return sum(self._crew.gather("starting rollouts anew", calls))
+
+    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
+        """See `InFlightEngine.take_lost`."""
+        return self._ledger.take(names)
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        """See `InFlightEngine.under_way`."""
+        return self._ledger.requests
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -211,6 +349,33 @@ class RemoteEngine(InFlightEngines):
         for engine in self.engines:
             ray.kill(engine.actor)
 
+    def _slice(self, max_s: float) -> list[Portion]:
+        """Run every engine that has work, until one of one or all of several have had their time."""
+        is_alone = len(self._crew.workers) == 1
+        arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
+        calls = [
+            (worker, worker.actor.advance.remote(**arguments))
+            for worker in self._crew.workers
+            if self._ledger.of(worker.name)
+        ]
+        portions, lost = self._answers(calls)
+        self._ledger.complete(index for portion in portions for index, _ in portion.groups)
+        if lost:
+            self._held = portions
+            raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
+        return portions
+
+    def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
+        """Of each engine by itself: what one completed is there although another died."""
+        portions: list[Portion] = []
+        lost: list[LostWorkerError] = []
+        for call in calls:
+            try:
+                portions += self._crew.gather("generation in flight", [call])
+            except LostWorkerError as error:
+                lost.append(error)
+        return portions, lost
+
     def _locations(self) -> list[list[Location]]:
         return self._crew.ask("locations", lambda engine: engine.locations.remote())
 
@@ -222,29 +387,24 @@ class RemoteEngine(InFlightEngines):
         return f"{what} with policy version {self._policy_version}"
 
 
-class RunningEngines:
-    """The engines' actors during one generation, as `gather` sees them."""
+def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str) -> list[list[Portion]]:
+    """Have the engines of `crew` generate what was dealt to them; `what` names that in errors."""
+    running: dict[Any, Worker] = {}
 
-    def __init__(self, crew: Crew, sampling: SamplingConfig, what: str) -> None:
-        self._crew = crew
-        self._sampling = sampling
-        self._what = what
-        self._running: dict[Any, Worker] = {}
-
-    def start(self, engine: int, call: Call) -> Any:
-        """See `slipstream.workers.gathering.Engines`."""
-        worker = self._crew.workers[engine]
-        started = worker.actor.generate.remote(
-            call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
+    def start(index: int, call: Call) -> Any:
+        engine = crew.workers[index]
+        ref = engine.actor.generate.remote(
+            call.requests, sampling=sampling, is_first=call.is_first, room_for=call.room_for
         )
-        self._running[started] = worker
-        return started
+        running[ref] = engine
+        return ref
 
-    def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
-        """See `slipstream.workers.gathering.Engines`, and `answers` for errors."""
-        done = self._crew.first_of(self._what, [(self._running[call], call) for call in calls])
-        (portion,) = self._crew.gather(self._what, [(self._running.pop(done), done)])
+    def wait(refs: Sequence[Any]) -> tuple[Any, Portion]:
+        done = crew.first_of(what, [(running[ref], ref) for ref in refs])
+        (portion,) = crew.gather(what, [(running.pop(done), done)])
         return done, portion
+
+    return gather(dealt, start=start, wait=wait)
 
 
 _ANYWHERE = Layout()
@@ -314,7 +474,6 @@ def _new_engine(
                 executor=start.executor,
                 is_in_flight=is_in_flight,
                 can_rest=layout.placement.takes_turns,
-                origin=own_node(),
                 logical_gpus=layout.placement.logical_gpus,
             )
         )
@@ -324,7 +483,6 @@ def _new_engine(
         return started([begin(index)], starting)[0]
 
     logger.info("starting an engine with k=%d", k)
-    open_stores()
     engines = started([begin(index) for index in range(config.num_engines)], starting)
     return RemoteEngine(
         engines,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -24,33 +24,82 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
+from slipstream.refit.channel import Location
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
-from slipstream.workers.file_server import open_stores
-from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import reserved
-from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.session import actor_environment, own_node
-from slipstream.workers.shards import Shards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
+    from slipstream.refit.snapshot import Snapshot
+    from slipstream.refit.stream import EngineControl, Sent, StreamSettings
 
 Sequences = Sequence[Sequence[int]]
+T = TypeVar("T")
+_GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
 
 
-class RemoteLearner(SendingRanks):
-    """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Which sequences of a batch each data-parallel rank computes, balanced by tokens."""
+
+    indices: tuple[tuple[int, ...], ...]  # by data-parallel rank
+
+    @classmethod
+    def of(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
+        """Deal the sequences; a rank may have none."""
+        return cls(tuple(plan_shards([len(sequence) for sequence in sequences], num_ranks)))
+
+    @classmethod
+    def of_update(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
+        """Deal the sequences of an optimizer update, of which every rank needs one.
+
+        Raises:
+            ConfigError: there are fewer sequences than ranks.
+        """
+        require(
+            len(sequences) >= num_ranks,
+            "an update",
+            f"must have a sequence for each of {num_ranks} data-parallel ranks",
+            len(sequences),
+            "lower learner.parallel.data, or take more rollouts a step",
+        )
+        return cls.of(sequences, num_ranks)
+
+    def in_order(self, answers: Sequence[Sequence[T]]) -> list[T]:
+        """One answer a sequence in the batch's order, from the answers of each rank in its own."""
+        by_index = {
+            index: answer
+            for indices, rows in zip(self.indices, answers, strict=True)
+            for index, answer in zip(indices, rows, strict=True)
+        }
+        return [by_index[index] for index in range(len(by_index))]
+
+
+class RemoteLearner:
+    """The ranks of one learner, rank 0 first. What each method does, and its shapes, stand at `LearnerProcess`.
+
+    A rank does what it is asked in the order in which it is asked, so what is only started is of the weights that the
+    learner has then, whatever is asked of it next.
+    """
 
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
-        super().__init__(Crew(ranks, deadline))
+        self._crew = Crew(ranks, deadline)
         self._layout = layout
+
+    @property
+    def ranks(self) -> tuple[Worker, ...]:
+        """The actors and where they run, rank 0 first."""
+        return self._crew.workers
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -228,6 +277,57 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_draft_checkpoint` wrote."""
         self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
+    def locations(self) -> list[Location]:
+        """Where each rank computes."""
+        return self._crew.ask("location", lambda rank: rank.location.remote())
+
+    def weight_bytes(self) -> int:
+        """Size of all models as they are sent to engines."""
+        return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
+
+    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+        """Have the present weights written for the engines; what it returns waits for that."""
+        wait = self._crew.start(
+            f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
+        )
+        return lambda: wait()[0]
+
+    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+        """The same of the draft."""
+        wait = self._crew.start("publish_draft", lambda rank: rank.publish_draft.remote(directory, version))
+        return lambda: wait()[0]
+
+    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+        """Join a channel with the engines. See `answers` for errors: engines may be lost as well as ranks."""
+        self._crew.ask(
+            f"opening the {settings.channel.value} channel",
+            lambda rank: rank.open_stream.remote(settings, engines),
+            deadline=_sending(settings.timeout_s),
+        )
+
+    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+        """Send the policy, or the draft, to the engines that joined. Errors as of `open_stream`."""
+        what = f"sending the {'draft' if is_draft else 'policy'}"
+        deadline = _sending(timeout_s)
+        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
+
+    def close_stream(self) -> None:
+        """Leave the channel."""
+        self._on_all("close_stream", lambda rank: rank.close_stream.remote())
+
+    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
+
+        Returns what waits for them.
+        """
+        wait = self._crew.start("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes, turn))
+        return lambda: weight_totals(wait())
+
+    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        """The same of the draft; rank 0 alone answers, once all have gathered what is split over them."""
+        wait = self._crew.start("draft_fingerprints", lambda rank: rank.draft_fingerprints.remote(dtypes, turn))
+        return lambda: weight_totals(wait())
+
     def rest(self) -> None:
         """Give back the memory that updates alone need; each rank takes it again for the next one."""
         self._on_all("rest", lambda rank: rank.rest.remote())
@@ -244,6 +344,9 @@ class RemoteLearner(SendingRanks):
         """End the ranks' processes."""
         for rank in self.ranks:
             ray.kill(rank.actor)
+
+    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
+        return self._crew.ask(what, call)[0]
 
     def _require_shared(self, path: Path) -> None:
         """Ranks write what the driver reads, and one rank what another one does.
@@ -284,9 +387,9 @@ class RemoteLearner(SendingRanks):
         shards = Shards.of(sequences, self._layout.data)
         return shards.in_order(self._on_shards(what, shards, part, call))
 
-    def _shared(self, value: Any) -> Any:
-        """One copy in the object store where several ranks read it."""
-        return ray.put(value) if len(self.ranks) > 1 else value
+
+def _sending(timeout_s: float) -> Deadline:
+    return Deadline(timeout_s + _GRACE_S, f"refit.timeout_s + {_GRACE_S:g}")
 
 
 def _of(what: str, batch: TrainBatch) -> str:
@@ -337,11 +440,8 @@ def start_ranks(
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
     actor = ray.remote(LearnerProcess)
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
-    open_stores()
     begun = [
-        actor.options(**options, **place).remote(
-            config, rank=rank, world_size=len(places), origin=own_node(), logical_gpus=logical_gpus
-        )
+        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), logical_gpus=logical_gpus)
         for rank, place in enumerate(places)
     ]
     ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)

@@ -23,8 +23,7 @@ from slipstream.config import ConfigError
 from slipstream.workers.placement.cluster import Cluster
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.placement.plan import Plan, Slot, make_plan, replanned
-from slipstream.workers.ray_nodes import RayNode, as_cluster, ray_nodes
-from slipstream.workers.session import actor_environment
+from slipstream.workers.session import RayNode, actor_environment, as_cluster, ray_nodes
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ class Publisher:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))
 
 
-def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:
+def gate(engine: Any, publisher: Any, draft: Path) -> RefitGate:
     return RefitGate(
         engine, publisher, channel=publisher, trains_draft=False, draft=draft, config=RefitConfig(), probes=()
     )

@@ -181,7 +181,7 @@ def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:
     """The init info of vLLM's sender, shifted for the second engine of two with two workers each."""
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 
-    from slipstream.workers.engine_control import settings_of
+    from slipstream.workers.calls import settings_of
 
     told = worker_init_payload(
         NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1, rank_offset=1, world_size=5, packed=True)

@@ -1,4 +1,4 @@
-"""Waiting for other processes: who is named when one fails, and how long a wait may last."""
+"""Waiting for other processes, keeping them warm, and steering engines from a rank of the learner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError, RefitError
-from slipstream.workers.calls import Deadline, LostWorkerError, Worker, answers
+from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Worker, answers, settings_of
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
 RANKS = [Worker(None, f"learner rank {rank}", f"10.77.0.1{rank}", f"node{rank}", 40 + rank) for rank in range(3)]
@@ -166,3 +166,55 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
         first, second = backend.timeouts
         assert 4.0 < first <= 5.0
         assert second <= min(seconds, cause_s)
+
+
+def test_each_engines_workers_come_after_those_of_the_one_before() -> None:
+    told = {"rank_offset": 1, "world_size": 7}
+    assert [settings_of(told, index=i, num_workers_each=2)["rank_offset"] for i in range(3)] == [1, 3, 5]
+    assert told["rank_offset"] == 1
+
+
+class Pool:
+    """Idle engines that are names; notes which were closed."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+        self.closed: list[str] = []
+        self.idle = Idle[str](is_alive=lambda name: name not in self.dead, close=self.closed.append)
+
+
+def test_an_engine_comes_back_only_to_who_asks_for_its_settings() -> None:
+    pool = Pool()
+    pool.idle.put("k=0", "a", capacity=2)
+
+    assert pool.idle.take("k=5") is None
+    assert pool.idle.take("k=0") == "a"
+    assert pool.idle.take("k=0") is None
+    assert pool.closed == []
+
+
+def test_beyond_the_capacity_the_longest_idle_is_closed() -> None:
+    pool = Pool()
+    for key, name in (("k=1", "a"), ("k=2", "b"), ("k=3", "c")):
+        pool.idle.put(key, name, capacity=2)
+
+    assert pool.closed == ["a"]
+    assert pool.idle.take("k=1") is None
+    assert pool.idle.take("k=3") == "c"
+
+
+def test_a_capacity_of_none_closes_at_once() -> None:
+    pool = Pool()
+    pool.idle.put("k=0", "a", capacity=0)
+
+    assert pool.closed == ["a"]
+
+
+def test_an_engine_that_died_while_idle_is_not_given_out() -> None:
+    pool = Pool()
+    pool.idle.put("k=0", "a", capacity=2)
+    pool.idle.put("k=0", "b", capacity=2)
+    pool.dead.add("b")
+
+    assert pool.idle.take("k=0") == "a"
+    assert pool.closed == ["b"]
