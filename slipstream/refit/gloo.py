@@ -23,6 +23,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from slipstream.refit.config import ChannelBrokeError
 from slipstream.refit.stream import (
     EngineControl,
+    Sender,
     Sent,
     StreamSettings,
     Unpacker,
@@ -143,7 +144,7 @@ class Transfer:
         self._work = None
 
 
-class GlooSender:
+class GlooSender(Sender):
     """The learner's rank 0."""
 
     def __init__(self, settings: StreamSettings, *, engines: EngineControl, address: str) -> None:

@@ -232,35 +232,26 @@ class Sent:
     digest: str | None  # of the bytes in their order; None where the channel takes none
 
 
-class Sender(Protocol):
-    """One rank's part in sending. All ranks make the same calls at the same time."""
+class Sender:
+    """One rank's part in sending; all ranks make the same calls at the same time.
+
+    This one sends nothing itself: it takes part in the gathering of what rank 0 sends.
+    """
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """Bring all of `source` into every engine's policy, or its draft.
+        """Go through all of `source`; of rank 0, bring it into every engine's policy, or its draft.
 
         Raises:
             RefitError: an engine failed, died, or took longer than the settings allow.
             ValueError: a weight is not finite.
         """
-        ...
-
-    def close(self) -> None:
-        """Leave the channel."""
-        ...
-
-
-class Follower:
-    """A rank that sends nothing itself and takes part in the gathering of what rank 0 sends."""
-
-    def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """Go through the weights."""
         del is_draft
         for _ in source:
             pass
         return Sent(num_bytes=0, digest=None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Leave the channel."""
 
 
 def open_sender(
@@ -279,7 +270,7 @@ def open_sender(
     for source in sources:
         source.metas()  # collective, so on all ranks or on none: one that gathered alone would wait for ever
     if rank > 0:
-        return Follower()
+        return Sender()
     if settings.channel is Channel.NCCL:
         from slipstream.refit import vllm
 

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from slipstream.refit.stream import EngineControl, Sent, StreamSettings, WeightSource, whole_tensors_bucket
+from slipstream.refit.stream import EngineControl, Sender, Sent, StreamSettings, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
@@ -42,7 +42,7 @@ class SourceForVllm(VllmWeightSource):
             pass
 
 
-class VllmSender:
+class VllmSender(Sender):
     """One rank of the learner before one of vLLM's trainer engines."""
 
     def __init__(self, trainer: Any, engines: EngineControl) -> None:

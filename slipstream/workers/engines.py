@@ -52,7 +52,7 @@ class EngineProcess(VllmEngine):
         can_rest: bool = False,
         logical_gpus: bool = False,
     ) -> None:
-        """See `VllmEngine`.
+        """Start a `VllmEngine` with these arguments.
 
         Args:
             logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
@@ -96,7 +96,7 @@ class EngineProcess(VllmEngine):
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> EngineState:
-        """See `VllmEngine.refit`."""
+        """Refit the engine, and count as at work meanwhile."""
         with nullcontext() if self._share is None else self._share.at_work():
             return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
 
@@ -161,7 +161,7 @@ class RemoteEngine:
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """See `Engine.generate`."""
+        """Sample the groups of all prompts, dealt to the engines by the lengths seen so far."""
         requests = group_requests(prompts, group_size=group_size, seed=seed)
         num_engines = len(self.engines)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
@@ -171,24 +171,20 @@ class RemoteEngine:
         return result
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
-        """See `VllmEngine.run_in_flight`; all engines, and those that take the place of lost ones."""
+        """Change the mode of all engines, and of those that take the place of lost ones."""
         self._kv_cache = kv_cache
         self._ledger = Ledger()
         self._held = []
         self._crew.ask("a change of mode", lambda engine: engine.run_in_flight.remote(kv_cache))
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """See `InFlightEngine.submit`; on an engine that is lost, what it was given is known as its own."""
+        """Queue groups; what an engine was given that turns out to be lost is known as its own."""
         given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
-        calls = [
-            (worker, worker.actor.submit.remote(given[worker.name], sampling=sampling))
-            for worker in self._crew.workers
-            if worker.name in given
-        ]
+        calls = self._of_some(given, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
         self._crew.gather("submitting groups", calls)
 
     def advance(self, *, max_s: float) -> Portion:
-        """See `InFlightEngine.advance`."""
+        """Run all engines until one completes a group, for about `max_s` seconds, or until nothing is under way."""
         end_s = time.monotonic() + max_s
         portions, self._held = self._held, []
         while self._ledger.requests and not any(portion.groups for portion in portions):
@@ -202,22 +198,18 @@ class RemoteEngine:
         return together(portions, num_engines=len(self._crew.workers))
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
-        """See `InFlightEngine.restart`."""
+        """Restart the unfinished rollouts of these groups with other seeds; returns how many they were."""
         told = self._ledger.reseed(indices, seeds)
-        calls = [
-            (worker, worker.actor.restart.remote(told[worker.name]))
-            for worker in self._crew.workers
-            if worker.name in told
-        ]
-        return sum(self._crew.gather("starting rollouts anew", calls))
+        calls = self._of_some(told, lambda each: each.actor.restart.remote(told[each.name]))
+        return sum(self._crew.gather("a restart of rollouts", calls))
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
-        """See `InFlightEngine.take_lost`."""
+        """Take back what engines of these names had under way."""
         return self._ledger.take(names)
 
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:
-        """See `InFlightEngine.under_way`."""
+        """Groups that were submitted and did not come back."""
         return self._ledger.requests
 
     @property
@@ -226,13 +218,13 @@ class RemoteEngine:
         return self.engines
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """See `EngineProcess.share_cores`; one an engine."""
+        """Hand each engine its slot in the cores of the host."""
         self._slots = tuple(slots)
         calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """See `VllmEngine.draft_by`; all engines."""
+        """Have all engines draft by another schedule."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def trace(
@@ -245,7 +237,7 @@ class RemoteEngine:
         refits: Sequence[WeightFiles] = (),
         steps_between: int = 1,
     ) -> list[Trace]:
-        """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
+        """Trace rollouts on the first engine, which answers for all: they hold the same weights."""
         return self._of_first(
             "trace",
             lambda engine: engine.trace.remote(
@@ -259,7 +251,7 @@ class RemoteEngine:
         )
 
     def rest(self) -> None:
-        """See `VllmEngine.rest`; all engines. Each takes its memory again when it is asked to generate."""
+        """Put all engines to sleep; each wakes when it is asked to generate."""
         self._crew.ask(self._of("rest"), lambda engine: engine.rest.remote())
 
     def refit(
@@ -271,7 +263,7 @@ class RemoteEngine:
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> Callable[[], list[EngineState]]:
-        """The same; what it returns waits."""
+        """Begin to refit every engine; what it returns waits."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("refit"),
@@ -290,7 +282,7 @@ class RemoteEngine:
         return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
-        """See `VllmEngine.adopt`; what it returns waits for the states, one an engine."""
+        """Have all engines call what they received by these versions."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("adopt"),
@@ -298,26 +290,22 @@ class RemoteEngine:
         )
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
+        """Types of the tensors of the first engine: all engines hold the same."""
         return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        """See `VllmEngine.weight_fingerprints`; what it returns waits for them, one dict an engine.
-
-        An engine does what it is asked in the order in which it is asked: they are of the weights that it was told to
-        take last.
-        """
+        """Have fingerprints computed of the weights that each engine was told to take last."""
         return self._crew.start(
             self._of("weight_fingerprints"),
             lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft, turn=turn),
         )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `VllmEngine.token_logprobs`; one answer an engine."""
+        """Logprobs of each sequence's tokens, by engine."""
         return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
-        """See `VllmEngine.state`; one an engine."""
+        """What each engine holds."""
         return self._crew.ask("state", lambda engine: engine.state.remote())
 
     def replace(self, lost: Sequence[Worker]) -> None:
@@ -331,13 +319,12 @@ class RemoteEngine:
                 if engines[index].node_id != engine.node_id and self._slots:
                     self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
         self._crew = Crew(engines, self._deadline)
-        new = [engine for engine in engines if engine.name in names]
         if self._kv_cache is not None:
-            calls = [(engine, engine.actor.run_in_flight.remote(self._kv_cache)) for engine in new]
+            calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
             self._crew.gather(self._of("a change of mode"), calls)
         if self._slots:  # a lost engine may have said that it works, which whoever has its slot alone takes back
             slots = {engine.name: slot for engine, slot in zip(engines, self._slots, strict=True)}
-            calls = [(engine, engine.actor.share_cores.remote(slots[engine.name])) for engine in new]
+            calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
             self._crew.gather(self._of("share_cores"), calls)
 
     def is_alive(self) -> bool:
@@ -353,11 +340,8 @@ class RemoteEngine:
         """Run every engine that has work, until one of one or all of several have had their time."""
         is_alone = len(self._crew.workers) == 1
         arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
-        calls = [
-            (worker, worker.actor.advance.remote(**arguments))
-            for worker in self._crew.workers
-            if self._ledger.of(worker.name)
-        ]
+        busy = [worker.name for worker in self.engines if self._ledger.of(worker.name)]
+        calls = self._of_some(busy, lambda each: each.actor.advance.remote(**arguments))
         portions, lost = self._answers(calls)
         self._ledger.complete(index for portion in portions for index, _ in portion.groups)
         if lost:
@@ -378,6 +362,9 @@ class RemoteEngine:
 
     def _locations(self) -> list[list[Location]]:
         return self._crew.ask("locations", lambda engine: engine.locations.remote())
+
+    def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
+        return [(engine, call(engine)) for engine in self.engines if engine.name in names]
 
     def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
         first = self.engines[0]
@@ -437,7 +424,10 @@ def start_engine(
             engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=draft_directory(speculative_config))
             if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
-                engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
+                entries = speculative_config[SCHEDULE]
+                engine.draft_by(
+                    [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
+                )
         if is_in_flight:
             engine.run_in_flight(kv_cache)
         yield engine
@@ -490,10 +480,6 @@ def _new_engine(
         start=replacement,
         max_num_seqs=config.max_num_seqs,
     )
-
-
-def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
-    return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
 
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:

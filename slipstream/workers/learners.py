@@ -107,7 +107,7 @@ class RemoteLearner:
         return self.ranks
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """See `LearnerProcess.share_cores`; one a rank."""
+        """Hand each rank its slot in the cores of the host."""
         calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.ranks, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
@@ -218,7 +218,7 @@ class RemoteLearner:
         return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """See `LearnerProcess.continue_draft`."""
+        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
         return self._on_all(
             "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
         )
