@@ -186,12 +186,8 @@ class SendingLearner(Protocol):
         """Size of all models that are sent."""
         ...
 
-    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        """Have the policy written where engines on this host find it."""
-        ...
-
-    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        """Have the draft written beside it."""
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
+        """Have the policy, or the draft, written where engines on this host find it."""
         ...
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
@@ -206,12 +202,10 @@ class SendingLearner(Protocol):
         """Leave the channel."""
         ...
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
         """Compute, of every tensor whose turn it is, the fingerprint that an engine with these types must have."""
-        ...
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """Compute the same of the draft that the learner trains."""
         ...
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
@@ -284,7 +278,7 @@ class SharedMemoryChannel:
         policy = self._learner.start_publish(self._directory, policy_version)
         draft = None
         if draft_version is not None:
-            draft = self._learner.start_publish_draft(self._directory, draft_version)
+            draft = self._learner.start_publish(self._directory, draft_version, is_draft=True)
 
         def wait() -> Exported:
             written = policy()

@@ -249,7 +249,7 @@ class RefitGate:
         if fixed is not None:
             return lambda: {name: value for name, value in fixed.items() if turn.takes(name)}
         assert self._draft_dtypes is not None
-        return self._learner.start_draft_fingerprints(self._draft_dtypes, turn)
+        return self._learner.start_fingerprints(self._draft_dtypes, turn, is_draft=True)
 
     def _check_probes(self, version: int) -> float:
         """Largest over the engines of the mean absolute difference to the learner, in nats a token."""

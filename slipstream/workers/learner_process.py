@@ -359,13 +359,17 @@ class LearnerProcess:
         """Size of all models as they are sent to engines; collective."""
         return sum(source.num_bytes() for source in self._sent_sources())
 
-    def publish(self, directory: Path, version: int) -> Snapshot | None:
-        """Write the policy for engines on this host; rank 0 alone writes and returns the snapshot."""
-        return self._publish(POLICY, directory, version)
-
-    def publish_draft(self, directory: Path, version: int) -> Snapshot | None:
-        """The same of the draft."""
-        return self._publish(DRAFT, directory, version)
+    def publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Snapshot | None:
+        """Write the policy, or the draft, for engines on this host; rank 0 alone writes and returns the snapshot."""
+        model = DRAFT if is_draft else POLICY
+        source = self._source(model)
+        with self._at_work():
+            if self._rank == 0:
+                writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
+                return writer.write(source, version=version)
+            for _ in source:  # gathering is collective: every rank must run through it
+                pass
+        return None
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
         """Join a channel with the engines, which rank 0 steers; one that was open is left."""
@@ -387,13 +391,16 @@ class LearnerProcess:
             self._sender.close()
         self._sender = None
 
-    def weight_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is."""
-        held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
-        return part_fingerprints(held, dtypes)
+    def weight_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> dict[WeightPart, int]:
+        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is.
 
-    def draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> dict[WeightPart, int]:
-        """The same of the draft, from rank 0 alone; gathering an MTP layer is collective."""
+        Of the draft, rank 0 alone answers; gathering an MTP layer is collective.
+        """
+        if not is_draft:
+            held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
+            return part_fingerprints(held, dtypes)
         named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
         if self._rank:
             return {}
@@ -410,16 +417,6 @@ class LearnerProcess:
 
     def _sent_sources(self) -> list[WeightSource]:
         return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
-
-    def _publish(self, model: str, directory: Path, version: int) -> Snapshot | None:
-        source = self._source(model)
-        with self._at_work():
-            if self._rank == 0:
-                writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
-                return writer.write(source, version=version)
-            for _ in source:  # gathering is collective: every rank must run through it
-                pass
-        return None
 
     def _generator(self, seed: int) -> torch.Generator:
         """Where the learner computes; ranks that compute different tokens draw different numbers."""

@@ -285,16 +285,10 @@ class RemoteLearner:
         """Size of all models as they are sent to engines."""
         return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
 
-    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        """Have the present weights written for the engines; what it returns waits for that."""
-        wait = self._crew.start(
-            f"publish of policy version {version}", lambda rank: rank.publish.remote(directory, version)
-        )
-        return lambda: wait()[0]
-
-    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        """The same of the draft."""
-        wait = self._crew.start("publish_draft", lambda rank: rank.publish_draft.remote(directory, version))
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
+        """Have the present policy, or the draft, written for the engines; what it returns waits for that."""
+        what = f"publish of {'draft' if is_draft else 'policy'} version {version}"
+        wait = self._crew.start(what, lambda rank: rank.publish.remote(directory, version, is_draft=is_draft))
         return lambda: wait()[0]
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
@@ -315,17 +309,15 @@ class RemoteLearner:
         """Leave the channel."""
         self._on_all("close_stream", lambda rank: rank.close_stream.remote())
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
         """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
 
-        Returns what waits for them.
+        Returns what waits for them. Of the draft, rank 0 alone answers, once all have gathered what is split over them.
         """
-        wait = self._crew.start("weight_fingerprints", lambda rank: rank.weight_fingerprints.remote(dtypes, turn))
-        return lambda: weight_totals(wait())
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """The same of the draft; rank 0 alone answers, once all have gathered what is split over them."""
-        wait = self._crew.start("draft_fingerprints", lambda rank: rank.draft_fingerprints.remote(dtypes, turn))
+        what = "draft_fingerprints" if is_draft else "weight_fingerprints"
+        wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
         return lambda: weight_totals(wait())
 
     def rest(self) -> None:

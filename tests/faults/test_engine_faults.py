@@ -319,11 +319,11 @@ class Publisher:
         """The engine's own."""
         return self.bench.engine.refit(path, policy_version=policy_version)
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # it is not trained here
         return self.bench.exact[self.policy].start_fingerprints(dtypes, turn)
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the draft is not trained here")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)

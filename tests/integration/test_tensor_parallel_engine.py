@@ -89,11 +89,11 @@ class Publisher:
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # it is not trained here
         return lambda: weight_totals([self.process.weight_fingerprints(dtypes, turn)])
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the draft is not trained here")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))

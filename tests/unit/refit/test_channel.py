@@ -44,13 +44,12 @@ class Ends:
     def weight_bytes(self) -> int:
         return self._num_bytes
 
-    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
+        if is_draft:
+            self.calls.append(("publish draft", directory, version))
+            return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
         self.calls.append(("publish", directory, version))
         return lambda: Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
-
-    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        self.calls.append(("publish_draft", directory, version))
-        return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -93,7 +92,7 @@ def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
     delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7, draft_version=3)
     assert ends.calls == [
         ("publish", tmp_path, 7),
-        ("publish_draft", tmp_path, 3),
+        ("publish draft", tmp_path, 3),
         ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
         "taken",
     ]

@@ -31,8 +31,13 @@ class Learner:
         self.version, self.draft_version = 0, 0
         self.asked: list[object] = []
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        assert dtypes == DTYPES
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert dtypes == ({"fc": "float32"} if is_draft else DTYPES)
+        if is_draft:
+            self.asked.append("start draft")
+            return lambda: {name: 200 + self.draft_version for name in dtypes if turn.takes(name)}
         self.asked.append("start")
 
         def wait() -> dict[str, int]:
@@ -40,11 +45,6 @@ class Learner:
             return {name: 100 + self.version for name in dtypes if turn.takes(name)}
 
         return wait
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        assert dtypes == {"fc": "float32"}
-        self.asked.append("start draft")
-        return lambda: {name: 200 + self.draft_version for name in dtypes if turn.takes(name)}
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -243,7 +243,9 @@ def test_other_bits_are_found_though_the_learner_has_moved_on() -> None:
 
 def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
     class Lost(Learner):
-        def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        def start_fingerprints(
+            self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+        ) -> Callable[[], dict[str, int]]:
             def wait() -> dict[str, int]:
                 raise RuntimeError("learner rank 0 died")
 

@@ -128,12 +128,12 @@ class NotingLearner:
         self.published = version
         return f"digest {version}"
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # the engines' drafts have no tensors
         self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
         return lambda: dict.fromkeys(dtypes, 100 + self.published)
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the engines' drafts have no tensors")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")

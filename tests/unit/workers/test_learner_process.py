@@ -59,7 +59,7 @@ class Rank(LearnerProcess):
 
 def test_policy_and_draft_are_written_to_files_of_their_own_and_shared_cores_are_told(tmp_path: Path) -> None:
     rank = Rank()
-    written, draft = rank.publish(tmp_path, 3), rank.publish_draft(tmp_path, 1)
+    written, draft = rank.publish(tmp_path, 3), rank.publish(tmp_path, 1, is_draft=True)
     assert written is not None and draft is not None
     assert (written.version, draft.version, rank.num_works) == (3, 1, 2)
     assert {name: tensor.tolist() for name, tensor in load_file(written.path).items()} == {
@@ -109,5 +109,5 @@ def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for(
 
 @pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])
 def test_the_first_rank_alone_answers_for_the_draft(rank: int, names: set[str]) -> None:
-    found = Rank(rank=rank).draft_fingerprints({"fc": "float32"}, ALL)
+    found = Rank(rank=rank).weight_fingerprints({"fc": "float32"}, ALL, is_draft=True)
     assert {part.name for part in found} == names
