@@ -35,7 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Location:
-    """Where a process of a run computes."""
+    """Place in which a process of a run computes."""
 
     host: str  # for people
     memory: str  # equal where two processes see the same files in memory: neither host names nor addresses tell
@@ -43,7 +43,7 @@ class Location:
 
 
 def here(gpu: str | None = None) -> Location:
-    """Where this process is."""
+    """Place of this process."""
     host = socket.gethostname()
     if not (_SHARED_MEMORY.is_dir() and _BOOT.is_file()):
         return Location(host=host, memory=host, gpu=gpu)
@@ -100,7 +100,7 @@ def _obstacle(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """What was sent, and what every engine says that it holds now."""
+    """Weights that were sent, and the states that every engine reports after it."""
 
     states: Sequence[EngineState]
     digest: str | None  # of the policy's bytes as they were sent; None where the channel takes none
@@ -128,7 +128,7 @@ class WeightChannel(Protocol):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether what was exported can be delivered, more than once, whatever the learner has by then.
+        """True if an export can be delivered, more than once, whatever the learner has by then.
 
         Else the learner must have the weights of that version until they are delivered.
         """
@@ -136,7 +136,7 @@ class WeightChannel(Protocol):
 
     @property
     def takes_digest(self) -> bool:
-        """Whether the bytes that the channel brings are counted in a digest."""
+        """True if the channel counts the bytes that it brings in a digest."""
         ...
 
     def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
@@ -179,7 +179,7 @@ class SendingLearner(Protocol):
     """
 
     def locations(self) -> list[Location]:
-        """Where each rank computes, rank 0 first."""
+        """Place of each rank, rank 0 first."""
         ...
 
     def weight_bytes(self) -> int:
@@ -221,7 +221,7 @@ class ReceivingEngines(Protocol):
     """
 
     def locations(self) -> list[Location]:
-        """Where each worker of each engine computes."""
+        """Place of each worker of each engine."""
         ...
 
     def start_refit(
@@ -231,7 +231,7 @@ class ReceivingEngines(Protocol):
         ...
 
     def control(self, channel: Channel, *, timeout_s: float) -> EngineControl:
-        """What a sender in another process steers them with."""
+        """Control with which a sender in another process steers them."""
         ...
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
@@ -251,7 +251,7 @@ class ReceivingEngines(Protocol):
         ...
 
     def states(self) -> list[EngineState]:
-        """What each engine holds."""
+        """Versions that each engine holds."""
         ...
 
 

@@ -242,7 +242,7 @@ class RefitGate:
             return None
 
     def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
-        """Of the file that the draft came from, or of the learner's if it trains it; None: nothing has its turn."""
+        """Have those of the draft computed, of its file or of a learner that trains it; None: nothing has its turn."""
         if not any(turn.takes(name) for name in self._draft_dtypes or {}):
             return None
         fixed = self._draft_expected
@@ -274,7 +274,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:
-    """How many tensors each engine holds to the last bit; raises if one does not."""
+    """Count the tensors, all of which each engine holds to the last bit, or raise."""
     for index, found in enumerate(engines):
         wrong = differences(expected, found)
         if wrong:

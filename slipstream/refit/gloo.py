@@ -39,7 +39,7 @@ _NUM_BUFFERS = 2  # one travels while the other is filled, or read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlooInit:
-    """What an engine needs to join; plain values, for it travels through vLLM."""
+    """Settings for an engine to join; plain values, for they travel through vLLM."""
 
     master_address: str
     master_port: int
@@ -50,18 +50,18 @@ class GlooInit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlooUpdate:
-    """What an engine needs to receive one model."""
+    """Settings for an engine to receive one model."""
 
     metas: Sequence[WeightMeta]
     bucket_bytes: int
 
     def plain(self) -> dict[str, Any]:
-        """As it travels through vLLM."""
+        """Plain values, which travel through vLLM."""
         return {"metas": [asdict(meta) for meta in self.metas], "bucket_bytes": self.bucket_bytes}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> GlooUpdate:
-        """What `plain` gave."""
+        """Read what `plain` gave."""
         metas = [WeightMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in values["metas"]]
         return cls(metas=metas, bucket_bytes=values["bucket_bytes"])
 
@@ -92,7 +92,7 @@ class GlooGroup:
 
     @classmethod
     def join(cls, init: GlooInit, *, worker: int) -> GlooGroup:
-        """As worker number `worker` of an engine."""
+        """Join as worker number `worker` of an engine."""
         store = TCPStore(init.master_address, init.master_port, timeout=timedelta(seconds=init.timeout_s))
         address = address_towards(init.master_address, init.master_port)
         return cls(
@@ -123,7 +123,7 @@ class Transfer:
         self._timeout_s = timeout_s
 
     def wait(self) -> None:
-        """Until it has arrived.
+        """Wait until the bucket has arrived.
 
         Raises:
             ChannelBrokeError: another rank is gone, or stood still.

@@ -31,17 +31,17 @@ class WeightMeta:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """Type of the tensor."""
         return getattr(torch, self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> WeightMeta:
-        """What `tensor` is."""
+        """Describe `tensor`."""
         return cls(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
@@ -67,7 +67,7 @@ class WeightSource:
         self._wrong = ""  # the first tensor of the last pass that was not finite
 
     def metas(self) -> tuple[WeightMeta, ...]:
-        """What a pass gives; the first call goes through all tensors once and keeps none: collective."""
+        """Tensors of a pass; the first call goes through all of them once and keeps none: collective."""
         if not self._metas:
             self._metas = tuple(WeightMeta.of(name, tensor) for name, tensor in self._converted())
         return self._metas
@@ -102,7 +102,7 @@ class WeightSource:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or Inf: both survive a sum, which is cheaper than looking at each value."""
+    """True if no value is NaN or Inf: both survive a sum, which is cheaper than looking at each value."""
     return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())
 
 
@@ -175,7 +175,7 @@ class Unpacker:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every tensor has come."""
+        """True if every tensor has come."""
         return self._meta is None
 
     def _fresh(self) -> Tensor:
@@ -195,7 +195,7 @@ class EngineControl(Protocol):
         ...
 
     def aim(self, *, is_draft: bool) -> None:
-        """Which of the engines' models the next updates are for."""
+        """Choose the engines' model that the next updates are for."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -211,13 +211,13 @@ class EngineControl(Protocol):
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """That was all."""
+        """End the update."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSettings:
-    """What a sender is opened with."""
+    """Settings of a sender."""
 
     channel: Channel
     bucket_bytes: int
@@ -226,7 +226,7 @@ class StreamSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What went over a channel."""
+    """Bytes that went over a channel."""
 
     num_bytes: int
     digest: str | None  # of the bytes in their order; None where the channel takes none

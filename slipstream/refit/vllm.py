@@ -89,7 +89,7 @@ def open_ipc(
 
 
 def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
-    """What vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
+    """Settings that vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
     return NCCLTrainerInitInfo(
         rank=0,
         master_address=address,

@@ -40,7 +40,7 @@ class LostWorkerError(RuntimeError):
         self.workers = tuple(workers)
 
     def __reduce__(self) -> tuple[type[LostWorkerError], tuple[str, list[Worker]]]:
-        """What is sent: who they are, for nobody can call them any more."""
+        """Send who they are, for nobody can call them any more."""
         return LostWorkerError, (str(self), [replace(worker, actor=None) for worker in self.workers])
 
 
@@ -61,7 +61,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long an answer may take, and the field that says so."""
+    """Time that an answer may take, and the field that says so."""
 
     seconds: float
     field: str
@@ -98,7 +98,7 @@ class Crew:
         return lambda: self.gather(what, calls, deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
-        """Of calls that were made to some of them the one that is answered first.
+        """Give the call that is answered first, of those that were made to some of them.
 
         Raises:
             LostWorkerError: none is before the deadline.
@@ -237,7 +237,7 @@ class RayEngineControl:
 
 
 def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: int) -> dict[str, Any]:
-    """What engine number `index` is told: vLLM's senders know one engine, whose workers have the first ranks."""
+    """Settings for engine number `index`: vLLM's senders know one engine, whose workers have the first ranks."""
     settings = dict(init_info)
     if "rank_offset" in settings:
         settings["rank_offset"] += index * num_workers_each
@@ -280,7 +280,7 @@ class Idle(Generic[E]):
 
 
 def is_alive(workers: Sequence[Worker]) -> bool:
-    """Whether every worker's process still answers."""
+    """Ask whether every worker's process still answers."""
     try:
         Crew(workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
     except LostWorkerError:
@@ -289,7 +289,7 @@ def is_alive(workers: Sequence[Worker]) -> bool:
 
 
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
-    """What the processes of these workers are doing, by their hosts' word; silent hosts say so."""
+    """State of each worker's process by its host's word; of a silent host, that it does not answer."""
     environment = {"env_vars": actor_environment({})}
     probe = ray.remote(_process_state)
     asked = {
@@ -311,7 +311,7 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
 
 
 def machines(workers: Iterable[Worker]) -> str:
-    """What the hosts of these workers are, each host once."""
+    """Machines of these workers in words, each host once."""
     return counted({worker.node_id: worker.machine for worker in workers}.values())
 
 

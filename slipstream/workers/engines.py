@@ -58,7 +58,7 @@ class EngineProcess(VllmEngine):
             logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
         Raises:
             ConfigError: this host does not see `policy`, or the draft.
-            PlacementError: it would, and Ray's GPUs are meant to be some.
+            PlacementError: it would compute on the CPU, and Ray's GPUs are meant to be some.
         """
         if not logical_gpus:
             require_gpu("engine", problem=without_gpu)
@@ -214,7 +214,7 @@ class RemoteEngine:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The same as `engines`."""
+        """Alias of `engines`, as learner and engines both have it."""
         return self.engines
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
@@ -273,11 +273,11 @@ class RemoteEngine:
         )
 
     def locations(self) -> list[Location]:
-        """Where each worker of each engine computes, engine by engine."""
+        """Places of all workers, engine by engine."""
         return [place for places in self._locations() for place in places]
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
-        """What a sender in another process steers all engines with."""
+        """Control with which a sender in another process steers all engines."""
         num_workers = len(self._locations()[0])
         return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
@@ -305,7 +305,7 @@ class RemoteEngine:
         return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
-        """What each engine holds."""
+        """Versions that each engine holds."""
         return self._crew.ask("state", lambda engine: engine.state.remote())
 
     def replace(self, lost: Sequence[Worker]) -> None:
@@ -328,7 +328,7 @@ class RemoteEngine:
             self._crew.gather(self._of("share_cores"), calls)
 
     def is_alive(self) -> bool:
-        """Whether every engine's process still answers."""
+        """Ask whether every engine's process still answers."""
         return is_alive(self.engines)
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ class RemoteEngine:
         return portions
 
     def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
-        """Of each engine by itself: what one completed is there although another died."""
+        """Wait for each engine by itself: what one completed is there although another died."""
         portions: list[Portion] = []
         lost: list[LostWorkerError] = []
         for call in calls:
@@ -407,9 +407,9 @@ def start_engine(
     layout: Layout = _ANYWHERE,
     kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
-    """`config.num_engines` engines that hold `policy`, for the span of the block, on the GPUs that `layout` says.
+    """Start `config.num_engines` engines that hold `policy` for the span of the block, on the GPUs that `layout` says.
 
-    With `kv_cache` they run in flight: rollouts outlive a refit, and that becomes of their keys and values.
+    With `kv_cache` they run in flight: rollouts outlive a refit, and it says what becomes of their keys and values.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
     back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
@@ -483,7 +483,7 @@ def _new_engine(
 
 
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
-    """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
+    """Start of an engine on its GPUs, or without any wherever Ray puts it."""
     if reservation is not None:
         return reservation.engine_start(index)
     return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
@@ -497,7 +497,7 @@ def _engine_key(
     *,
     is_in_flight: bool,
 ) -> str:
-    """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
+    """Key of what no refit can change: the engine's settings and place, the architectures of policy and draft."""
     draft = draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]

@@ -1,4 +1,4 @@
-"""What runs in a learner process: the policy, its optimizer, and the trainer of its draft."""
+"""The process of a learner rank: policy, optimizer, the trainer of its draft, and the sending half of a refit."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ class LearnerProcess:
         return self._loaded.rest() + (0 if self._draft is None else self._draft.rest())
 
     def sees(self, path: Path) -> bool:
-        """Whether `path` is there, on this host."""
+        """Say whether this host sees `path`."""
         return path.exists()
 
     def mtp_loss(self) -> float | None:
-        """Of the policy's MTP layer in the last `lm_step`; None where none was trained."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None where none was trained."""
         return self._loaded.mtp_loss
 
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
@@ -193,7 +193,7 @@ class LearnerProcess:
             return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
-        """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
+        """Conditionals of each response token: a sequence's are [N, columns of `learner.conditionals`]."""
         from slipstream.learner.conditionals import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
@@ -348,7 +348,7 @@ class LearnerProcess:
             self._draft_dtype = draft_dtype
 
     def location(self) -> channel.Location:
-        """Where this rank computes."""
+        """Host and GPU of this rank."""
         import torch
 
         if not torch.cuda.is_available():
@@ -419,7 +419,7 @@ class LearnerProcess:
         return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
 
     def _generator(self, seed: int) -> torch.Generator:
-        """Where the learner computes; ranks that compute different tokens draw different numbers."""
+        """Random generator on the learner's device; ranks that compute different tokens draw different numbers."""
         import torch
 
         data_rank = self._config.parallel.data_rank(self._rank)

@@ -50,7 +50,7 @@ _GRACE_S = 30.0  # a sender has its own deadline, and names the engine that miss
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Which sequences of a batch each data-parallel rank computes, balanced by tokens."""
+    """Sequences of a batch that each data-parallel rank computes, balanced by tokens."""
 
     indices: tuple[tuple[int, ...], ...]  # by data-parallel rank
 
@@ -103,7 +103,7 @@ class RemoteLearner:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The same as `ranks`."""
+        """Alias of `ranks`, as learner and engines both have it."""
         return self.ranks
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
@@ -130,7 +130,7 @@ class RemoteLearner:
         return answers[0]
 
     def mtp_loss(self) -> float | None:
-        """Of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
         return self._on_all("mtp_loss", lambda rank: rank.mtp_loss.remote())
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
@@ -143,7 +143,7 @@ class RemoteLearner:
         )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
-        """The same under the reference policy, None without one."""
+        """Logprobs of the response tokens under the reference policy, None without one."""
         shards = Shards.of(batch.token_ids, self._layout.data)
         answers = self._on_shards(
             _of("ref_logprobs", batch),
@@ -162,7 +162,7 @@ class RemoteLearner:
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """What the policy says about each response token."""
+        """Conditionals of each response token."""
         by_sequence = self._by_sequence(
             "conditionals",
             sequences,
@@ -278,7 +278,7 @@ class RemoteLearner:
         self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
     def locations(self) -> list[Location]:
-        """Where each rank computes."""
+        """Host and GPU of each rank."""
         return self._crew.ask("location", lambda rank: rank.location.remote())
 
     def weight_bytes(self) -> int:
@@ -292,7 +292,7 @@ class RemoteLearner:
         return lambda: wait()[0]
 
     def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
-        """Join a channel with the engines. See `answers` for errors: engines may be lost as well as ranks."""
+        """Join a channel with the engines. Errors are those of `answers`: engines may be lost as well as ranks."""
         self._crew.ask(
             f"opening the {settings.channel.value} channel",
             lambda rank: rank.open_stream.remote(settings, engines),
@@ -329,7 +329,7 @@ class RemoteLearner:
         self._on_all("release", lambda rank: rank.release.remote())
 
     def is_alive(self) -> bool:
-        """Whether every rank's process still answers."""
+        """Ask whether every rank's process still answers."""
         return is_alive(self.ranks)
 
     def close(self) -> None:
@@ -375,7 +375,7 @@ class RemoteLearner:
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """What the data-parallel ranks answer for each sequence, in order."""
+        """Answers of the data-parallel ranks, one a sequence, in order."""
         shards = Shards.of(sequences, self._layout.data)
         return shards.in_order(self._on_shards(what, shards, part, call))
 

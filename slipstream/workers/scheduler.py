@@ -54,7 +54,7 @@ class SeenLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """What each engine starts with, and what waits for room, longest first."""
+    """Groups that each engine starts with, and those that wait for room, longest first."""
 
     shares: tuple[tuple[GroupRequest, ...], ...]
     queue: tuple[GroupRequest, ...]
@@ -206,7 +206,7 @@ class Ledger:
         return given
 
     def of(self, engine: str) -> tuple[GroupRequest, ...]:
-        """What this engine has."""
+        """Groups that this engine has."""
         return tuple(request for name, request in self._placed.values() if name == engine)
 
     def reseed(
@@ -228,7 +228,7 @@ class Ledger:
             del self._placed[index]
 
     def take(self, engines: Collection[str]) -> tuple[GroupRequest, ...]:
-        """What these engines had, and lost."""
+        """Take out the groups that these engines had, and lost."""
         lost = tuple(request for name, request in self._placed.values() if name in engines)
         self.complete(request.index for request in lost)
         return lost

@@ -89,7 +89,7 @@ def actor_environment(own: dict[str, str]) -> dict[str, str]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """On that node and on no other."""
+    """Ray's strategy for that node and no other."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
@@ -118,7 +118,7 @@ def counted(names: Iterable[str]) -> str:
 
 
 def _gpu_models(directory: Path) -> list[str]:
-    """Of all GPUs of the host, as NVIDIA's driver names them."""
+    """Models of all GPUs of the host, as NVIDIA's driver names them."""
     lines = [line for path in directory.glob("*/information") for line in path.read_text().splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
@@ -166,7 +166,7 @@ def accelerators() -> str:
 
 
 def as_cluster(nodes: Sequence[RayNode]) -> Cluster:
-    """What the planner sees of them; a node's name is its id.
+    """Cluster as the planner sees it; a node's name is its id.
 
     Raises:
         ConfigError: the NUMA label of a node does not name each of its GPUs.
