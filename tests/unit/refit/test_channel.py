@@ -80,16 +80,14 @@ class Ends:
         return lambda: STATES
 
 
-def test_shared_memory_writes_and_has_the_engines_read(tmp_path: Path) -> None:
+def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_a_draft(tmp_path: Path) -> None:
     ends: Any = Ends()
-    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7)
+    channel = SharedMemoryChannel(ends, ends, tmp_path)
+    delivery = send(channel, 7)
     assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0), "taken"]
     assert delivery == Delivery(states=STATES, digest="p", num_bytes=10, origin="policy 7")
-
-
-def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
-    ends: Any = Ends()
-    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7, draft_version=3)
+    ends.calls.clear()
+    delivery = send(channel, 7, draft_version=3)
     assert ends.calls == [
         ("publish", tmp_path, 7),
         ("publish draft", tmp_path, 3),
@@ -97,6 +95,9 @@ def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
         "taken",
     ]
     assert (delivery.num_bytes, delivery.draft_digest) == (12, "d")
+    ends.calls.clear()
+    channel.engines_changed()
+    assert ends.calls == []  # whoever is told where the file is reads it
 
 
 def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
@@ -123,14 +124,6 @@ def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_
     assert channel.keeps_weights and channel.takes_digest
 
 
-@pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
-def test_a_stream_keeps_no_weights_and_only_ours_takes_a_digest(channel: Channel) -> None:
-    ends: Any = Ends()
-    stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
-    assert not stream.keeps_weights
-    assert stream.takes_digest == (channel is Channel.GLOO)
-
-
 def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     ends: Any = Ends(num_bytes=1 << 60)
     with pytest.raises(ConfigError, match=r"refit.channel shared_memory needs 2,305,843,009,213,693,952 bytes"):
@@ -142,6 +135,7 @@ def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path:
 def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel) -> None:
     ends: Any = Ends(digest=None if channel is not Channel.GLOO else "p")
     stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
+    assert (stream.keeps_weights, stream.takes_digest) == (False, channel is Channel.GLOO)
     delivery = send(stream, 7)
     send(stream, 8, draft_version=3)
     stream.close()
@@ -170,12 +164,6 @@ def test_engines_that_changed_all_join_the_stream_anew() -> None:
     stream.engines_changed()
     assert [call[0] for call in opened] == ["open"]
     assert ends.calls == opened * 2
-
-
-def test_engines_that_changed_read_the_next_file_without_joining_anything(tmp_path: Path) -> None:
-    ends: Any = Ends()
-    SharedMemoryChannel(ends, ends, tmp_path).engines_changed()
-    assert ends.calls == []
 
 
 def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
@@ -244,12 +232,9 @@ def test_auto_takes_the_fastest_that_the_places_allow(places: dict, channel: Cha
     assert resolve(channel, **places) is channel
 
 
-@pytest.mark.parametrize("places", [ONE_CPU, TWO_CPUS, COLOCATED, SPLIT, MIXED, HALF_SHARED])
-def test_gloo_may_be_asked_for_anywhere(places: dict) -> None:
-    assert resolve(Channel.GLOO, **places) is Channel.GLOO
-
-
-def test_shared_memory_may_be_asked_for_between_gpus_of_one_host() -> None:
+def test_gloo_may_be_asked_for_anywhere_and_shared_memory_between_gpus_of_one_host() -> None:
+    for places in (ONE_CPU, TWO_CPUS, COLOCATED, SPLIT, MIXED, HALF_SHARED):
+        assert resolve(Channel.GLOO, **places) is Channel.GLOO
     assert resolve(Channel.SHARED_MEMORY, **COLOCATED) is Channel.SHARED_MEMORY
 
 

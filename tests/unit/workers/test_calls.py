@@ -168,47 +168,37 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
         assert second <= min(seconds, cause_s)
 
 
-class Pool:
-    """Idle engines that are names; notes which were closed."""
-
-    def __init__(self) -> None:
-        self.dead: set[str] = set()
-        self.closed: list[str] = []
-        self.idle = Idle[str](is_alive=lambda name: name not in self.dead, close=self.closed.append)
+@pytest.fixture
+def closed() -> list[str]:
+    return []
 
 
-def test_an_engine_comes_back_only_to_who_asks_for_its_settings() -> None:
-    pool = Pool()
-    pool.idle.put("k=0", "a", capacity=2)
-
-    assert pool.idle.take("k=5") is None
-    assert pool.idle.take("k=0") == "a"
-    assert pool.idle.take("k=0") is None
-    assert pool.closed == []
+@pytest.fixture
+def idle(closed: list[str]) -> Idle[str]:
+    """Idle engines that are names, of which `dead` is no longer alive."""
+    return Idle[str](is_alive=lambda name: name != "dead", close=closed.append)
 
 
-def test_beyond_the_capacity_the_longest_idle_is_closed() -> None:
-    pool = Pool()
+def test_an_engine_comes_back_only_to_who_asks_for_its_settings(idle: Idle[str], closed: list[str]) -> None:
+    idle.put("k=0", "a", capacity=2)
+
+    assert [idle.take("k=5"), idle.take("k=0"), idle.take("k=0")] == [None, "a", None]
+    assert closed == []
+
+
+def test_beyond_the_capacity_the_longest_idle_is_closed(idle: Idle[str], closed: list[str]) -> None:
     for key, name in (("k=1", "a"), ("k=2", "b"), ("k=3", "c")):
-        pool.idle.put(key, name, capacity=2)
+        idle.put(key, name, capacity=2)
 
-    assert pool.closed == ["a"]
-    assert pool.idle.take("k=1") is None
-    assert pool.idle.take("k=3") == "c"
-
-
-def test_a_capacity_of_none_closes_at_once() -> None:
-    pool = Pool()
-    pool.idle.put("k=0", "a", capacity=0)
-
-    assert pool.closed == ["a"]
+    assert closed == ["a"]
+    assert [idle.take("k=1"), idle.take("k=3")] == [None, "c"]
+    idle.put("k=0", "d", capacity=0)
+    assert closed == ["a", "b", "d"]
 
 
-def test_an_engine_that_died_while_idle_is_not_given_out() -> None:
-    pool = Pool()
-    pool.idle.put("k=0", "a", capacity=2)
-    pool.idle.put("k=0", "b", capacity=2)
-    pool.dead.add("b")
+def test_an_engine_that_died_while_idle_is_not_given_out(idle: Idle[str], closed: list[str]) -> None:
+    idle.put("k=0", "a", capacity=2)
+    idle.put("k=0", "dead", capacity=2)
 
-    assert pool.idle.take("k=0") == "a"
-    assert pool.closed == ["b"]
+    assert idle.take("k=0") == "a"
+    assert closed == ["dead"]
