@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +25,7 @@ from slipstream.refit.fingerprint import Turn
 from slipstream.refit.snapshot import Snapshot, require_space, transfer_directory
 
 if TYPE_CHECKING:
-    from slipstream.refit.stream import EngineControl, Sent, StreamSettings
+    from slipstream.refit.stream import EngineControl, Sent
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class SendingLearner(Protocol):
         """Have the policy, or the draft, written where engines on this host find it."""
         ...
 
-    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+    def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
         """Join a channel with the engines; one that was open is left."""
         ...
 
@@ -320,13 +320,11 @@ class StreamChannel:
         self, learner: SendingLearner, engines: ReceivingEngines, channel: Channel, config: RefitConfig
     ) -> None:
         """Join learner and engines until `close`."""
-        from slipstream.refit.stream import StreamSettings
-
         self._learner = learner
         self._engines = engines
         self._channel = channel
         self._timeout_s = config.timeout_s
-        self._settings = StreamSettings(channel=channel, bucket_bytes=config.bucket_bytes, timeout_s=config.timeout_s)
+        self._settings = replace(config, channel=channel)
         self.engines_changed()
 
     def engines_changed(self) -> None:

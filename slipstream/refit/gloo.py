@@ -20,12 +20,11 @@ import xxhash
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from slipstream.refit.config import ChannelBrokeError
+from slipstream.refit.config import ChannelBrokeError, RefitConfig
 from slipstream.refit.stream import (
     EngineControl,
     Sender,
     Sent,
-    StreamSettings,
     Unpacker,
     WeightMeta,
     Weights,
@@ -147,7 +146,7 @@ class Transfer:
 class GlooSender(Sender):
     """The learner's rank 0."""
 
-    def __init__(self, settings: StreamSettings, *, engines: EngineControl, address: str) -> None:
+    def __init__(self, settings: RefitConfig, *, engines: EngineControl, address: str) -> None:
         """Open the store, have the engines join, and join."""
         self._settings = settings
         self._engines = engines

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.refit.config import Channel
+from slipstream.refit.config import Channel, RefitConfig
 from slipstream.types import Dtype
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -216,15 +216,6 @@ class EngineControl(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamSettings:
-    """Settings of a sender."""
-
-    channel: Channel
-    bucket_bytes: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
     """Bytes that went over a channel."""
 
@@ -255,11 +246,12 @@ class Sender:
 
 
 def open_sender(
-    settings: StreamSettings, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int, address: str
+    settings: RefitConfig, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int, address: str
 ) -> Sender:
     """Join the channel with the engines.
 
     Args:
+        settings: the recipe's, with the channel that was chosen.
         sources: of every model whose weights will travel, the policy's first.
         address: of this rank's host, which the engines' hosts can reach.
     """

@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from slipstream.refit.stream import EngineControl, Sender, Sent, StreamSettings, WeightSource, whole_tensors_bucket
+from slipstream.refit.config import RefitConfig
+from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
@@ -68,7 +69,7 @@ class VllmSender(Sender):
         self._trainer.shutdown()
 
 
-def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
+def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
     """The learner's rank 0 and every worker of every engine in one NCCL group; they meet at rank 0's address."""
     trainer = NCCLTrainerWeightTransferEngine.trainer_init(
         nccl_init(settings, num_workers=engines.num_workers, address=address, port=_free_port(address)),
@@ -79,7 +80,7 @@ def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: Weigh
 
 
 def open_ipc(
-    settings: StreamSettings, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
+    settings: RefitConfig, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
 ) -> VllmSender:
     """Every rank of the learner maps its bucket into the engine worker on its own GPU; all `sources` go through it."""
     trainer = IPCTrainerWeightTransferEngine.trainer_init(
@@ -88,7 +89,7 @@ def open_ipc(
     return VllmSender(trainer, engines)
 
 
-def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
+def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
     """Settings that vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
     return NCCLTrainerInitInfo(
         rank=0,
@@ -100,7 +101,7 @@ def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port:
     )
 
 
-def ipc_init(settings: StreamSettings, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
+def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
     """Settings that vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
     size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from slipstream.grpo.update import Trained, Update
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
-    from slipstream.refit.stream import EngineControl, Sender, Sent, StreamSettings, WeightSource
+    from slipstream.refit.config import RefitConfig
+    from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource
 
 POLICY, DRAFT = "policy", "draft"  # the models whose weights travel
 
@@ -371,7 +372,7 @@ class LearnerProcess:
                 pass
         return None
 
-    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+    def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
         """Join a channel with the engines, which rank 0 steers; one that was open is left."""
         from slipstream.refit.stream import open_sender
 

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
+    from slipstream.refit.config import RefitConfig
     from slipstream.refit.snapshot import Snapshot
-    from slipstream.refit.stream import EngineControl, Sent, StreamSettings
+    from slipstream.refit.stream import EngineControl, Sent
 
 Sequences = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -291,7 +292,7 @@ class RemoteLearner:
         wait = self._crew.start(what, lambda rank: rank.publish.remote(directory, version, is_draft=is_draft))
         return lambda: wait()[0]
 
-    def open_stream(self, settings: StreamSettings, engines: EngineControl) -> None:
+    def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
         """Join a channel with the engines. Errors are those of `answers`: engines may be lost as well as ranks."""
         self._crew.ask(
             f"opening the {settings.channel.value} channel",

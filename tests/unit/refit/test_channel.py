@@ -22,7 +22,7 @@ from slipstream.refit.channel import (
 )
 from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.snapshot import Snapshot
-from slipstream.refit.stream import Sent, StreamSettings
+from slipstream.refit.stream import Sent
 
 STATES = [
     EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
@@ -65,7 +65,7 @@ class Ends:
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s
 
-    def open_stream(self, settings: StreamSettings, engines: Any) -> None:
+    def open_stream(self, settings: RefitConfig, engines: Any) -> None:
         self.calls.append(("open", settings, engines))
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
@@ -139,7 +139,7 @@ def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel)
     delivery = send(stream, 7)
     send(stream, 8, draft_version=3)
     stream.close()
-    settings = StreamSettings(channel=channel, bucket_bytes=1 << 20, timeout_s=5.0)
+    settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
     assert ends.calls == [
         ("open", settings, ("control", channel, 5.0)),
         ("stream", False, 5.0),

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.refit.config import Channel
+from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.stream import (
     Sender,
-    StreamSettings,
     Unpacker,
     WeightMeta,
     WeightSource,
@@ -170,7 +169,7 @@ def test_more_bytes_than_announced_are_an_error() -> None:
         unpacker.feed(torch.zeros(6, dtype=torch.uint8))
 
 
-SETTINGS = StreamSettings(channel=Channel.GLOO, bucket_bytes=64, timeout_s=5.0)
+SETTINGS = RefitConfig(channel=Channel.GLOO, bucket_mib=64 / 2**20, timeout_s=5.0)
 
 
 class Passes:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.refit.config import Channel
-from slipstream.refit.stream import StreamSettings, WeightSource
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.stream import WeightSource
 from slipstream.types import Dtype
 
 TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
-SETTINGS = StreamSettings(channel=Channel.NCCL, bucket_bytes=64, timeout_s=1.0)
+SETTINGS = RefitConfig(channel=Channel.NCCL, bucket_mib=64 / 2**20, timeout_s=1.0)
 vllm = pytest.importorskip("slipstream.refit.vllm")
 
 
