@@ -434,7 +434,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.start_fingerprints = lambda dtypes, turn: lambda: dict.fromkeys(dtypes, 7)
+    learner.start_fingerprints = lambda dtypes, turn, *, is_draft=False: lambda: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["take"]
