@@ -1,4 +1,4 @@
-"""The command line: run the demo, an ablation or a bake-off, check a recipe. Prints, as `simulator.cli` does."""
+"""The command line: run the demo or a study, check a recipe. Prints, as `simulator.cli` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.launch import add_inputs
-from slipstream.study import ablation_command, bake_off_command
+from slipstream.study import study_command
 from slipstream.types import Workload
 from slipstream.workers.placement.assessment import assess
 from slipstream.workers.placement.cluster import parse_cluster
@@ -86,12 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
     chain.set_defaults(run=_demo)
-    grid = commands.add_parser("ablation", help="train a grid of drafts and draft lengths here, and rank them")
-    ablation_command.add_options(grid)
-    grid.set_defaults(run=_ablation)
-    drafters = commands.add_parser("bakeoff", help="compare drafters on one policy here, their steps in turn")
-    bake_off_command.add_options(drafters)
-    drafters.set_defaults(run=_bake_off)
+    for name, words in study_command.PRESETS.items():
+        study = commands.add_parser(name, help=words)
+        study_command.add_options(study, name)
+        study.set_defaults(run=_study)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
@@ -152,33 +150,23 @@ def _demo(options: argparse.Namespace) -> int:
     return status
 
 
-def _ablation(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/ablation.py ablation`, then the ranked table."""
+def _study(options: argparse.Namespace) -> int:
+    """The same as `pyflyte run workflows/ablation.py ablation`, or that of `bake_off`, then the tables."""
     root = Path(options.run_root).resolve()
-    launch = ablation_command.launched(options)
+    launch = study_command.launched(options)
     status = demo.run(launch, root)
     if status == 0:
-        print(ablation_command.result(root, launch.execution))
-    return status
-
-
-def _bake_off(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/bake_off.py bake_off`, then the table."""
-    root = Path(options.run_root).resolve()
-    launch = bake_off_command.launched(options)
-    status = demo.run(launch, root)
-    if status == 0:
-        print(bake_off_command.result(root, launch.execution))
+        print(study_command.result(root, launch))
     return status
 
 
 def _show(root: Path) -> None:
-    from slipstream.report.terminal import speedup_table
+    from slipstream.report.results import terminal_table
 
     latest = root / "latest"
     record = read_record(RunRecord, latest / "run.json")
     print()
-    print(speedup_table(record))
+    print(terminal_table(record))
     print(f"\nreport: {latest / 'report.html'}")
     print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
 
@@ -284,8 +272,7 @@ def _store(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from slipstream.report.comparison import comparison_table
-    from slipstream.report.comparison_page import write_comparison
+    from slipstream.report.comparison import comparison_table, write_comparison
     from slipstream.tracking import TrackingError, read_executions
 
     uri = _store(options)

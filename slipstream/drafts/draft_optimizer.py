@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.muon import BatchedMuon
+from slipstream.learner.optimizer import BatchedMuon
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
 

@@ -69,7 +69,7 @@ def layer_ids(policy: MegatronPolicy, config: DraftConfig) -> tuple[int, ...]:
 
 def sum_over_ranks(learner: LearnerConfig) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What adds up the parts of the data-parallel ranks; None for one that has everything."""
-    from slipstream.learner.collectives import summed_over_data_ranks
+    from slipstream.learner.parallel import summed_over_data_ranks
 
     return summed_over_data_ranks if learner.parallel.data > 1 else None
 
@@ -136,7 +136,7 @@ def train_beside(
     a `train_step` without it to the last bit.
     """
     from slipstream.drafts.mtp import MtpDraft
-    from slipstream.learner.capture import Capture
+    from slipstream.learner.forward_passes import Capture
 
     capture, batch = Capture(layer_ids(policy, config)), update.batch
     start = time.perf_counter()

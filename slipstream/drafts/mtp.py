@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner.checkpoint.on_disk import sum_of, write_json, write_tensors
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.learner.checkpoint.on_disk import write_json, write_tensors
+from slipstream.storage import sum_of
 
 if TYPE_CHECKING:
     from torch import Tensor

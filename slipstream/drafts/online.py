@@ -16,7 +16,7 @@ from slipstream.drafts.chats import States
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
 
 _NUM_STEPS = "num_steps"
 # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.

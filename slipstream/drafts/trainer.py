@@ -25,9 +25,10 @@ from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
 from slipstream.drafts.passes import head_inputs
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.checkpoint.on_disk import sum_of, write_json, write_tensors
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.training_memory import TrainingMemory
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.learner.checkpoint.on_disk import write_json, write_tensors
+from slipstream.learner.optimizer import TrainingMemory
+from slipstream.storage import sum_of
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import from_mapping
-from slipstream.learner.directories import (
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.records.files import write_atomic
+from slipstream.records.steps import StepRecord
+from slipstream.storage import (
     existing_directory,
     remove,
     step_directories,
     step_directory,
     step_of,
 )
-from slipstream.learner.errors import CheckpointError
-from slipstream.records.files import write_atomic
-from slipstream.records.steps import StepRecord
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ class Alone:
         """Nobody waits."""
 
 
-class Stopped(RuntimeError):  # noqa: N818  # what happened to the others
+class Stopped(BaseException):  # an interrupt: nothing may take it for a failure
     """The whole was interrupted, so no turn will come."""
 
 

@@ -18,8 +18,7 @@ from slipstream.drafts.speculation import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_arguments import device_arguments, without_gpu
-from slipstream.engine.vllm_engine import VllmEngine, process_environment
+from slipstream.engine.vllm_engine import VllmEngine, device_arguments, process_environment, without_gpu
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location

@@ -194,8 +194,8 @@ class LearnerProcess:
             return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
-        """Conditionals of each response token: a sequence's are [N, columns of `learner.conditionals`]."""
-        from slipstream.learner.conditionals import COLUMNS, conditionals
+        """Conditionals of each response token: a sequence's are [N, columns of `learner.logprobs`]."""
+        from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
         function = partial(
@@ -212,7 +212,7 @@ class LearnerProcess:
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
-        from slipstream.learner.conditionals import processed_logprobs
+        from slipstream.learner.logprobs import processed_logprobs
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
             del labels_N
@@ -255,7 +255,7 @@ class LearnerProcess:
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
-        from slipstream.learner.checkpoint.reader import inspect_checkpoint
+        from slipstream.learner.checkpoint.on_disk import inspect_checkpoint
 
         return inspect_checkpoint(path)["extra"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from slipstream.config import from_mapping
 from slipstream.engine.protocol import GenerationResult
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.asynchronous.buffer import Generated, Scored

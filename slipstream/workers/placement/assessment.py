@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.learner.architecture import Architecture
-from slipstream.learner.experts import Experts, require_even_experts
-from slipstream.learner.shape import Shape, require_divisible
+from slipstream.learner.architecture import Architecture, Experts, Shape, require_divisible, require_even_experts
 from slipstream.refit.config import Channel
 from slipstream.simulator.cost.hardware import Hardware, load_hardware
 from slipstream.simulator.cost.models import ModelShape, load_model

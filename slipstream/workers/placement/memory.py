@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from slipstream.engine.config import EngineConfig
+from slipstream.learner.architecture import Shape
 from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.learner.shape import Shape
 from slipstream.types import Dtype
 
 RUNTIME_RATE = 0.05

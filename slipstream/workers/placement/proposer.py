@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
-from slipstream.learner.shape import Shape
+from slipstream.learner.architecture import Shape
 from slipstream.workers.placement.memory import NOTHING_PROPOSED, Proposer, draft_parameters, num_parameters
 
 

@@ -13,9 +13,9 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.distill import distill, heldout_acceptance, num_distilled
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.policy_pretraining import learning_rate_at
+from slipstream.learner.policy_source import learning_rate_at
 
 CONFIG = DraftConfig(
     method=DraftMethod.DRAFT_MODEL, num_steps=5, tokens_per_step=6, warmup_steps=2, checkpoint_every_steps=2

@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.trainer import DraftTrainer
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS

@@ -23,8 +23,8 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.learner import numerics
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult

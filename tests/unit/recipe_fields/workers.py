@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.engine import vllm_engine
-from slipstream.engine.vllm_arguments import sampling_params
+from slipstream.engine.vllm_engine import sampling_params
 from slipstream.recipe import Recipe
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import engines, learners

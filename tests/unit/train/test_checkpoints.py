@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.learner import directories
-from slipstream.learner.errors import CheckpointError, CheckpointWriteError
+from slipstream import storage
+from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes
@@ -393,6 +393,6 @@ def test_a_checkpoint_that_cannot_be_removed_stops_no_save(tmp_path: Path, monke
         if not ignore_errors:
             raise OSError("the disk is gone")
 
-    monkeypatch.setattr(directories.shutil, "rmtree", refuse)
+    monkeypatch.setattr(storage.shutil, "rmtree", refuse)
     checkpoints.save(FileLearner(), HISTORY[:3])
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]

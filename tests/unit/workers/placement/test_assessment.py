@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.learner.architecture import Architecture
+from slipstream.learner.architecture import Architecture, Experts
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.experts import Experts
 from slipstream.recipe import load_recipe
 from slipstream.refit.config import Channel
 from slipstream.simulator.cost.models import load_model
