@@ -26,9 +26,8 @@ from slipstream.engine.vllm_engine import VllmEngine, process_environment
 from slipstream.stages.recipe_engines import draft_weights
 from slipstream.types import Prompt
 from slipstream.workers.calls import Crew, Deadline, Worker, started
-from slipstream.workers.dealing import Deal, SeenLengths, deal
-from slipstream.workers.engines import RunningEngines
-from slipstream.workers.gathering import gather, joined
+from slipstream.workers.engines import generate_dealt
+from slipstream.workers.scheduler import Deal, SeenLengths, deal, joined
 from slipstream.workers.session import actor_environment, connect
 
 _NUM_ENGINES = 2
@@ -123,6 +122,6 @@ def _rounds(
             "by length": deal(requests, lengths, num_engines=num_engines, num_slots=num_slots),
         }
         for way in sorted(dealt, reverse=number % 2 == 1):
-            results[way].append(joined(requests, gather(RunningEngines(crew, sampling, way), dealt[way])))
+            results[way].append(joined(requests, generate_dealt(crew, dealt[way], sampling, way)))
         lengths.note(results["by length"][-1].groups)
     return results["in turn"][1:], results["by length"][1:]

@@ -18,7 +18,7 @@ from slipstream import logs
 from slipstream.config import ConfigError, require
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.config import LearnerConfig
-from slipstream.refit.channel.driver import open_channel, send
+from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.types import Dtype
 from slipstream.workers.engines import RemoteEngine, start_engine

@@ -14,7 +14,7 @@ from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import PromptStream, read_prompt_sets
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import StepRecord
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import Verifier
 from slipstream.stages.recipe_engines import recipe_engine

@@ -220,8 +220,7 @@ def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
 
 
 def _cluster(_: argparse.Namespace) -> int:
-    from slipstream.workers.ray_nodes import ray_nodes
-    from slipstream.workers.session import connect
+    from slipstream.workers.session import connect, ray_nodes
 
     connect()
     rows = [["node", "CPUs free", "GPUs free", "object store, GB", "labels"]]

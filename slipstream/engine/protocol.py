@@ -1,6 +1,6 @@
 """The protocol of rollout engines: what the GRPO loop, tuning and evaluation ask of them, and nothing more.
 
-Moving weights into engines has a protocol of its own (`slipstream.refit.gate`), and so has the certificate.
+Moving weights into an engine has a protocol of its own (`slipstream.refit.channel`), and so has the certificate.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from slipstream.engine.vllm_groups import CacheMemory, Drafting, Drawn, GroupsUn
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
-from slipstream.refit.channel.choice import Location
+from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, Prompt, RolloutGroup

@@ -27,7 +27,7 @@ from vllm.v1.spec_decode import llm_base_proposer
 
 from slipstream.engine import weight_transfer
 from slipstream.engine.weight_transfer import Slot, draft_names, slots
-from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
 SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens

@@ -57,11 +57,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.platforms import current_platform
 
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooUpdate, receive
-from slipstream.refit.channel.source import WeightMeta
 from slipstream.refit.config import Channel
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooUpdate, receive
 from slipstream.refit.snapshot import bytes_digest
+from slipstream.refit.stream import WeightMeta
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")

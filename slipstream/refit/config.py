@@ -1,4 +1,4 @@
-"""How weights travel and how a refit is checked, and the state that an engine reports about it."""
+"""Settings of how weights travel and how a refit is checked; its errors; the state that an engine reports about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChannelBrokeError(RefitError):
 
 
 class Channel(StrEnum):
-    """How weights travel from the learner to the engines. See `slipstream.refit.channel`."""
+    """Ways of weights from the learner to the engines; `slipstream.refit.channel` chooses one."""
 
     AUTO = "auto"  # what fits where learner and engines run: see `channel.choice.resolve`
     SHARED_MEMORY = "shared_memory"
@@ -29,7 +29,7 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RefitConfig(Checked, path="refit"):
-    """How weights travel, and how many of the tensors each refit compares.
+    """Settings of the way that weights take, and of the number of tensors that each refit compares.
 
     Versions, cache resets and the digest of the bytes are checked every time. Where the channel takes no digest, every
     refit compares every tensor.
@@ -51,7 +51,7 @@ class RefitConfig(Checked, path="refit"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
-    """What an engine says it holds, and how often it forgot its cached prefixes."""
+    """Versions that an engine says it holds, and the number of times that it forgot its cached prefixes."""
 
     policy_version: int
     policy_digest: str  # of the bytes that the last refit read; empty before the first, and where none are counted

@@ -7,62 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.records.steps import RefitCheck
-from slipstream.refit.channel.driver import Delivery, Exported, WeightChannel
+from slipstream.refit.channel import Delivery, Exported, ReceivingEngines, SendingLearner, WeightChannel
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, differences, file_fingerprints
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 5  # of the tensors that differ
-
-
-class EngineWeights(Protocol):
-    """Engines that show which weights they have."""
-
-    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """See `VllmEngine.weight_dtypes`."""
-        ...
-
-    def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        """Have those computed of `VllmEngine.weight_fingerprints`, once all is done that was asked before.
-
-        Returns at once; what it returns waits for them, one dict an engine.
-        """
-        ...
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[Sequence[float]]]:
-        """See `VllmEngine.token_logprobs`; one answer an engine."""
-        ...
-
-    def states(self) -> list[EngineState]:
-        """See `VllmEngine.state`; one an engine."""
-        ...
-
-
-class LearnerWeights(Protocol):
-    """The learner, as far as the check of a refit needs it."""
-
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """Have those computed of every tensor whose turn it is, as an engine with these types must have it.
-
-        They are those of the weights that it has when all is done that it was asked before. Returns at once; what it
-        returns waits for them, as often as it is called, and raises what went wrong.
-        """
-        ...
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        """The same of the draft that it trains."""
-        ...
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> Sequence[NDArray[np.float32]]:
-        """What the engine's logprobs must be near to."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +64,8 @@ class RefitGate:
 
     def __init__(
         self,
-        engine: EngineWeights,
-        learner: LearnerWeights,
+        engine: ReceivingEngines,
+        learner: SendingLearner,
         *,
         channel: WeightChannel,
         draft: Path | None,
@@ -287,14 +242,14 @@ class RefitGate:
             return None
 
     def _start_draft_fingerprints(self, turn: Turn) -> Callable[[], dict[str, int]] | None:
-        """Of the file that the draft came from, or of the learner's if it trains it; None: nothing has its turn."""
+        """Have those of the draft computed, of its file or of a learner that trains it; None: nothing has its turn."""
         if not any(turn.takes(name) for name in self._draft_dtypes or {}):
             return None
         fixed = self._draft_expected
         if fixed is not None:
             return lambda: {name: value for name, value in fixed.items() if turn.takes(name)}
         assert self._draft_dtypes is not None
-        return self._learner.start_draft_fingerprints(self._draft_dtypes, turn)
+        return self._learner.start_fingerprints(self._draft_dtypes, turn, is_draft=True)
 
     def _check_probes(self, version: int) -> float:
         """Largest over the engines of the mean absolute difference to the learner, in nats a token."""
@@ -319,7 +274,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _compare(expected: Mapping[str, int], engines: Sequence[Mapping[str, int]], what: str) -> int:
-    """How many tensors each engine holds to the last bit; raises if one does not."""
+    """Count the tensors, all of which each engine holds to the last bit, or raise."""
     for index, found in enumerate(engines):
         wrong = differences(expected, found)
         if wrong:

@@ -21,7 +21,7 @@ from slipstream.storage import SAFETENSORS_DTYPES, safetensors_header
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.refit.channel.source import WeightSource
+    from slipstream.refit.stream import WeightSource
 
 _SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
 _NUM_FILES = 2  # engines may read one version while the next is written
@@ -94,7 +94,7 @@ class SnapshotWriter:
             ConfigError: the file system has no room for it.
             ValueError: a tensor holds NaN or Inf; nobody must read the file.
         """
-        from slipstream.refit.channel.buckets import as_bytes
+        from slipstream.refit.stream import as_bytes
 
         metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
         header = safetensors_header(metas, metadata={"format": "pt"})

@@ -21,8 +21,7 @@ from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
 from slipstream.train.arm import ArmPlan, train
 from slipstream.types import Arm, ArmLoop, arm_name
-from slipstream.workers.ray_nodes import accelerators
-from slipstream.workers.session import connect
+from slipstream.workers.session import accelerators, connect
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from slipstream.drafts.config import DraftOnline
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard

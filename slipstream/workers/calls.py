@@ -7,19 +7,21 @@ that they share with it. So an error that may be such a consequence is held back
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from slipstream.refit.config import ChannelBrokeError
+from slipstream.refit.config import Channel, ChannelBrokeError
 from slipstream.workers.session import actor_environment, counted, machine, on_node, own_node
 
 UNKNOWN_HOST = "a host not known yet"
 _CAUSE_S = 60.0  # Ray declares a host dead after at most 50 s of silence
+_STEERED_CAUSE_S = 10.0  # the same of a broken channel, before whoever waits for its steering process loses patience
 _PROBE_S = 15.0  # for a host to say how a process of it does
 _RUNNING = frozenset({"running", "sleeping", "disk-sleep", "idle"})
 
@@ -38,7 +40,7 @@ class LostWorkerError(RuntimeError):
         self.workers = tuple(workers)
 
     def __reduce__(self) -> tuple[type[LostWorkerError], tuple[str, list[Worker]]]:
-        """What is sent: who they are, for nobody can call them any more."""
+        """Send who they are, for nobody can call them any more."""
         return LostWorkerError, (str(self), [replace(worker, actor=None) for worker in self.workers])
 
 
@@ -59,7 +61,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long an answer may take, and the field that says so."""
+    """Time that an answer may take, and the field that says so."""
 
     seconds: float
     field: str
@@ -68,18 +70,7 @@ class Deadline:
 _ALIVE = Deadline(10.0, "fixed")  # an idle process has nothing else to do
 
 
-class Backend(Protocol):
-    """What is needed of Ray."""
-
-    def wait(self, refs: list[Any], /, *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        """The refs that are there within `timeout` seconds, at most `num_returns`, and the others."""
-        ...
-
-    def get(self, ref: Any, /) -> Any:
-        """The answer, or the error of who should have given it."""
-        ...
-
-
+E = TypeVar("E")
 StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
 
 
@@ -107,7 +98,7 @@ class Crew:
         return lambda: self.gather(what, calls, deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> Any:
-        """Of calls that were made to some of them the one that is answered first.
+        """Give the call that is answered first, of those that were made to some of them.
 
         Raises:
             LostWorkerError: none is before the deadline.
@@ -131,7 +122,7 @@ def answers(
     deadline: Deadline,
     last_done: str = "nothing yet",
     cause_s: float = _CAUSE_S,
-    backend: Backend = ray,
+    backend: Any = ray,
     states_of: StatesOf | None = None,
 ) -> list[Any]:
     """Wait for the answers to `calls`, which belong together: workers and what Ray gave for calling them.
@@ -139,6 +130,7 @@ def answers(
     Args:
         what: what they are doing, for the error.
         last_done: what they did before that.
+        backend: Ray, of which `wait` and `get` are used.
         cause_s: how long a RuntimeError of one of several is held back: another's death may be its cause.
         states_of: what the processes of workers that do not answer are doing.
     Raises:
@@ -192,8 +184,103 @@ def started(workers: Sequence[Worker], deadline: Deadline) -> list[Worker]:
     ]
 
 
+class RayEngineControl:
+    """All engines of a run at once, as a sender steers them: an `EngineControl` of `slipstream.refit.stream`.
+
+    The driver makes it, and the learner's rank 0, to which it travels, uses it.
+    """
+
+    def __init__(self, engines: Sequence[Worker], *, channel: Channel, num_workers_each: int, timeout_s: float) -> None:
+        self._engines = list(engines)
+        self._channel = channel
+        self._num_workers_each = num_workers_each
+        self._deadline = Deadline(timeout_s, "refit.timeout_s")
+        self._is_draft = False
+        self._last_done = "nothing yet"
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that receive, of all engines."""
+        return len(self._engines) * self._num_workers_each
+
+    def aim(self, *, is_draft: bool) -> None:
+        """Choose the model that the next updates are for."""
+        self._is_draft = is_draft
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have all engines join; the workers of each come after those of the one before."""
+
+        def join(index: int, actor: Any) -> Any:
+            settings = settings_of(init_info, index=index, num_workers_each=self._num_workers_each)
+            return actor.join_channel.remote(self._channel, settings)
+
+        self._on_all(f"joining the {self._channel.value} channel", join)
+
+    def start_weight_update(self) -> None:
+        """Begin an update of the model that was chosen."""
+        self._on_all("the start of an update", lambda _, actor: actor.start_update.remote(is_draft=self._is_draft))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Have all engines take a part of the weights."""
+        shared = ray.put(update_info)
+        self._on_all("a transfer of weights", lambda _, actor: actor.update.remote(self._channel, shared))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the update; versions are adopted later."""
+        del weight_version
+        self._on_all("the end of an update", lambda _, actor: actor.finish_update.remote())
+
+    def _on_all(self, what: str, call: Callable[[int, Any], Any]) -> None:
+        calls = [(engine, call(index, engine.actor)) for index, engine in enumerate(self._engines)]
+        answers(calls, what=what, deadline=self._deadline, last_done=self._last_done, cause_s=_STEERED_CAUSE_S)
+        self._last_done = what
+
+
+def settings_of(init_info: Mapping[str, Any], *, index: int, num_workers_each: int) -> dict[str, Any]:
+    """Settings for engine number `index`: vLLM's senders know one engine, whose workers have the first ranks."""
+    settings = dict(init_info)
+    if "rank_offset" in settings:
+        settings["rank_offset"] += index * num_workers_each
+    return settings
+
+
+class Idle(Generic[E]):
+    """Engines or learners that nobody uses, by what they were started with; the longest idle one goes first.
+
+    Starting one takes longer than much of what is then asked of it, so a process that runs several stages one after
+    another may keep it warm: the next user gives it other weights. Off by default, for an idle process holds memory.
+    Safe in threads.
+    """
+
+    def __init__(self, *, is_alive: Callable[[E], bool], close: Callable[[E], None]) -> None:
+        self._is_alive = is_alive
+        self._close = close
+        self._idle: list[tuple[str, E]] = []  # longest idle first
+        self._lock = threading.Lock()
+
+    def take(self, key: str) -> E | None:
+        """An idle one that was started with `key`, None if there is none; dead ones are dropped on the way."""
+        while True:
+            with self._lock:
+                found = [index for index, (kept, _) in enumerate(self._idle) if kept == key]
+                if not found:
+                    return None
+                _, process = self._idle.pop(found[-1])
+            if self._is_alive(process):
+                return process
+            self._close(process)
+
+    def put(self, key: str, process: E, *, capacity: int) -> None:
+        """Keep `process` for the next user; beyond `capacity` idle ones the longest idle are closed."""
+        with self._lock:
+            self._idle.append((key, process))
+            surplus = [self._idle.pop(0)[1] for _ in range(len(self._idle) - capacity)]
+        for longest_idle in surplus:
+            self._close(longest_idle)
+
+
 def is_alive(workers: Sequence[Worker]) -> bool:
-    """Whether every worker's process still answers."""
+    """Ask whether every worker's process still answers."""
     try:
         Crew(workers, _ALIVE).ask("its time at rest", lambda actor: actor.__ray_ready__.remote())
     except LostWorkerError:
@@ -202,7 +289,7 @@ def is_alive(workers: Sequence[Worker]) -> bool:
 
 
 def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
-    """What the processes of these workers are doing, by their hosts' word; silent hosts say so."""
+    """State of each worker's process by its host's word; of a silent host, that it does not answer."""
     environment = {"env_vars": actor_environment({})}
     probe = ray.remote(_process_state)
     asked = {
@@ -224,7 +311,7 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
 
 
 def machines(workers: Iterable[Worker]) -> str:
-    """What the hosts of these workers are, each host once."""
+    """Machines of these workers in words, each host once."""
     return counted({worker.node_id: worker.machine for worker in workers}.values())
 
 

@@ -30,7 +30,7 @@ _MEMORY = Path("/dev/shm")  # what is written there stays in memory
 
 @dataclass(frozen=True, slots=True)
 class CoreSlot:
-    """A worker's place in what they say to each other."""
+    """A worker's byte in the shared memory that says who works."""
 
     path: Path
     index: int
@@ -41,15 +41,15 @@ _NUM_COLUMNS = 6  # of a line of /proc/self/maps that names a file
 
 
 def write_shared(path: Path, num_workers: int) -> None:
-    """Make what `num_workers` workers say to each other with, on a file system in memory."""
+    """Make the shared memory in which `num_workers` workers say whether they work."""
     path.write_bytes(_RESTS * num_workers)
 
 
 class CoreShare:
-    """One worker's view of them."""
+    """One worker's view of who works."""
 
     def __init__(self, slot: CoreSlot, *, most: int, cores: int = 0, changes: bool = True) -> None:
-        """Join those of `slot.path`.
+        """Join the workers of `slot.path`.
 
         Args:
             most: threads that this worker ever takes.
@@ -66,7 +66,7 @@ class CoreShare:
 
     @property
     def num_threads(self) -> int:
-        """That are this worker's now: the cores over those who work, this one counted."""
+        """Threads of this worker now: the cores over the number of workers at work, this one counted."""
         num_workers = len(self._said)
         others = sum(self._said[i] for i in range(num_workers) if i != self._slot) if self._changes else num_workers - 1
         return min(self._most, max(1, self._num_cores // (1 + others)))
@@ -99,7 +99,7 @@ class Sharing(Protocol):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Where they run."""
+        """Actors and the nodes that they run on."""
         ...
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
@@ -109,7 +109,7 @@ class Sharing(Protocol):
 
 @contextmanager
 def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
-    """For the span of the block the workers on this process's node share its cores; others go on as they are."""
+    """Have the workers on this process's node share its cores in the block; others go on as they are."""
     with tempfile.TemporaryDirectory(
         dir=_MEMORY if _MEMORY.is_dir() else None, prefix="slipstream-cores-"
     ) as directory:
@@ -130,7 +130,7 @@ def shared_cores(node_id: str, *parties: Sharing) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """On which this process may run."""
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 

@@ -1,11 +1,13 @@
-"""Rollout engines as a driver sees them: processes that share the prompts, and are kept warm between stages."""
+"""Rollout engines: the process of one, and all of them as a driver sees them, which keeps them warm between stages."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,32 +17,115 @@ import ray
 from slipstream.drafts.speculation import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
-from slipstream.engine.requests import group_requests
-from slipstream.engine.vllm_engine import device_arguments, process_environment
+from slipstream.engine.requests import GroupRequest, group_requests
+from slipstream.engine.vllm_engine import VllmEngine, device_arguments, process_environment, without_gpu
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
-from slipstream.refit.channel.choice import Location
+from slipstream.refit.channel import Location
 from slipstream.refit.config import Channel, EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import Prompt
-from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
-from slipstream.workers.cores import CoreSlot
-from slipstream.workers.dealing import SeenLengths, deal
-from slipstream.workers.engine_control import RayEngineControl
-from slipstream.workers.engine_process import EngineProcess, draft_directory
-from slipstream.workers.file_server import open_stores
-from slipstream.workers.gathering import Call, gather, joined
-from slipstream.workers.idle import Idle
-from slipstream.workers.in_flight_engines import InFlightEngines
+from slipstream.workers.calls import Crew, Deadline, Idle, LostWorkerError, RayEngineControl, Worker, is_alive, started
+from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.reservation import Reservation, Start, reserved
-from slipstream.workers.session import actor_environment, own_node
+from slipstream.workers.reservation import Reservation, Start, require_gpu, reserved
+from slipstream.workers.scheduler import Call, Deal, Ledger, SeenLengths, deal, gather, joined, together
+from slipstream.workers.session import actor_environment, node_address, require_here
 
 logger = logging.getLogger(__name__)
 
+_SLICE_S = 0.25  # of several engines: none can be told to stop because another has completed a group
 
-class RemoteEngine(InFlightEngines):
-    """Rollout engines in processes of their own; `slipstream.workers.dealing` says how they share a call's prompts."""
+
+class EngineProcess(VllmEngine):
+    """A rollout engine in an actor, on whichever host; it may share the host's cores with a learner."""
+
+    def __init__(
+        self,
+        policy: Path,
+        *,
+        config: EngineConfig,
+        speculative_config: dict[str, Any] | None,
+        executor: str | None = None,
+        is_in_flight: bool = False,
+        can_rest: bool = False,
+        logical_gpus: bool = False,
+    ) -> None:
+        """Start a `VllmEngine` with these arguments.
+
+        Args:
+            logical_gpus: GPUs that Ray gave this process are only counted: it may compute on the CPU.
+        Raises:
+            ConfigError: this host does not see `policy`, or the draft.
+            PlacementError: it would compute on the CPU, and Ray's GPUs are meant to be some.
+        """
+        if not logical_gpus:
+            require_gpu("engine", problem=without_gpu)
+        for path in filter(None, (policy, draft_directory(speculative_config))):
+            require_here(path)
+        _name_interface()
+        super().__init__(
+            policy,
+            config=config,
+            speculative_config=speculative_config,
+            executor=executor,
+            is_in_flight=is_in_flight,
+            can_rest=can_rest,
+        )
+        self._dtype = config.dtype
+        self._most_threads = config.num_threads
+        self._share: CoreShare | None = None
+
+    def share_cores(self, slot: CoreSlot | None) -> None:
+        """Leave some of the host's cores to a learner that works at the same time; None: no longer.
+
+        The ranks of a tensor-parallel engine, which have processes of their own, keep their threads.
+        """
+        if self._share is not None:
+            self._share.leave()
+        if slot is None:
+            self._share = None
+            self.around_work(nullcontext, None)
+        else:
+            from slipstream.learner.numerics import engine_keeps_bits
+
+            self._share = CoreShare(slot, most=self._most_threads, changes=engine_keeps_bits(self._dtype))
+            self.around_work(self._share.at_work, self._share.fit)
+
+    def refit(
+        self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
+    ) -> EngineState:
+        """Refit the engine, and count as at work meanwhile."""
+        with nullcontext() if self._share is None else self._share.at_work():
+            return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
+
+
+def _name_interface() -> None:
+    """Tell gloo, which vLLM uses too, of this host's interface: it would ask for the host's name, which may have none.
+
+    The ranks of a tensor-parallel engine inherit it.
+    """
+    address = node_address()
+    if address != "127.0.0.1":
+        from slipstream.learner.rendezvous import interface_of
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
+
+
+def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
+    """Directory of the draft's own weights; None without a draft, and where it has none."""
+    if speculative_config is None or "model" not in speculative_config:
+        return None
+    return Path(speculative_config["model"])
+
+
+class RemoteEngine:
+    """Rollout engines in processes of their own: what `VllmEngine` and `InFlightEngine` say, of all of them at once.
+
+    `slipstream.workers.scheduler` says how they share a call's prompts. Generation in flight leaves no call under way:
+    between two of them every engine is idle, so a refit that another process steers comes between two steps of all of
+    them.
+    """
 
     def __init__(
         self,
@@ -56,13 +141,16 @@ class RemoteEngine(InFlightEngines):
             start: makes another engine in the place of a lost one; None leaves it lost.
             max_num_seqs: rollouts that each engine runs at once; None: as many as it is asked for.
         """
-        super().__init__(Crew(engines, deadline))
+        self._crew = Crew(engines, deadline)
         self._deadline = deadline
         self._start = start
         self._policy_version = 0
         self._max_num_seqs = max_num_seqs
         self._lengths = SeenLengths()
         self._slots: tuple[CoreSlot | None, ...] = ()  # in the cores of the host; empty: they share none
+        self._kv_cache: KvCache | None = None  # of engines in flight
+        self._ledger = Ledger()
+        self._held: list[Portion] = []  # of a call in which another engine was lost
 
     @property
     def engines(self) -> tuple[Worker, ...]:
@@ -72,28 +160,70 @@ class RemoteEngine(InFlightEngines):
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
     ) -> GenerationResult:
-        """See `Engine.generate`."""
+        """Sample the groups of all prompts, dealt to the engines by the lengths seen so far."""
         requests = group_requests(prompts, group_size=group_size, seed=seed)
         num_engines = len(self.engines)
         num_slots = self._max_num_seqs if num_engines > 1 else None  # one engine queues what it has no room for itself
         dealt = deal(requests, self._lengths, num_engines=num_engines, num_slots=num_slots)
-        result = joined(requests, gather(RunningEngines(self._crew, sampling, self._of("generate")), dealt))
+        result = joined(requests, generate_dealt(self._crew, dealt, sampling, self._of("generate")))
         self._lengths.note(result.groups)
         return result
 
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        """Change the mode of all engines, and of those that take the place of lost ones."""
+        self._kv_cache = kv_cache
+        self._ledger = Ledger()
+        self._held = []
+        self._crew.ask("a change of mode", lambda engine: engine.run_in_flight.remote(kv_cache))
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
+        """Queue groups; what an engine was given that turns out to be lost is known as its own."""
+        given = self._ledger.place(requests, [worker.name for worker in self._crew.workers])
+        calls = self._of_some(given, lambda each: each.actor.submit.remote(given[each.name], sampling=sampling))
+        self._crew.gather("submitting groups", calls)
+
+    def advance(self, *, max_s: float) -> Portion:
+        """Run all engines until one completes a group, for about `max_s` seconds, or until nothing is under way."""
+        end_s = time.monotonic() + max_s
+        portions, self._held = self._held, []
+        while self._ledger.requests and not any(portion.groups for portion in portions):
+            try:
+                portions += self._slice(max(0.0, end_s - time.monotonic()))
+            except LostWorkerError:
+                self._held = portions + self._held
+                raise
+            if time.monotonic() >= end_s:
+                break
+        return together(portions, num_engines=len(self._crew.workers))
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        """Restart the unfinished rollouts of these groups with other seeds; returns how many they were."""
+        told = self._ledger.reseed(indices, seeds)
+        calls = self._of_some(told, lambda each: each.actor.restart.remote(told[each.name]))
+        return sum(self._crew.gather("a restart of rollouts", calls))
+
+    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
+        """Take back what engines of these names had under way."""
+        return self._ledger.take(names)
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        """Groups that were submitted and did not come back."""
+        return self._ledger.requests
+
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The same as `engines`."""
+        """Alias of `engines`, as learner and engines both have it."""
         return self.engines
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """See `EngineProcess.share_cores`; one an engine."""
+        """Hand each engine its slot in the cores of the host."""
         self._slots = tuple(slots)
         calls = [(each, each.actor.share_cores.remote(slot)) for each, slot in zip(self.engines, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
-        """See `VllmEngine.draft_by`; all engines."""
+        """Have all engines draft by another schedule."""
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def trace(
@@ -106,7 +236,7 @@ class RemoteEngine(InFlightEngines):
         refits: Sequence[WeightFiles] = (),
         steps_between: int = 1,
     ) -> list[Trace]:
-        """See `VllmEngine.trace`; the first engine answers for all: they hold the same weights."""
+        """Trace rollouts on the first engine, which answers for all: they hold the same weights."""
         return self._of_first(
             "trace",
             lambda engine: engine.trace.remote(
@@ -120,7 +250,7 @@ class RemoteEngine(InFlightEngines):
         )
 
     def rest(self) -> None:
-        """See `VllmEngine.rest`; all engines. Each takes its memory again when it is asked to generate."""
+        """Put all engines to sleep; each wakes when it is asked to generate."""
         self._crew.ask(self._of("rest"), lambda engine: engine.rest.remote())
 
     def refit(
@@ -132,7 +262,7 @@ class RemoteEngine(InFlightEngines):
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> Callable[[], list[EngineState]]:
-        """The same; what it returns waits."""
+        """Begin to refit every engine; what it returns waits."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("refit"),
@@ -142,16 +272,16 @@ class RemoteEngine(InFlightEngines):
         )
 
     def locations(self) -> list[Location]:
-        """Where each worker of each engine computes, engine by engine."""
+        """Places of all workers, engine by engine."""
         return [place for places in self._locations() for place in places]
 
     def control(self, channel: Channel, *, timeout_s: float) -> RayEngineControl:
-        """What a sender in another process steers all engines with."""
+        """Control with which a sender in another process steers all engines."""
         num_workers = len(self._locations()[0])
         return RayEngineControl(self.engines, channel=channel, num_workers_each=num_workers, timeout_s=timeout_s)
 
     def start_adopt(self, *, policy_version: int, draft_version: int | None) -> Callable[[], list[EngineState]]:
-        """See `VllmEngine.adopt`; what it returns waits for the states, one an engine."""
+        """Have all engines call what they received by these versions."""
         self._policy_version = policy_version
         return self._crew.start(
             self._of("adopt"),
@@ -159,26 +289,22 @@ class RemoteEngine(InFlightEngines):
         )
 
     def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
-        """See `VllmEngine.weight_dtypes`; all engines hold the same tensors."""
+        """Types of the tensors of the first engine: all engines hold the same."""
         return self._of_first("weight_dtypes", lambda engine: engine.weight_dtypes.remote(is_draft=is_draft))
 
     def start_fingerprints(self, *, is_draft: bool, turn: Turn) -> Callable[[], list[dict[str, int]]]:
-        """See `VllmEngine.weight_fingerprints`; what it returns waits for them, one dict an engine.
-
-        An engine does what it is asked in the order in which it is asked: they are of the weights that it was told to
-        take last.
-        """
+        """Have fingerprints computed of the weights that each engine was told to take last."""
         return self._crew.start(
             self._of("weight_fingerprints"),
             lambda engine: engine.weight_fingerprints.remote(is_draft=is_draft, turn=turn),
         )
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `VllmEngine.token_logprobs`; one answer an engine."""
+        """Logprobs of each sequence's tokens, by engine."""
         return self._crew.ask(self._of("token_logprobs"), lambda engine: engine.token_logprobs.remote(sequences))
 
     def states(self) -> list[EngineState]:
-        """See `VllmEngine.state`; one an engine."""
+        """Versions that each engine holds."""
         return self._crew.ask("state", lambda engine: engine.state.remote())
 
     def replace(self, lost: Sequence[Worker]) -> None:
@@ -192,17 +318,16 @@ class RemoteEngine(InFlightEngines):
                 if engines[index].node_id != engine.node_id and self._slots:
                     self._slots = (*self._slots[:index], None, *self._slots[index + 1 :])
         self._crew = Crew(engines, self._deadline)
-        new = [engine for engine in engines if engine.name in names]
         if self._kv_cache is not None:
-            calls = [(engine, engine.actor.run_in_flight.remote(self._kv_cache)) for engine in new]
+            calls = self._of_some(names, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
             self._crew.gather(self._of("a change of mode"), calls)
         if self._slots:  # a lost engine may have said that it works, which whoever has its slot alone takes back
             slots = {engine.name: slot for engine, slot in zip(engines, self._slots, strict=True)}
-            calls = [(engine, engine.actor.share_cores.remote(slots[engine.name])) for engine in new]
+            calls = self._of_some(names, lambda each: each.actor.share_cores.remote(slots[each.name]))
             self._crew.gather(self._of("share_cores"), calls)
 
     def is_alive(self) -> bool:
-        """Whether every engine's process still answers."""
+        """Ask whether every engine's process still answers."""
         return is_alive(self.engines)
 
     def close(self) -> None:
@@ -210,8 +335,35 @@ class RemoteEngine(InFlightEngines):
         for engine in self.engines:
             ray.kill(engine.actor)
 
+    def _slice(self, max_s: float) -> list[Portion]:
+        """Run every engine that has work, until one of one or all of several have had their time."""
+        is_alone = len(self._crew.workers) == 1
+        arguments = {"max_s": max_s if is_alone else min(max_s, _SLICE_S), "stops_at_first": is_alone}
+        busy = [worker.name for worker in self.engines if self._ledger.of(worker.name)]
+        calls = self._of_some(busy, lambda each: each.actor.advance.remote(**arguments))
+        portions, lost = self._answers(calls)
+        self._ledger.complete(index for portion in portions for index, _ in portion.groups)
+        if lost:
+            self._held = portions
+            raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
+        return portions
+
+    def _answers(self, calls: Sequence[tuple[Worker, Any]]) -> tuple[list[Portion], list[LostWorkerError]]:
+        """Wait for each engine by itself: what one completed is there although another died."""
+        portions: list[Portion] = []
+        lost: list[LostWorkerError] = []
+        for call in calls:
+            try:
+                portions += self._crew.gather("generation in flight", [call])
+            except LostWorkerError as error:
+                lost.append(error)
+        return portions, lost
+
     def _locations(self) -> list[list[Location]]:
         return self._crew.ask("locations", lambda engine: engine.locations.remote())
+
+    def _of_some(self, names: Collection[str], call: Callable[[Worker], Any]) -> list[tuple[Worker, Any]]:
+        return [(engine, call(engine)) for engine in self.engines if engine.name in names]
 
     def _of_first(self, what: str, call: Callable[[Any], Any]) -> Any:
         first = self.engines[0]
@@ -221,29 +373,24 @@ class RemoteEngine(InFlightEngines):
         return f"{what} with policy version {self._policy_version}"
 
 
-class RunningEngines:
-    """The engines' actors during one generation, as `gather` sees them."""
+def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str) -> list[list[Portion]]:
+    """Have the engines of `crew` generate what was dealt to them; `what` names that in errors."""
+    running: dict[Any, Worker] = {}
 
-    def __init__(self, crew: Crew, sampling: SamplingConfig, what: str) -> None:
-        self._crew = crew
-        self._sampling = sampling
-        self._what = what
-        self._running: dict[Any, Worker] = {}
-
-    def start(self, engine: int, call: Call) -> Any:
-        """See `slipstream.workers.gathering.Engines`."""
-        worker = self._crew.workers[engine]
-        started = worker.actor.generate.remote(
-            call.requests, sampling=self._sampling, is_first=call.is_first, room_for=call.room_for
+    def start(index: int, call: Call) -> Any:
+        engine = crew.workers[index]
+        ref = engine.actor.generate.remote(
+            call.requests, sampling=sampling, is_first=call.is_first, room_for=call.room_for
         )
-        self._running[started] = worker
-        return started
+        running[ref] = engine
+        return ref
 
-    def wait(self, calls: Sequence[Any]) -> tuple[Any, Portion]:
-        """See `slipstream.workers.gathering.Engines`, and `answers` for errors."""
-        done = self._crew.first_of(self._what, [(self._running[call], call) for call in calls])
-        (portion,) = self._crew.gather(self._what, [(self._running.pop(done), done)])
+    def wait(refs: Sequence[Any]) -> tuple[Any, Portion]:
+        done = crew.first_of(what, [(running[ref], ref) for ref in refs])
+        (portion,) = crew.gather(what, [(running.pop(done), done)])
         return done, portion
+
+    return gather(dealt, start=start, wait=wait)
 
 
 _ANYWHERE = Layout()
@@ -259,9 +406,9 @@ def start_engine(
     layout: Layout = _ANYWHERE,
     kv_cache: KvCache | None = None,
 ) -> Iterator[RemoteEngine]:
-    """`config.num_engines` engines that hold `policy`, for the span of the block, on the GPUs that `layout` says.
+    """Start `config.num_engines` engines that hold `policy` for the span of the block, on the GPUs that `layout` says.
 
-    With `kv_cache` they run in flight: rollouts outlive a refit, and that becomes of their keys and values.
+    With `kv_cache` they run in flight: rollouts outlive a refit, and it says what becomes of their keys and values.
 
     With `config.num_kept_idle` > 0 they outlive the block, and a later one that asks for the same settings gets them
     back, refitted to its own policy and draft. After an exception they end: nobody knows what they hold.
@@ -276,7 +423,10 @@ def start_engine(
             engine.run_in_flight(None)
             engine.refit(policy, policy_version=0, draft=draft_directory(speculative_config))
             if speculative_config is not None and SCHEDULE in speculative_config:  # its last user may have changed it
-                engine.draft_by([_entry(*each) for each in speculative_config[SCHEDULE]])
+                entries = speculative_config[SCHEDULE]
+                engine.draft_by(
+                    [ScheduleEntry(batch_from=low, batch_to=high, num_speculative_tokens=k) for low, high, k in entries]
+                )
         if is_in_flight:
             engine.run_in_flight(kv_cache)
         yield engine
@@ -313,7 +463,6 @@ def _new_engine(
                 executor=start.executor,
                 is_in_flight=is_in_flight,
                 can_rest=layout.placement.takes_turns,
-                origin=own_node(),
                 logical_gpus=layout.placement.logical_gpus,
             )
         )
@@ -323,7 +472,6 @@ def _new_engine(
         return started([begin(index)], starting)[0]
 
     logger.info("starting an engine with k=%d", k)
-    open_stores()
     engines = started([begin(index) for index in range(config.num_engines)], starting)
     return RemoteEngine(
         engines,
@@ -333,12 +481,8 @@ def _new_engine(
     )
 
 
-def _entry(batch_from: int, batch_to: int, k: int) -> ScheduleEntry:
-    return ScheduleEntry(batch_from=batch_from, batch_to=batch_to, num_speculative_tokens=k)
-
-
 def _start(reservation: Reservation | None, index: int, config: EngineConfig) -> Start:
-    """How an engine starts: on its GPUs, or without any wherever Ray puts it."""
+    """Start of an engine on its GPUs, or without any wherever Ray puts it."""
     if reservation is not None:
         return reservation.engine_start(index)
     return Start(place={"num_gpus": 0}, environment={}, executor="uni" if config.tensor_parallel_size == 1 else "mp")
@@ -352,7 +496,7 @@ def _engine_key(
     *,
     is_in_flight: bool,
 ) -> str:
-    """What cannot be changed by a refit: the engine's settings and place, the architectures of policy and draft."""
+    """Key of what no refit can change: the engine's settings and place, the architectures of policy and draft."""
     draft = draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]

@@ -1,9 +1,9 @@
-"""What runs in a learner process: the policy, its optimizer, and the trainer of its draft."""
+"""The process of a learner rank: policy, optimizer, the trainer of its draft, and the sending half of a refit."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,13 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.imports import uncollected
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.ragged import Ragged
+from slipstream.refit import channel
+from slipstream.refit.fingerprint import Turn, WeightPart, held_whole, part_fingerprints
+from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype, TrainBatch
 from slipstream.workers.cores import CoreShare, CoreSlot, num_cores
-from slipstream.workers.file_server import here
 from slipstream.workers.reservation import require_gpu
-from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
+from slipstream.workers.session import node_address, require_here
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +44,16 @@ if TYPE_CHECKING:
     from slipstream.grpo.update import Trained, Update
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
+    from slipstream.refit.config import RefitConfig
+    from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource
+
+POLICY, DRAFT = "policy", "draft"  # the models whose weights travel
 
 Learned = tuple[Ragged, Sequence[int]]
 """A part of some sequences, and from which token on each counts."""
 
 
-class LearnerProcess(SendingRank):
+class LearnerProcess:
     """One rank of the learner; every method is called on all ranks.
 
     Those that take a part of a batch are handed the share of the rank's data-parallel group, as arrays, and return what
@@ -60,23 +66,20 @@ class LearnerProcess(SendingRank):
         *,
         rank: int = 0,
         world_size: int = 1,
-        origin: str = "",
         logical_gpus: bool = False,
     ) -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
 
         Args:
-            origin: node whose files the paths name that are to be read; empty for this one.
             logical_gpus: a GPU that Ray gave this process is only counted: it may compute on the CPU.
         Raises:
             PlacementError: it would, and Ray's GPU is meant to be one.
         """
-        super().__init__(rank)
+        self._rank = rank
         if not logical_gpus:
             require_gpu(f"learner rank {rank}", problem=_without_cuda)
         self._config = config
         self._world_size = world_size
-        self._origin = origin
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
@@ -84,6 +87,10 @@ class LearnerProcess(SendingRank):
         self._online: tuple[OnlineDraft | MtpDraft, DraftConfig] | None = None  # one that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._share: CoreShare | None = None
+        self._sources: dict[str, WeightSource] = {}  # by model
+        self._draft_dtype: Dtype | None = None  # of the engines; None: they keep the draft that they start with
+        self._snapshots: dict[tuple[Path, str], SnapshotWriter] = {}  # by directory and model
+        self._sender: Sender | None = None
 
     def share_cores(self, slot: CoreSlot | None) -> None:
         """Leave some of the host's cores to engines that work at the same time; None: no longer."""
@@ -123,9 +130,9 @@ class LearnerProcess(SendingRank):
 
     def load(self, path: Path, optimizer: OptimizerConfig | None, *, with_reference: bool = False) -> int:
         """Load the policy, and a frozen copy as reference for the KL; returns the number of parameters."""
-        path = here(path, self._origin)
+        require_here(path)
         self._policy = self._load(path, optimizer)
-        self.is_new(POLICY)
+        self._is_new(POLICY)
         self._reference = self._load(path, None) if with_reference else None
         return self._policy.architecture.num_parameters()
 
@@ -143,13 +150,14 @@ class LearnerProcess(SendingRank):
             rank=self._rank,
             world_size=self._world_size,
         )
-        self.is_new(POLICY)
+        self._is_new(POLICY)
         return self._policy.architecture.num_parameters()
 
     def release(self) -> None:
         """Forget all that was loaded; the process group stays."""
         self._policy = self._reference = self._draft = self._draft_chats = self._online = None
-        self.send_nothing()
+        self.close_stream()
+        self._sources, self._snapshots, self._draft_dtype = {}, {}, None
         gc.collect()
 
     def rest(self) -> int:
@@ -157,11 +165,11 @@ class LearnerProcess(SendingRank):
         return self._loaded.rest() + (0 if self._draft is None else self._draft.rest())
 
     def sees(self, path: Path) -> bool:
-        """Whether `path` is there, on this host."""
+        """Say whether this host sees `path`."""
         return path.exists()
 
     def mtp_loss(self) -> float | None:
-        """Of the policy's MTP layer in the last `lm_step`; None where none was trained."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None where none was trained."""
         return self._loaded.mtp_loss
 
     def lm_step(self, part: Learned, *, learning_rate: float | None = None) -> float:
@@ -186,7 +194,7 @@ class LearnerProcess(SendingRank):
             return _float32(self._reference.logprobs(part.token_ids, part.prompt_lengths, temperature))
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
-        """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
+        """Conditionals of each response token: a sequence's are [N, columns of `learner.logprobs`]."""
         from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
@@ -226,7 +234,7 @@ class LearnerProcess(SendingRank):
 
     def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
         """Write the policy as transformers and vLLM read it."""
-        self._loaded.save_hf(path, here(tokenizer_dir, self._origin))
+        self._loaded.save_hf(path, tokenizer_dir)
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
         """Write all that a resumed run needs, in the background; with the draft, where it is trained beside."""
@@ -257,12 +265,9 @@ class LearnerProcess(SendingRank):
         Args:
             engine_dtype: as which it is sent to engines; it is trained in float32.
         """
-        own_draft, own_policy = here(draft, self._origin), here(policy, self._origin)
-        trainer = online_trainer(
-            self._loaded, own_policy, config, self._config, writes=self._rank == 0, draft=own_draft
-        )
+        trainer = online_trainer(self._loaded, policy, config, self._config, writes=self._rank == 0, draft=draft)
         self._draft, self._online = trainer, (trainer, config)
-        self.is_new(DRAFT, draft_dtype=engine_dtype)
+        self._is_new(DRAFT, draft_dtype=engine_dtype)
         return self._draft.num_parameters
 
     def start_draft(
@@ -281,15 +286,15 @@ class LearnerProcess(SendingRank):
         """
         self._draft = fresh_trainer(
             self._loaded,
-            here(policy, self._origin),
+            policy,
             config,
             self._config,
             writes=self._rank == 0,
-            given=None if given is None else here(given, self._origin),
+            given=given,
             token_ids=token_ids,
         )
         self._online = None
-        self.is_new(DRAFT)
+        self._is_new(DRAFT)
         return self._draft.num_parameters
 
     def hold_draft_chats(self, part: IndexedChats, config: DraftConfig) -> bool:
@@ -333,8 +338,89 @@ class LearnerProcess(SendingRank):
         """Restore what `save_draft_checkpoint` wrote."""
         self._drafting.load_checkpoint(path)
 
+    def _is_new(self, model: str, *, draft_dtype: Dtype | None = None) -> None:
+        """Forget what was known of the tensors of `model`: another one is loaded.
+
+        Args:
+            draft_dtype: in which engines compute a draft that is sent to them; None: no draft is.
+        """
+        self._sources.pop(model, None)
+        if model == DRAFT:
+            self._draft_dtype = draft_dtype
+
+    def location(self) -> channel.Location:
+        """Host and GPU of this rank."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return channel.here()
+        return channel.here(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+    def weight_bytes(self) -> int:
+        """Size of all models as they are sent to engines; collective."""
+        return sum(source.num_bytes() for source in self._sent_sources())
+
+    def publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Snapshot | None:
+        """Write the policy, or the draft, for engines on this host; rank 0 alone writes and returns the snapshot."""
+        model = DRAFT if is_draft else POLICY
+        source = self._source(model)
+        with self._at_work():
+            if self._rank == 0:
+                writer = self._snapshots.setdefault((directory, model), SnapshotWriter(directory, model))
+                return writer.write(source, version=version)
+            for _ in source:  # gathering is collective: every rank must run through it
+                pass
+        return None
+
+    def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
+        """Join a channel with the engines, which rank 0 steers; one that was open is left."""
+        from slipstream.refit.stream import open_sender
+
+        self.close_stream()
+        self._sender = open_sender(
+            settings, engines=engines, sources=self._sent_sources(), rank=self._rank, address=node_address()
+        )
+
+    def stream(self, *, is_draft: bool) -> Sent:
+        """Send the policy, or the draft, to the engines; what rank 0 returns counts."""
+        assert self._sender is not None, "open_stream comes first"
+        return self._sender.send(self._source(DRAFT if is_draft else POLICY), is_draft=is_draft)
+
+    def close_stream(self) -> None:
+        """Leave the channel, if there is one."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    def weight_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> dict[WeightPart, int]:
+        """Fingerprints, as these types, of the parts of the policy that this rank answers for and whose turn it is.
+
+        Of the draft, rank 0 alone answers; gathering an MTP layer is collective.
+        """
+        if not is_draft:
+            held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
+            return part_fingerprints(held, dtypes)
+        named = {name: tensor for name, tensor in self._drafting.weights() if name in dtypes and turn.takes(name)}
+        if self._rank:
+            return {}
+        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
+
+    def _source(self, model: str) -> WeightSource:
+        from slipstream.refit.stream import WeightSource
+
+        if model not in self._sources:
+            is_policy = model == POLICY
+            weights = self._loaded.weights if is_policy else self._drafting.weights
+            self._sources[model] = WeightSource(weights, model=model, dtype=None if is_policy else self._draft_dtype)
+        return self._sources[model]
+
+    def _sent_sources(self) -> list[WeightSource]:
+        return [self._source(model) for model in ((POLICY,) if self._draft_dtype is None else (POLICY, DRAFT))]
+
     def _generator(self, seed: int) -> torch.Generator:
-        """Where the learner computes; ranks that compute different tokens draw different numbers."""
+        """Random generator on the learner's device; ranks that compute different tokens draw different numbers."""
         import torch
 
         data_rank = self._config.parallel.data_rank(self._rank)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -24,41 +24,91 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import part_of, part_of_batch
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
+from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
+from slipstream.refit.channel import Location
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, TrainBatch
-from slipstream.workers.calls import Crew, Deadline, Worker, is_alive, started
+from slipstream.workers.calls import Crew, Deadline, Idle, Worker, is_alive, started
 from slipstream.workers.cores import CoreSlot
-from slipstream.workers.file_server import open_stores
-from slipstream.workers.idle import Idle
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import reserved
-from slipstream.workers.sending_ranks import SendingRanks
 from slipstream.workers.session import actor_environment, own_node
-from slipstream.workers.shards import Shards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.grpo.update import Trained, Update
+    from slipstream.refit.config import RefitConfig
+    from slipstream.refit.snapshot import Snapshot
+    from slipstream.refit.stream import EngineControl, Sent
 
 Sequences = Sequence[Sequence[int]]
+T = TypeVar("T")
+_GRACE_S = 30.0  # a sender has its own deadline, and names the engine that missed it: it is given the time to
 
 
-class RemoteLearner(SendingRanks):
-    """The ranks of one learner. What each method does, and its shapes, stand at `LearnerProcess`."""
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Sequences of a batch that each data-parallel rank computes, balanced by tokens."""
+
+    indices: tuple[tuple[int, ...], ...]  # by data-parallel rank
+
+    @classmethod
+    def of(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
+        """Deal the sequences; a rank may have none."""
+        return cls(tuple(plan_shards([len(sequence) for sequence in sequences], num_ranks)))
+
+    @classmethod
+    def of_update(cls, sequences: Sequence[Any], num_ranks: int) -> Shards:
+        """Deal the sequences of an optimizer update, of which every rank needs one.
+
+        Raises:
+            ConfigError: there are fewer sequences than ranks.
+        """
+        require(
+            len(sequences) >= num_ranks,
+            "an update",
+            f"must have a sequence for each of {num_ranks} data-parallel ranks",
+            len(sequences),
+            "lower learner.parallel.data, or take more rollouts a step",
+        )
+        return cls.of(sequences, num_ranks)
+
+    def in_order(self, answers: Sequence[Sequence[T]]) -> list[T]:
+        """One answer a sequence in the batch's order, from the answers of each rank in its own."""
+        by_index = {
+            index: answer
+            for indices, rows in zip(self.indices, answers, strict=True)
+            for index, answer in zip(indices, rows, strict=True)
+        }
+        return [by_index[index] for index in range(len(by_index))]
+
+
+class RemoteLearner:
+    """The ranks of one learner, rank 0 first. What each method does, and its shapes, stand at `LearnerProcess`.
+
+    A rank does what it is asked in the order in which it is asked, so what is only started is of the weights that the
+    learner has then, whatever is asked of it next.
+    """
 
     def __init__(self, ranks: Sequence[Worker], layout: ParallelConfig, deadline: Deadline) -> None:
-        super().__init__(Crew(ranks, deadline))
+        self._crew = Crew(ranks, deadline)
         self._layout = layout
 
     @property
+    def ranks(self) -> tuple[Worker, ...]:
+        """The actors and where they run, rank 0 first."""
+        return self._crew.workers
+
+    @property
     def workers(self) -> tuple[Worker, ...]:
-        """The same as `ranks`."""
+        """Alias of `ranks`, as learner and engines both have it."""
         return self.ranks
 
     def share_cores(self, slots: Sequence[CoreSlot | None]) -> None:
-        """See `LearnerProcess.share_cores`; one a rank."""
+        """Hand each rank its slot in the cores of the host."""
         calls = [(rank, rank.actor.share_cores.remote(slot)) for rank, slot in zip(self.ranks, slots, strict=True)]
         self._crew.gather("share_cores", calls)
 
@@ -81,7 +131,7 @@ class RemoteLearner(SendingRanks):
         return answers[0]
 
     def mtp_loss(self) -> float | None:
-        """Of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
+        """Loss of the policy's MTP layer in the last `lm_step`; None of a policy without one."""
         return self._on_all("mtp_loss", lambda rank: rank.mtp_loss.remote())
 
     def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
@@ -94,7 +144,7 @@ class RemoteLearner(SendingRanks):
         )
 
     def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
-        """The same under the reference policy, None without one."""
+        """Logprobs of the response tokens under the reference policy, None without one."""
         shards = Shards.of(batch.token_ids, self._layout.data)
         answers = self._on_shards(
             _of("ref_logprobs", batch),
@@ -113,7 +163,7 @@ class RemoteLearner(SendingRanks):
     def conditionals(
         self, sequences: Sequences, prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
     ) -> NDArray[np.float64]:
-        """What the policy says about each response token."""
+        """Conditionals of each response token."""
         by_sequence = self._by_sequence(
             "conditionals",
             sequences,
@@ -169,7 +219,7 @@ class RemoteLearner(SendingRanks):
         return self._crew.gather("inspect_checkpoint", [(first, first.actor.inspect_checkpoint.remote(path))])[0]
 
     def continue_draft(self, draft: Path, policy: Path, config: DraftConfig, engine_dtype: Dtype) -> int:
-        """See `LearnerProcess.continue_draft`."""
+        """Go on training a saved draft beside the policy; returns its number of trained parameters."""
         return self._on_all(
             "continue_draft", lambda rank: rank.continue_draft.remote(draft, policy, config, engine_dtype)
         )
@@ -228,6 +278,49 @@ class RemoteLearner(SendingRanks):
         """Restore what `save_draft_checkpoint` wrote."""
         self._on_all("load_draft_checkpoint", lambda rank: rank.load_draft_checkpoint.remote(path))
 
+    def locations(self) -> list[Location]:
+        """Host and GPU of each rank."""
+        return self._crew.ask("location", lambda rank: rank.location.remote())
+
+    def weight_bytes(self) -> int:
+        """Size of all models as they are sent to engines."""
+        return self._on_all("weight_bytes", lambda rank: rank.weight_bytes.remote())
+
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
+        """Have the present policy, or the draft, written for the engines; what it returns waits for that."""
+        what = f"publish of {'draft' if is_draft else 'policy'} version {version}"
+        wait = self._crew.start(what, lambda rank: rank.publish.remote(directory, version, is_draft=is_draft))
+        return lambda: wait()[0]
+
+    def open_stream(self, settings: RefitConfig, engines: EngineControl) -> None:
+        """Join a channel with the engines. Errors are those of `answers`: engines may be lost as well as ranks."""
+        self._crew.ask(
+            f"opening the {settings.channel.value} channel",
+            lambda rank: rank.open_stream.remote(settings, engines),
+            deadline=_sending(settings.timeout_s),
+        )
+
+    def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
+        """Send the policy, or the draft, to the engines that joined. Errors as of `open_stream`."""
+        what = f"sending the {'draft' if is_draft else 'policy'}"
+        deadline = _sending(timeout_s)
+        return self._crew.ask(what, lambda rank: rank.stream.remote(is_draft=is_draft), deadline=deadline)[0]
+
+    def close_stream(self) -> None:
+        """Leave the channel."""
+        self._on_all("close_stream", lambda rank: rank.close_stream.remote())
+
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        """Have the fingerprints computed that an engine with these types must have of the tensors whose turn it is.
+
+        Returns what waits for them. Of the draft, rank 0 alone answers, once all have gathered what is split over them.
+        """
+        what = "draft_fingerprints" if is_draft else "weight_fingerprints"
+        wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
+        return lambda: weight_totals(wait())
+
     def rest(self) -> None:
         """Give back the memory that updates alone need; each rank takes it again for the next one."""
         self._on_all("rest", lambda rank: rank.rest.remote())
@@ -237,13 +330,16 @@ class RemoteLearner(SendingRanks):
         self._on_all("release", lambda rank: rank.release.remote())
 
     def is_alive(self) -> bool:
-        """Whether every rank's process still answers."""
+        """Ask whether every rank's process still answers."""
         return is_alive(self.ranks)
 
     def close(self) -> None:
         """End the ranks' processes."""
         for rank in self.ranks:
             ray.kill(rank.actor)
+
+    def _on_all(self, what: str, call: Callable[[Any], Any]) -> Any:
+        return self._crew.ask(what, call)[0]
 
     def _require_shared(self, path: Path) -> None:
         """Ranks write what the driver reads, and one rank what another one does.
@@ -280,13 +376,13 @@ class RemoteLearner(SendingRanks):
     def _by_sequence(
         self, what: str, sequences: Sequence[Any], part: Callable[[Sequence[int]], Any], call: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """What the data-parallel ranks answer for each sequence, in order."""
+        """Answers of the data-parallel ranks, one a sequence, in order."""
         shards = Shards.of(sequences, self._layout.data)
         return shards.in_order(self._on_shards(what, shards, part, call))
 
-    def _shared(self, value: Any) -> Any:
-        """One copy in the object store where several ranks read it."""
-        return ray.put(value) if len(self.ranks) > 1 else value
+
+def _sending(timeout_s: float) -> Deadline:
+    return Deadline(timeout_s + _GRACE_S, f"refit.timeout_s + {_GRACE_S:g}")
 
 
 def _of(what: str, batch: TrainBatch) -> str:
@@ -337,11 +433,8 @@ def start_ranks(
     options = {"num_cpus": 0, "runtime_env": {"env_vars": actor_environment(threads)}}
     actor = ray.remote(LearnerProcess)
     starting = Deadline(config.start_timeout_s, "learner.start_timeout_s")
-    open_stores()
     begun = [
-        actor.options(**options, **place).remote(
-            config, rank=rank, world_size=len(places), origin=own_node(), logical_gpus=logical_gpus
-        )
+        actor.options(**options, **place).remote(config, rank=rank, world_size=len(places), logical_gpus=logical_gpus)
         for rank, place in enumerate(places)
     ]
     ranks = started([Worker(each, f"learner rank {rank}") for rank, each in enumerate(begun)], starting)

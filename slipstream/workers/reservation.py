@@ -22,8 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slipstream.config import ConfigError
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.placement.plan import Cluster, Plan, Slot, make_plan, replanned
-from slipstream.workers.ray_nodes import RayNode, as_cluster, ray_nodes
-from slipstream.workers.session import actor_environment
+from slipstream.workers.session import RayNode, actor_environment, as_cluster, ray_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """How an engine is started.
+    """Start of an engine: where, with what environment, by which executor.
 
     Attributes:
         place: options of its Ray actor that decide where it runs.
@@ -75,7 +74,7 @@ class Reservation:
         return _place(self.seats[self.plan.learner[rank]], learner_share(self.plan.layout))
 
     def engine_start(self, index: int) -> Start:
-        """How the engine of this number starts.
+        """Start of the engine of this number.
 
         Within a node vLLM starts its workers itself, and the actor sees all their GPUs; over several nodes it puts
         each into a bundle that it is told. Left alone, vLLM takes Ray for any engine inside a placement group.
@@ -96,7 +95,7 @@ class Reservation:
         return Start(place=_place(seats[0], 0.0), environment=own, executor="ray")
 
     def is_whole(self) -> bool:
-        """Whether all its nodes are alive."""
+        """Ask whether all its nodes are alive."""
         return {seat.node_id for seat in self.seats.values()} <= {node.id for node in ray_nodes()}
 
     def release(self) -> None:
@@ -112,7 +111,7 @@ def learner_share(layout: Layout) -> float:
 
 
 def engine_share(layout: Layout) -> float:
-    """The same of one worker of one engine set."""
+    """Fraction of a GPU that one worker of one engine set asks Ray for."""
     return _floor(_ENGINES / layout.num_engine_sets)
 
 
@@ -306,7 +305,7 @@ def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, An
 
 
 def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) -> str:
-    """What was wanted, and what is there instead."""
+    """Text of what was wanted, and what is there instead."""
     timeout_s = plan.layout.placement.start_timeout_s
     now = {node.id: node for node in ray_nodes()}
     words = []
@@ -326,7 +325,7 @@ def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) 
 
 
 def _free() -> str:
-    """What every node has free."""
+    """Text of what every node has free."""
     words = [
         f"{n.address} {n.free_gpus:g} of {n.num_gpus} GPU, {n.free_cpus:g} of {n.num_cpus:g} CPU" for n in ray_nodes()
     ]

@@ -1,17 +1,23 @@
-"""The connection to Ray: a cluster's where there is one, else a local instance."""
+"""The connection to Ray, a cluster's or a local instance; its nodes, and the machine of this process."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # the public API sums over all nodes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slipstream.config import require
+from slipstream.workers.placement.plan import Cluster, Node
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +28,15 @@ _LOCAL = "local"  # in Ray's words
 _NUM_STARTS = 3
 _START_TIMED_OUT = "timed out during startup"  # of Ray's error, which has no class of its own
 _PASSED_ON = ("HF_HUB_OFFLINE", "DO_NOT_TRACK", "PYTHONPATH")
+
+NVLINK_LABEL = "ray.io/gpu-domain"
+"""Ray's own label of nodes that share an NVLink domain: its topology strategies read it too."""
+
+NUMA_LABEL = "slipstream.io/numa"
+"""NUMA node of each GPU in their order, as in `0-0-1-1`; given with `ray start --labels`."""
+
+_TYPE_LABEL = "ray.io/accelerator-type"  # set by Ray on nodes with accelerators
+_GPU, _CPU, _STORE = "GPU", "CPU", "object_store_memory"
 
 
 def connect() -> None:
@@ -74,7 +89,7 @@ def actor_environment(own: dict[str, str]) -> dict[str, str]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """On that node and on no other."""
+    """Ray's strategy for that node and no other."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
@@ -103,6 +118,100 @@ def counted(names: Iterable[str]) -> str:
 
 
 def _gpu_models(directory: Path) -> list[str]:
-    """Of all GPUs of the host, as NVIDIA's driver names them."""
+    """Models of all GPUs of the host, as NVIDIA's driver names them."""
     lines = [line for path in directory.glob("*/information") for line in path.read_text().splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+
+
+def node_address() -> str:
+    """Address of this process's host, as other hosts of the Ray cluster reach it."""
+    return ray.util.get_node_ip_address()
+
+
+def require_here(path: Path) -> None:
+    """Refuse to start from files that this host does not see.
+
+    Raises:
+        ConfigError: it does not see `path`.
+    """
+    rule = "must be on storage that all hosts of the run share"
+    fix = "give the run another --root, or policy.model and draft.model other paths"
+    require(path.exists(), str(path), rule, f"nothing there on {platform.node()}", fix)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayNode:
+    """One live node."""
+
+    id: str
+    address: str
+    num_cpus: float
+    num_gpus: int
+    free_cpus: float
+    free_gpus: float
+    object_store_bytes: int
+    labels: Mapping[str, str]
+
+
+def ray_nodes() -> list[RayNode]:
+    """The live nodes, by address."""
+    free = available_resources_per_node()
+    nodes = [_node(values, free.get(values["NodeID"], {})) for values in ray.nodes() if values["Alive"]]
+    return sorted(nodes, key=lambda node: (_numeric(node.address), node.id))
+
+
+def accelerators() -> str:
+    """The types of the cluster's accelerators as Ray calls them, as in `H200`; empty without any."""
+    return " ".join(sorted({node.labels[_TYPE_LABEL] for node in ray_nodes() if _TYPE_LABEL in node.labels}))
+
+
+def as_cluster(nodes: Sequence[RayNode]) -> Cluster:
+    """Cluster as the planner sees it; a node's name is its id.
+
+    Raises:
+        ConfigError: the NUMA label of a node does not name each of its GPUs.
+    """
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=node.id,
+                num_gpus=node.num_gpus,
+                nvlink_domain=node.labels.get(NVLINK_LABEL),
+                numa=_numa(node),
+            )
+            for node in nodes
+        )
+    )
+
+
+def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> RayNode:
+    resources = values["Resources"]
+    return RayNode(
+        id=values["NodeID"],
+        address=values["NodeManagerAddress"],
+        num_cpus=resources.get(_CPU, 0.0),
+        num_gpus=int(resources.get(_GPU, 0)),
+        free_cpus=free.get(_CPU, 0.0),
+        free_gpus=free.get(_GPU, 0.0),
+        object_store_bytes=int(resources.get(_STORE, 0)),
+        labels=dict(values["Labels"]),
+    )
+
+
+def _numa(node: RayNode) -> tuple[int, ...]:
+    text = node.labels.get(NUMA_LABEL)
+    if text is None:
+        return ()
+    parts = text.split("-")
+    rule = f"of node {node.address} must name the NUMA node of each of its {node.num_gpus} GPUs"
+    is_whole = len(parts) == node.num_gpus and all(part.isdigit() for part in parts)
+    require(is_whole, f"label {NUMA_LABEL}", rule, text, "as in 0-0-1-1")
+    return tuple(map(int, parts))
+
+
+def _numeric(address: str) -> tuple[int, str]:
+    """10.0.0.9 comes before 10.0.0.11; names that are no address come last."""
+    try:
+        return int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return 1 << 128, address

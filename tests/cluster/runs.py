@@ -30,10 +30,10 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 _LENGTHS = (7, 12, 9, 15)
 
 
-def train_two_steps(layouts: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
+def train_two_steps(directory: str, layouts: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> list[dict[str, Any]]:
     """Two updates of a small policy, once in each layout: the learner's, and the host of each rank."""
     connect()
-    policy, found = _policy(), []
+    policy, found = _policy(directory), []
     for parallel, addresses in layouts:
         with _ranks(parallel, addresses) as learner:
             learner.load(policy, OPTIMIZER)
@@ -54,13 +54,13 @@ def train_through_faults(directory: str, attempts: Sequence[Sequence[str]], answ
     Says `training` when an attempt has done a step, and `lost` with the error that ends it.
 
     Args:
-        directory: where checkpoints lie; all hosts see it.
+        directory: where policy and checkpoints lie; all hosts see it.
         attempts: the hosts of both ranks.
     Returns:
         The losses of all steps, and those of a run that nothing disturbed.
     """
     connect()
-    policy, losses = _policy(), list[float]()
+    policy, losses = _policy(directory), list[float]()
     for addresses in attempts:
         try:
             losses = _train(Path(directory) / "disturbed", policy, addresses, answer_timeout_s)
@@ -84,13 +84,13 @@ def _train(checkpoint: Path, policy: Path, addresses: Sequence[str], answer_time
     return losses
 
 
-def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
+def write_where_it_must_fail(directory: str, address: str, go_on: str) -> tuple[str, str]:
     """What a rank on that host says when its host's memory is full, and to a directory that the driver alone has.
 
     Says `loaded` and waits for the file `go_on` before it writes.
     """
     connect()
-    policy = _policy()
+    policy, own = _policy(directory), Path(tempfile.mkdtemp())
     said = []
     with _ranks({}, [address]) as learner:
         learner.load(policy, None)
@@ -99,7 +99,7 @@ def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
             time.sleep(0.1)
         for write in (
             lambda: learner.start_publish(Path("/dev/shm"), 3)(),
-            lambda: learner.save_checkpoint(policy.parent / "checkpoint", {}),
+            lambda: learner.save_checkpoint(own / "checkpoint", {}),
         ):
             try:
                 write()
@@ -108,9 +108,9 @@ def write_where_it_must_fail(address: str, go_on: str) -> tuple[str, str]:
     return said[0], said[1]
 
 
-def _policy() -> Path:
-    """A small policy in a directory that the driver's host alone has."""
-    return _make_policy(Path(tempfile.mkdtemp()) / "policy", 0, num_key_value_heads=2)
+def _policy(directory: str) -> Path:
+    """A small policy in a directory that all hosts see."""
+    return _make_policy(Path(directory) / "policy", 0, num_key_value_heads=2)
 
 
 @contextmanager

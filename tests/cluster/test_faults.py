@@ -101,7 +101,7 @@ def test_a_full_memory_file_system_and_a_directory_of_the_drivers_own_are_errors
     host = cluster.hosts[1]
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="slipstream-cluster-") as directory:  # all hosts see it
         go_on = Path(directory) / "go_on"
-        driver = cluster.start("runs", "write_where_it_must_fail", host.address, str(go_on))
+        driver = cluster.start("runs", "write_where_it_must_fail", directory, host.address, str(go_on))
         driver.read("loaded", timeout_s=120)
         host.run("bash", "-c", "head -c 64M /dev/zero > /dev/shm/full || true")
         try:

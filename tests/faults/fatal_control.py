@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from slipstream.workers.engine_control import RayEngineControl
+from slipstream.workers.calls import RayEngineControl
 
 _STOPPED_S = 0.5  # the transfer waits meanwhile
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
 from slipstream.ragged import Ragged
 from slipstream.records.stages import CertificateRecord
-from slipstream.refit.channel.driver import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
@@ -319,11 +319,11 @@ class Publisher:
         """The engine's own."""
         return self.bench.engine.refit(path, policy_version=policy_version)
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # it is not trained here
         return self.bench.exact[self.policy].start_fingerprints(dtypes, turn)
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the draft is not trained here")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return self.bench.exact[self.policy].token_logprobs(sequences)
@@ -332,7 +332,7 @@ class Publisher:
 def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_probes: bool = True) -> RefitGate:
     return RefitGate(
         bench.engine,
-        publisher,
+        cast(Any, publisher),
         channel=publisher,
         draft=bench.models[draft],
         trains_draft=False,

@@ -20,7 +20,7 @@ from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate

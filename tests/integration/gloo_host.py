@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, receive
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
-from slipstream.refit.config import Channel, RefitError
+from slipstream.refit.config import Channel, RefitConfig, RefitError
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, receive
+from slipstream.refit.stream import WeightSource
 
 NUM_RECEIVERS, NUM_TENSORS, TIMEOUT_S = 2, 40, 8.0
 
@@ -68,7 +67,7 @@ def read(path: Path) -> Any:
 
 def send(directory: Path, address: str) -> str:
     """Send once, and once more if the test asks for it; returns the digest or the error."""
-    settings = StreamSettings(channel=Channel.GLOO, bucket_bytes=1 << 20, timeout_s=TIMEOUT_S)
+    settings = RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=TIMEOUT_S)
     sender = GlooSender(settings, engines=FileControl(directory), address=address)
     source = WeightSource(weights, model="policy")
     digest = sender.send(source, is_draft=False).digest

@@ -27,7 +27,7 @@ from slipstream.workers import reservation as placement
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
 from slipstream.workers.placement.config import Layout, PlacementConfig
-from slipstream.workers.ray_nodes import NVLINK_LABEL, ray_nodes
+from slipstream.workers.session import NVLINK_LABEL, ray_nodes
 
 QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
 

@@ -15,7 +15,7 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.learner.config import LearnerConfig, ParallelConfig
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate

@@ -17,7 +17,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
-from slipstream.refit.channel.driver import open_channel, send
+from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate

@@ -20,7 +20,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify
-from slipstream.refit.channel.driver import open_channel
+from slipstream.refit.channel import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype, Prompt

@@ -15,7 +15,7 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
 from slipstream.ragged import Ragged
-from slipstream.refit.channel.driver import Delivery, Exported, open_channel, send
+from slipstream.refit.channel import Delivery, Exported, open_channel, send
 from slipstream.refit.config import Channel, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals
 from slipstream.refit.gate import RefitGate
@@ -89,17 +89,17 @@ class Publisher:
     def engines_changed(self) -> None:
         """All engines read where they are told to."""
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # it is not trained here
         return lambda: weight_totals([self.process.weight_fingerprints(dtypes, turn)])
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the draft is not trained here")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         return list(self.process.token_logprobs(Ragged.of(sequences, np.int64)))
 
 
-def gate(engine: Any, publisher: Publisher, draft: Path) -> RefitGate:
+def gate(engine: Any, publisher: Any, draft: Path) -> RefitGate:
     return RefitGate(
         engine, publisher, channel=publisher, trains_draft=False, draft=draft, config=RefitConfig(), probes=()
     )

@@ -19,7 +19,7 @@ from slipstream.drafts.speculation import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig, ParallelConfig
-from slipstream.refit.channel.driver import open_channel, send
+from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate

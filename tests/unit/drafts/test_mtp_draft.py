@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _process(path: Path, optimizer: OptimizerConfig | None = None) -> LearnerProcess:
-    process = LearnerProcess(LEARNER, rank=0, world_size=1, origin="")
+    process = LearnerProcess(LEARNER, rank=0, world_size=1)
     process.load(path, optimizer)
     return process
 

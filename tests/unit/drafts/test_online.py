@@ -299,12 +299,14 @@ def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has
 def test_what_the_learner_says_of_its_draft_is_what_its_file_holds(policy: Path, draft: Path, tmp_path: Path) -> None:
     process = started(policy, draft)
     dtypes = dict.fromkeys((name for name, _ in process._drafting.weights()), "bfloat16")
-    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(draft, dtypes)
+    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(draft, dtypes)
     run(process, grpo=replace(GRPO, num_steps=1))
     process.save_draft(tmp_path / "trained")
-    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(tmp_path / "trained", dtypes)
-    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) != file_fingerprints(draft, dtypes)
-    assert process.draft_fingerprints(dtypes, Turn(index=1, count=2)) == {}  # it has layer 0 alone
+    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(
+        tmp_path / "trained", dtypes
+    )
+    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) != file_fingerprints(draft, dtypes)
+    assert process.weight_fingerprints(dtypes, Turn(index=1, count=2), is_draft=True) == {}  # it has layer 0 alone
 
 
 def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
@@ -313,7 +315,7 @@ def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
     process = started(policy, draft)
     trained = dict(process._drafting.weights())
     assert {tensor.dtype for tensor in trained.values() if tensor.is_floating_point()} == {torch.float32}
-    snapshot = process.publish_draft(tmp_path, 1)
+    snapshot = process.publish(tmp_path, 1, is_draft=True)
     assert snapshot is not None
     sent = load_file(snapshot.path)
     assert sent.keys() == trained.keys()
@@ -321,7 +323,9 @@ def test_a_draft_that_is_trained_in_float32_is_sent_as_the_engine_computes_it(
         expected = trained[name].to(torch.bfloat16) if trained[name].is_floating_point() else trained[name]
         assert tensor.dtype is expected.dtype and torch.equal(tensor, expected)
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in sent.items()}
-    assert weight_totals([process.draft_fingerprints(dtypes, ALL)]) == file_fingerprints(Path(snapshot.path), dtypes)
+    assert weight_totals([process.weight_fingerprints(dtypes, ALL, is_draft=True)]) == file_fingerprints(
+        Path(snapshot.path), dtypes
+    )
     own = sum(tensor.nbytes for _, tensor in process._loaded.weights())
     assert process.weight_bytes() == own + sum(tensor.nbytes for tensor in sent.values())
 

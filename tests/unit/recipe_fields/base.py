@@ -13,7 +13,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.refit.channel.choice import Location, here
+from slipstream.refit.channel import Location, here
 from slipstream.refit.config import Channel, EngineState, RefitError
 from slipstream.refit.fingerprint import Turn
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup

@@ -22,11 +22,11 @@ from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained
 from slipstream.recipe import Recipe
 from slipstream.records.steps import AcceptanceStats, DraftUpdate, TrainStats
-from slipstream.refit.channel.choice import Location, here
-from slipstream.refit.channel.sender import Sent
+from slipstream.refit.channel import Location, here
 from slipstream.refit.config import EngineState
 from slipstream.refit.fingerprint import Turn
 from slipstream.refit.snapshot import Snapshot
+from slipstream.refit.stream import Sent
 from slipstream.rewards import verifier
 from slipstream.rewards.pool import Outcome
 from slipstream.stages.train_grpo import arm_plan
@@ -90,20 +90,16 @@ class NotedLearner:
     def close_stream(self) -> None:
         self.channels.append("closed")
 
-    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
         self.channels.append("published")
         return lambda: Snapshot(path="weights", version=version, num_bytes=4, digest="d")
 
     def continue_draft(self, draft: Path, policy: Path, config: Any, engine_dtype: Any) -> None:
         self.drafts.append((draft.name, config, engine_dtype))
 
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        return self.start_fingerprints(dtypes, turn)
-
-    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        return self.start_publish(directory, version)
-
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
         return lambda: {name: 7 for name in dtypes if turn.takes(name)}
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:

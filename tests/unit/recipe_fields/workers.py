@@ -67,8 +67,6 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     ray, kept, seen = FakeRay(), [], []
     (tools.directory / "config.json").write_text("{}")
     tools.patch.setattr(engines, "ray", ray)
-    tools.patch.setattr(engines, "own_node", lambda: "node")
-    tools.patch.setattr(engines, "open_stores", lambda: None)
     tools.patch.setattr(engines, "started", started(seen))
     tools.patch.setattr(engines, "reserved", lambda layout: seen.append(layout.placement.start_timeout_s))
     idle = SimpleNamespace(
@@ -85,7 +83,6 @@ def started_learner(recipe: Recipe, tools: Tools) -> object:
     ray, kept, patience = FakeRay(), [], []
     tools.patch.setattr(learners, "ray", ray)
     tools.patch.setattr(learners, "own_node", lambda: "node")
-    tools.patch.setattr(learners, "open_stores", lambda: None)
     tools.patch.setattr(learners, "started", started(patience))
     tools.patch.setattr(learners, "Crew", lambda workers, deadline: NotedCrew(patience, deadline))
     idle = SimpleNamespace(take=lambda key: None, put=lambda key, learner, capacity: kept.append(capacity))

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.refit.channel.driver import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import Turn, held_whole, part_fingerprints, weight_totals
 from slipstream.refit.gate import RefitGate
@@ -31,8 +31,13 @@ class Learner:
         self.version, self.draft_version = 0, 0
         self.asked: list[object] = []
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        assert dtypes == DTYPES
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert dtypes == ({"fc": "float32"} if is_draft else DTYPES)
+        if is_draft:
+            self.asked.append("start draft")
+            return lambda: {name: 200 + self.draft_version for name in dtypes if turn.takes(name)}
         self.asked.append("start")
 
         def wait() -> dict[str, int]:
@@ -40,11 +45,6 @@ class Learner:
             return {name: 100 + self.version for name in dtypes if turn.takes(name)}
 
         return wait
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        assert dtypes == {"fc": "float32"}
-        self.asked.append("start draft")
-        return lambda: {name: 200 + self.draft_version for name in dtypes if turn.takes(name)}
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         self.asked.append(("token_logprobs", tuple(sequences)))
@@ -151,8 +151,8 @@ def gate(
 ) -> RefitGate:
     learner = learner or Learner()
     return RefitGate(
-        engine,
-        learner,
+        cast(Any, engine),  # neither is asked for what channels need
+        cast(Any, learner),
         channel=Channel(engine, learner, counts=counts),
         draft=draft,
         trains_draft=trains_draft,
@@ -243,7 +243,9 @@ def test_other_bits_are_found_though_the_learner_has_moved_on() -> None:
 
 def test_a_learner_that_fails_while_the_engines_answer_stops_the_run() -> None:
     class Lost(Learner):
-        def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+        def start_fingerprints(
+            self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+        ) -> Callable[[], dict[str, int]]:
             def wait() -> dict[str, int]:
                 raise RuntimeError("learner rank 0 died")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig, RecomputeLogprobs
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel.driver import Delivery, Exported
+from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn
 from slipstream.refit.gate import RefitGate
@@ -128,12 +128,12 @@ class NotingLearner(BareLearner):
         self.published = version
         return f"digest {version}"
 
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # the engines' drafts have no tensors
         self.calls.append(("start_fingerprints", {"dtypes": dtypes, "turn": turn}))
         return lambda: dict.fromkeys(dtypes, 100 + self.published)
-
-    def start_draft_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        raise AssertionError("the engines' drafts have no tensors")
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
         raise AssertionError("the engine's tensors can be read")
@@ -214,7 +214,12 @@ def run(
         return RewardResult(rewards=tuple(rewards), num_timeouts=2, num_crashes=1)
 
     real_gate = RefitGate(
-        engine, learner, channel=NotingChannel(learner, engine), trains_draft=False, draft=None, config=RefitConfig()
+        cast(Any, engine),
+        cast(Any, learner),
+        channel=NotingChannel(learner, engine),
+        trains_draft=False,
+        draft=None,
+        config=RefitConfig(),
     )
     SyncLoop(
         arm=arm,
@@ -429,7 +434,7 @@ def test_rollouts_of_a_policy_that_was_not_refitted_stop_the_run() -> None:
 
 def test_an_engine_that_holds_other_weights_stops_the_run_before_it_generates() -> None:
     engine, learner = NotingEngine(), NotingLearner()
-    learner.start_fingerprints = lambda dtypes, turn: lambda: dict.fromkeys(dtypes, 7)
+    learner.start_fingerprints = lambda dtypes, turn, *, is_draft=False: lambda: dict.fromkeys(dtypes, 7)
     with pytest.raises(RefitError, match="1 of 1 tensors differ"):
         run(engine, learner)
     assert [name for name, _ in engine.calls] == ["take"]

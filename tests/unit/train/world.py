@@ -25,7 +25,7 @@ from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig, TooOld
 from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainStats
-from slipstream.refit.channel.driver import Exported
+from slipstream.refit.channel import Exported
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import Export
 from slipstream.rewards.verifier import RewardResult

@@ -1,4 +1,4 @@
-"""Waiting for other processes: who is named when one fails, and how long a wait may last."""
+"""Waiting for other processes: who is named when one fails, how long a wait may last; and keeping them warm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from slipstream.refit.config import ChannelBrokeError, RefitError
-from slipstream.workers.calls import Deadline, LostWorkerError, Worker, answers
+from slipstream.workers.calls import Deadline, Idle, LostWorkerError, Worker, answers
 
 DEADLINE = Deadline(5.0, "learner.answer_timeout_s")
 RANKS = [Worker(None, f"learner rank {rank}", f"10.77.0.1{rank}", f"node{rank}", 40 + rank) for rank in range(3)]
@@ -166,3 +166,39 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
         first, second = backend.timeouts
         assert 4.0 < first <= 5.0
         assert second <= min(seconds, cause_s)
+
+
+@pytest.fixture
+def closed() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def idle(closed: list[str]) -> Idle[str]:
+    """Idle engines that are names, of which `dead` is no longer alive."""
+    return Idle[str](is_alive=lambda name: name != "dead", close=closed.append)
+
+
+def test_an_engine_comes_back_only_to_who_asks_for_its_settings(idle: Idle[str], closed: list[str]) -> None:
+    idle.put("k=0", "a", capacity=2)
+
+    assert [idle.take("k=5"), idle.take("k=0"), idle.take("k=0")] == [None, "a", None]
+    assert closed == []
+
+
+def test_beyond_the_capacity_the_longest_idle_is_closed(idle: Idle[str], closed: list[str]) -> None:
+    for key, name in (("k=1", "a"), ("k=2", "b"), ("k=3", "c")):
+        idle.put(key, name, capacity=2)
+
+    assert closed == ["a"]
+    assert [idle.take("k=1"), idle.take("k=3")] == [None, "c"]
+    idle.put("k=0", "d", capacity=0)
+    assert closed == ["a", "b", "d"]
+
+
+def test_an_engine_that_died_while_idle_is_not_given_out(idle: Idle[str], closed: list[str]) -> None:
+    idle.put("k=0", "a", capacity=2)
+    idle.put("k=0", "dead", capacity=2)
+
+    assert idle.take("k=0") == "a"
+    assert closed == ["dead"]

@@ -22,12 +22,6 @@ def shares(directory: Path, num_workers: int, *, most: int, cores: int) -> list[
     return [CoreShare(CoreSlot(directory / "at_work", i), most=most, cores=cores) for i in range(num_workers)]
 
 
-def test_one_that_works_alone_takes_all_that_it_may(tmp_path: Path) -> None:
-    share, _ = shares(tmp_path, 2, most=3, cores=4)
-    with share.at_work():
-        assert share.num_threads == torch.get_num_threads() == 3
-
-
 def test_two_at_work_halve_the_cores_and_have_them_back_when_the_other_rests(tmp_path: Path) -> None:
     engine, learner = shares(tmp_path, 2, most=4, cores=4)
     with learner.at_work():
@@ -38,6 +32,9 @@ def test_two_at_work_halve_the_cores_and_have_them_back_when_the_other_rests(tmp
         assert learner.num_threads == 4
         learner.fit()
         assert torch.get_num_threads() == 4
+    alone, _ = shares(tmp_path, 2, most=3, cores=4)
+    with alone.at_work():
+        assert alone.num_threads == torch.get_num_threads() == 3  # all that it may take
 
 
 def test_everybody_keeps_a_thread_where_more_work_than_there_are_cores(tmp_path: Path) -> None:
@@ -47,23 +44,18 @@ def test_everybody_keeps_a_thread_where_more_work_than_there_are_cores(tmp_path:
 
 
 def test_one_whose_results_depend_on_its_threads_never_changes_them(tmp_path: Path) -> None:
-    write_shared(tmp_path / "at_work", 2)
-    engine = CoreShare(CoreSlot(tmp_path / "at_work", 0), most=4, cores=4)
+    engine, _ = shares(tmp_path, 2, most=4, cores=4)
     learner = CoreShare(CoreSlot(tmp_path / "at_work", 1), most=4, cores=4, changes=False)
     assert learner.num_threads == 2
     with engine.at_work():
         assert learner.num_threads == 2
 
 
-def test_one_that_failed_no_longer_counts_as_at_work(tmp_path: Path) -> None:
+def test_one_that_failed_no_longer_counts_and_one_that_leaves_has_its_own_number_of_threads(tmp_path: Path) -> None:
     engine, learner = shares(tmp_path, 2, most=2, cores=2)
     with pytest.raises(RuntimeError, match="lost"), engine.at_work():
         raise RuntimeError("lost")
     assert learner.num_threads == 2
-
-
-def test_one_that_leaves_computes_with_its_own_number_of_threads(tmp_path: Path) -> None:
-    engine, learner = shares(tmp_path, 2, most=2, cores=2)
     with learner.at_work(), engine.at_work():
         assert torch.get_num_threads() == 1
     engine.leave()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from slipstream.engine.config import EngineConfig
 from slipstream.learner.config import LearnerConfig
-from slipstream.workers import engine_process, learner_process, reservation
-from slipstream.workers.engine_process import EngineProcess
+from slipstream.workers import engines, learner_process, reservation
+from slipstream.workers.engines import EngineProcess
 from slipstream.workers.learner_process import LearnerProcess
 from slipstream.workers.placement.config import Layout
 from slipstream.workers.reservation import PlacementError, engine_share, learner_share, require_gpu, reserved
@@ -83,8 +83,8 @@ def test_an_engine_that_was_given_a_gpu_and_would_generate_on_the_cpu_does_not_s
     ):
         start()
     started: list[Any] = []
-    monkeypatch.setattr(engine_process.VllmEngine, "__init__", lambda *_, **__: started.append("vLLM"))
-    monkeypatch.setattr(engine_process, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(engines.VllmEngine, "__init__", lambda *_, **__: started.append("vLLM"))
+    monkeypatch.setattr(engines, "node_address", lambda: "127.0.0.1")
     start(logical_gpus=True)
     assigned.clear()
     start()

@@ -1,15 +1,27 @@
-"""How a local Ray is started, and what a machine is called."""
+"""How a local Ray is started, what a machine is called, and what Ray says of its nodes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slipstream.workers import session
 from slipstream.workers.calls import Worker, machines
-from slipstream.workers.session import counted, machine, start_patiently
+from slipstream.workers.placement.plan import Node
+from slipstream.workers.session import (
+    NUMA_LABEL,
+    NVLINK_LABEL,
+    RayNode,
+    as_cluster,
+    counted,
+    machine,
+    require_here,
+    start_patiently,
+)
 
 
 class Starting:
@@ -103,3 +115,41 @@ def test_hosts_are_counted_once_whatever_number_of_engines_they_run() -> None:
 def test_a_machine_without_gpus_is_its_processor() -> None:
     assert "cores" in machine()
     assert machine().endswith("Linux") or "NVIDIA" in machine()
+
+
+def test_files_that_this_host_does_not_see_are_refused(
+    tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session.platform, "node", lambda: "node7")
+    require_here(tmp_path)
+    assert refusal(require_here, path=tmp_path / "policy") == (
+        f"{tmp_path / 'policy'} must be on storage that all hosts of the run share, got 'nothing there on node7'; "
+        "give the run another --root, or policy.model and draft.model other paths"
+    )
+
+
+def _node(labels: dict[str, str]) -> RayNode:
+    return RayNode(
+        id="n",
+        address="10.0.0.1",
+        num_cpus=8,
+        num_gpus=2,
+        free_cpus=8,
+        free_gpus=2,
+        object_store_bytes=1,
+        labels=labels,
+    )
+
+
+def test_labels_say_the_nvlink_domain_and_the_numa_node_of_each_gpu() -> None:
+    labels = {NVLINK_LABEL: "rack7", NUMA_LABEL: "0-1", "ray.io/node-id": "n"}
+    assert as_cluster([_node(labels)]).nodes == (Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1)),)
+    assert as_cluster([_node({})]).nodes == (Node(name="n", num_gpus=2),)
+
+
+def test_a_numa_label_that_names_other_gpus_is_refused(refusal: Callable[..., str]) -> None:
+    for text in ("0", "0-x", "0-1-1"):
+        assert refusal(as_cluster, nodes=[_node({NUMA_LABEL: text})]) == (
+            f"label slipstream.io/numa of node 10.0.0.1 must name the NUMA node of each of its 2 GPUs, got {text!r}; "
+            "as in 0-0-1-1"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.learner.config import LearnerConfig
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
-from slipstream.workers.sending_rank import DRAFT, POLICY, SendingRank
+from slipstream.workers.learner_process import DRAFT, POLICY, LearnerProcess
 
 
 @dataclass
@@ -36,17 +37,12 @@ def policy() -> Model:
     return Model({"layers.0.w": torch.ones(2, 3), "layers.1.w": torch.full((4,), 2.0)})
 
 
-@dataclass
-class Rank(SendingRank):
+class Rank(LearnerProcess):
     """A rank that holds those, and notes when it works."""
 
-    rank: int = 0
-    policy: Any = field(default_factory=policy)
-    draft: Any = field(default_factory=lambda: Model({"fc": torch.zeros(3)}))
-    num_works: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__(self.rank)
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__(LearnerConfig(), rank=rank)
+        self.policy, self.draft, self.num_works = policy(), Model({"fc": torch.zeros(3)}), 0
 
     @property
     def _loaded(self) -> Any:
@@ -63,7 +59,7 @@ class Rank(SendingRank):
 
 def test_policy_and_draft_are_written_to_files_of_their_own_and_shared_cores_are_told(tmp_path: Path) -> None:
     rank = Rank()
-    written, draft = rank.publish(tmp_path, 3), rank.publish_draft(tmp_path, 1)
+    written, draft = rank.publish(tmp_path, 3), rank.publish(tmp_path, 1, is_draft=True)
     assert written is not None and draft is not None
     assert (written.version, draft.version, rank.num_works) == (3, 1, 2)
     assert {name: tensor.tolist() for name, tensor in load_file(written.path).items()} == {
@@ -85,9 +81,9 @@ def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tm
     rank = Rank()
     rank.publish(tmp_path, 3)
     rank.policy = Model({"w": torch.ones(1)})
-    rank.is_new(POLICY)
+    rank._is_new(POLICY)
     assert rank.weight_bytes() == 4
-    rank.send_nothing()
+    rank.release()
     written = rank.publish(tmp_path, 4)
     assert written is not None and list(load_file(written.path)) == ["w"]
 
@@ -95,11 +91,11 @@ def test_another_policy_may_have_other_tensors_and_what_was_sent_is_forgotten(tm
 def test_what_is_sent_counts_the_draft_where_it_is_sent_too_in_the_type_of_the_engines() -> None:
     rank = Rank()
     assert rank.weight_bytes() == 40
-    rank.is_new(DRAFT, draft_dtype=Dtype.FLOAT32)
+    rank._is_new(DRAFT, draft_dtype=Dtype.FLOAT32)
     assert rank.weight_bytes() == 40 + 3 * 4
-    rank.is_new(DRAFT, draft_dtype=Dtype.BFLOAT16)
+    rank._is_new(DRAFT, draft_dtype=Dtype.BFLOAT16)
     assert rank.weight_bytes() == 40 + 3 * 2
-    rank.is_new(DRAFT)  # one that is trained before RL
+    rank._is_new(DRAFT)  # one that is trained before RL
     assert rank.weight_bytes() == 40
 
 
@@ -113,5 +109,5 @@ def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for(
 
 @pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])
 def test_the_first_rank_alone_answers_for_the_draft(rank: int, names: set[str]) -> None:
-    found = Rank(rank=rank).draft_fingerprints({"fc": "float32"}, ALL)
+    found = Rank(rank=rank).weight_fingerprints({"fc": "float32"}, ALL, is_draft=True)
     assert {part.name for part in found} == names

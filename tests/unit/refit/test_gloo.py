@@ -12,10 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slipstream.refit.channel.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
-from slipstream.refit.config import Channel, ChannelBrokeError, RefitError
+from slipstream.refit.config import Channel, ChannelBrokeError, RefitConfig, RefitError
+from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
+from slipstream.refit.stream import WeightSource
 
 TENSORS = [
     ("embed", torch.arange(60, dtype=torch.bfloat16).reshape(6, 10)),
@@ -78,7 +77,7 @@ class ThreadEngines:
 
 
 def sender(engines: Any, *, bucket_bytes: int = 64, timeout_s: float = TIMEOUT_S) -> GlooSender:
-    settings = StreamSettings(channel=Channel.GLOO, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    settings = RefitConfig(channel=Channel.GLOO, bucket_mib=bucket_bytes / 2**20, timeout_s=timeout_s)
     return GlooSender(settings, engines=engines, address="127.0.0.1")
 
 

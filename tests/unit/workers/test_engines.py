@@ -14,7 +14,7 @@ from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
 from slipstream.types import Prompt, RolloutGroup
 from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
-from slipstream.workers.in_flight_engines import InFlightEngines
+from slipstream.workers.engines import RemoteEngine
 
 SAMPLING = SamplingConfig(max_response_tokens=4)
 
@@ -71,9 +71,12 @@ class Actor:
         return lambda *args, **kwargs: None if engine.is_dead else lambda: method(*args, **kwargs)
 
 
-def in_flight(*engines: Engine) -> InFlightEngines:
+def in_flight(*engines: Engine) -> RemoteEngine:
     workers = [Worker(Actor(engine), f"engine {index}") for index, engine in enumerate(engines)]
-    return InFlightEngines(InProcess(workers, Deadline(1.0, "engine.answer_timeout_s")))
+    deadline = Deadline(1.0, "engine.answer_timeout_s")
+    remote = RemoteEngine(workers, deadline)
+    remote._crew = InProcess(workers, deadline)
+    return remote
 
 
 def request(index: int) -> GroupRequest:

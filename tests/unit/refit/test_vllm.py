@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.refit.channel.sender import StreamSettings
-from slipstream.refit.channel.source import WeightSource
-from slipstream.refit.config import Channel
+from slipstream.refit.config import Channel, RefitConfig
+from slipstream.refit.stream import WeightSource
 from slipstream.types import Dtype
 
 TENSORS = [("embed", torch.ones(3, 2, dtype=torch.bfloat16)), ("norm", torch.zeros(2))]
-SETTINGS = StreamSettings(channel=Channel.NCCL, bucket_bytes=64, timeout_s=1.0)
-vllm = pytest.importorskip("slipstream.refit.channel.vllm")
+SETTINGS = RefitConfig(channel=Channel.NCCL, bucket_mib=64 / 2**20, timeout_s=1.0)
+vllm = pytest.importorskip("slipstream.refit.vllm")
 
 
 def source(tensors: Any = TENSORS) -> WeightSource:
@@ -182,7 +181,7 @@ def test_what_the_engines_are_told_is_what_vllms_workers_read() -> None:
     """The init info of vLLM's sender, shifted for the second engine of two with two workers each."""
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 
-    from slipstream.workers.engine_control import settings_of
+    from slipstream.workers.calls import settings_of
 
     told = worker_init_payload(
         NCCLWeightTransferInitInfo(master_address="10.0.0.1", master_port=1, rank_offset=1, world_size=5, packed=True)

@@ -20,17 +20,25 @@ import xxhash
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from slipstream.refit.channel.buckets import Unpacker, bucket_sizes, packed
-from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-from slipstream.refit.channel.source import WeightMeta, Weights, WeightSource
-from slipstream.refit.config import ChannelBrokeError
+from slipstream.refit.config import ChannelBrokeError, RefitConfig
+from slipstream.refit.stream import (
+    EngineControl,
+    Sender,
+    Sent,
+    Unpacker,
+    WeightMeta,
+    Weights,
+    WeightSource,
+    bucket_sizes,
+    packed,
+)
 
 _NUM_BUFFERS = 2  # one travels while the other is filled, or read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlooInit:
-    """What an engine needs to join; plain values, for it travels through vLLM."""
+    """Settings for an engine to join; plain values, for they travel through vLLM."""
 
     master_address: str
     master_port: int
@@ -41,18 +49,18 @@ class GlooInit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlooUpdate:
-    """What an engine needs to receive one model."""
+    """Settings for an engine to receive one model."""
 
     metas: Sequence[WeightMeta]
     bucket_bytes: int
 
     def plain(self) -> dict[str, Any]:
-        """As it travels through vLLM."""
+        """Plain values, which travel through vLLM."""
         return {"metas": [asdict(meta) for meta in self.metas], "bucket_bytes": self.bucket_bytes}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> GlooUpdate:
-        """What `plain` gave."""
+        """Read what `plain` gave."""
         metas = [WeightMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in values["metas"]]
         return cls(metas=metas, bucket_bytes=values["bucket_bytes"])
 
@@ -83,7 +91,7 @@ class GlooGroup:
 
     @classmethod
     def join(cls, init: GlooInit, *, worker: int) -> GlooGroup:
-        """As worker number `worker` of an engine."""
+        """Join as worker number `worker` of an engine."""
         store = TCPStore(init.master_address, init.master_port, timeout=timedelta(seconds=init.timeout_s))
         address = address_towards(init.master_address, init.master_port)
         return cls(
@@ -114,7 +122,7 @@ class Transfer:
         self._timeout_s = timeout_s
 
     def wait(self) -> None:
-        """Until it has arrived.
+        """Wait until the bucket has arrived.
 
         Raises:
             ChannelBrokeError: another rank is gone, or stood still.
@@ -135,10 +143,10 @@ class Transfer:
         self._work = None
 
 
-class GlooSender:
+class GlooSender(Sender):
     """The learner's rank 0."""
 
-    def __init__(self, settings: StreamSettings, *, engines: EngineControl, address: str) -> None:
+    def __init__(self, settings: RefitConfig, *, engines: EngineControl, address: str) -> None:
         """Open the store, have the engines join, and join."""
         self._settings = settings
         self._engines = engines
@@ -162,7 +170,7 @@ class GlooSender:
         self._group = self._beside(join, lambda: engines.init_weight_transfer_engine(asdict(init)))
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """See `Sender.send`."""
+        """Broadcast all of `source`, as `Sender.send` says."""
         metas, weights = source.metas(), iter(source)
         update = GlooUpdate(metas=metas, bucket_bytes=self._settings.bucket_bytes).plain()
         try:
@@ -180,7 +188,7 @@ class GlooSender:
         return Sent(num_bytes=source.num_bytes(), digest=digest)
 
     def close(self) -> None:
-        """See `Sender.close`."""
+        """Leave the group."""
         if self._group is not None:
             self._group.close()
         self._group = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
@@ -18,23 +18,8 @@ from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSour
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from slipstream.refit.channel.buckets import whole_tensors_bucket
-from slipstream.refit.channel.sender import EngineControl, Sent, StreamSettings
-from slipstream.refit.channel.source import WeightSource
-
-
-class Trainer(Protocol):
-    """vLLM's `TrainerWeightTransferEngine`, as far as it is used here."""
-
-    source: Any
-
-    def send_weights(self) -> None:
-        """Start, update and finish, on every rank."""
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        ...
+from slipstream.refit.config import RefitConfig
+from slipstream.refit.stream import EngineControl, Sender, Sent, WeightSource, whole_tensors_bucket
 
 
 class SourceForVllm(VllmWeightSource):
@@ -45,7 +30,7 @@ class SourceForVllm(VllmWeightSource):
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        """See vLLM's `WeightSource.metadata`."""
+        """Name, type and shape of each tensor."""
         return [ParamMeta(meta.name, meta.torch_dtype, meta.shape) for meta in self._source.metas()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,15 +43,16 @@ class SourceForVllm(VllmWeightSource):
             pass
 
 
-class VllmSender:
+class VllmSender(Sender):
     """One rank of the learner before one of vLLM's trainer engines."""
 
-    def __init__(self, trainer: Trainer, engines: EngineControl) -> None:
+    def __init__(self, trainer: Any, engines: EngineControl) -> None:
+        """Take a `TrainerWeightTransferEngine` of vLLM: its `source`, `send_weights` and `shutdown` are used."""
         self._trainer = trainer
         self._engines = engines
 
     def send(self, source: WeightSource, *, is_draft: bool) -> Sent:
-        """See `Sender.send`."""
+        """Have vLLM's engine send all of `source`."""
         self._engines.aim(is_draft=is_draft)
         adapted = SourceForVllm(source)
         self._trainer.source = adapted
@@ -79,11 +65,11 @@ class VllmSender:
         return Sent(num_bytes=source.num_bytes(), digest=None)
 
     def close(self) -> None:
-        """See `Sender.close`."""
+        """Leave the group."""
         self._trainer.shutdown()
 
 
-def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
+def open_nccl(settings: RefitConfig, *, engines: EngineControl, source: WeightSource, address: str) -> VllmSender:
     """The learner's rank 0 and every worker of every engine in one NCCL group; they meet at rank 0's address."""
     trainer = NCCLTrainerWeightTransferEngine.trainer_init(
         nccl_init(settings, num_workers=engines.num_workers, address=address, port=_free_port(address)),
@@ -94,7 +80,7 @@ def open_nccl(settings: StreamSettings, *, engines: EngineControl, source: Weigh
 
 
 def open_ipc(
-    settings: StreamSettings, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
+    settings: RefitConfig, *, engines: EngineControl, sources: Sequence[WeightSource], rank: int
 ) -> VllmSender:
     """Every rank of the learner maps its bucket into the engine worker on its own GPU; all `sources` go through it."""
     trainer = IPCTrainerWeightTransferEngine.trainer_init(
@@ -103,8 +89,8 @@ def open_ipc(
     return VllmSender(trainer, engines)
 
 
-def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
-    """What vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
+def nccl_init(settings: RefitConfig, *, num_workers: int, address: str, port: int) -> NCCLTrainerInitInfo:
+    """Settings that vLLM's NCCL sender starts with; a bucket may grow by the tensor that fills it."""
     return NCCLTrainerInitInfo(
         rank=0,
         master_address=address,
@@ -115,7 +101,7 @@ def nccl_init(settings: StreamSettings, *, num_workers: int, address: str, port:
     )
 
 
-def ipc_init(settings: StreamSettings, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
+def ipc_init(settings: RefitConfig, *, sources: Sequence[WeightSource], rank: int) -> IPCTrainerInitInfo:
     """Settings that vLLM's IPC sender starts with: its one bucket holds whole tensors, of the policy as of a draft."""
     size = whole_tensors_bucket(settings.bucket_bytes, (source.metas() for source in sources))
     return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)

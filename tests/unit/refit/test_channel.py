@@ -1,7 +1,8 @@
-"""Channels as a driver holds them, between a learner and engines that note what they are asked."""
+"""Channels as a driver holds them, between ends that note what they are asked, and which channel is taken where."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,19 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.refit.channel.choice import Location, here
-from slipstream.refit.channel.driver import Delivery, SharedMemoryChannel, StreamChannel, open_channel, send
-from slipstream.refit.channel.sender import Sent, StreamSettings
+from slipstream.refit.channel import (
+    Delivery,
+    Location,
+    SharedMemoryChannel,
+    StreamChannel,
+    here,
+    open_channel,
+    resolve,
+    send,
+)
 from slipstream.refit.config import Channel, EngineState, RefitConfig
 from slipstream.refit.snapshot import Snapshot
+from slipstream.refit.stream import Sent
 
 STATES = [
     EngineState(policy_version=7, policy_digest="p", draft_version=3, draft_digest="d", num_prefix_cache_resets=1)
@@ -35,13 +44,12 @@ class Ends:
     def weight_bytes(self) -> int:
         return self._num_bytes
 
-    def start_publish(self, directory: Path, version: int) -> Callable[[], Snapshot]:
+    def start_publish(self, directory: Path, version: int, *, is_draft: bool = False) -> Callable[[], Snapshot]:
+        if is_draft:
+            self.calls.append(("publish draft", directory, version))
+            return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
         self.calls.append(("publish", directory, version))
         return lambda: Snapshot(path=f"policy {version}", version=version, num_bytes=10, digest="p")
-
-    def start_publish_draft(self, directory: Path, version: int) -> Callable[[], Snapshot]:
-        self.calls.append(("publish_draft", directory, version))
-        return lambda: Snapshot(path=f"draft {version}", version=version, num_bytes=2, digest="d")
 
     def start_refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -57,7 +65,7 @@ class Ends:
     def control(self, channel: Channel, *, timeout_s: float) -> Any:
         return "control", channel, timeout_s
 
-    def open_stream(self, settings: StreamSettings, engines: Any) -> None:
+    def open_stream(self, settings: RefitConfig, engines: Any) -> None:
         self.calls.append(("open", settings, engines))
 
     def stream(self, *, is_draft: bool, timeout_s: float) -> Sent:
@@ -72,28 +80,29 @@ class Ends:
         return lambda: STATES
 
 
-def test_shared_memory_writes_and_has_the_engines_read(tmp_path: Path) -> None:
-    ends = Ends()
-    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7)
+def test_shared_memory_writes_and_has_the_engines_read_the_policy_alone_or_with_a_draft(tmp_path: Path) -> None:
+    ends: Any = Ends()
+    channel = SharedMemoryChannel(ends, ends, tmp_path)
+    delivery = send(channel, 7)
     assert ends.calls == [("publish", tmp_path, 7), ("refit", Path("policy 7"), 7, None, 0), "taken"]
     assert delivery == Delivery(states=STATES, digest="p", num_bytes=10, origin="policy 7")
-
-
-def test_shared_memory_brings_a_draft_with_the_policy(tmp_path: Path) -> None:
-    ends = Ends()
-    delivery = send(SharedMemoryChannel(ends, ends, tmp_path), 7, draft_version=3)
+    ends.calls.clear()
+    delivery = send(channel, 7, draft_version=3)
     assert ends.calls == [
         ("publish", tmp_path, 7),
-        ("publish_draft", tmp_path, 3),
+        ("publish draft", tmp_path, 3),
         ("refit", Path("policy 7"), 7, Path("draft 3"), 3),
         "taken",
     ]
     assert (delivery.num_bytes, delivery.draft_digest) == (12, "d")
+    ends.calls.clear()
+    channel.engines_changed()
+    assert ends.calls == []  # whoever is told where the file is reads it
 
 
 def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
     """Though the learner has written later ones; and nobody waits before he asks for an answer."""
-    ends = Ends()
+    ends: Any = Ends()
     channel = SharedMemoryChannel(ends, ends, tmp_path)
     first = channel.start_export(7, draft_version=3)()
     second = channel.start_export(8)()
@@ -115,16 +124,8 @@ def test_shared_memory_delivers_a_version_and_its_draft_as_often_as_it_is_asked_
     assert channel.keeps_weights and channel.takes_digest
 
 
-@pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
-def test_a_stream_keeps_no_weights_and_only_ours_takes_a_digest(channel: Channel) -> None:
-    ends = Ends()
-    stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
-    assert not stream.keeps_weights
-    assert stream.takes_digest == (channel is Channel.GLOO)
-
-
 def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    ends = Ends(num_bytes=1 << 60)
+    ends: Any = Ends(num_bytes=1 << 60)
     with pytest.raises(ConfigError, match=r"refit.channel shared_memory needs 2,305,843,009,213,693,952 bytes"):
         SharedMemoryChannel(ends, ends, tmp_path)
     assert ends.calls == []
@@ -132,12 +133,13 @@ def test_shared_memory_without_room_is_refused_before_anything_is_sent(tmp_path:
 
 @pytest.mark.parametrize("channel", [Channel.GLOO, Channel.NCCL, Channel.IPC])
 def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel) -> None:
-    ends = Ends(digest=None if channel is not Channel.GLOO else "p")
+    ends: Any = Ends(digest=None if channel is not Channel.GLOO else "p")
     stream = StreamChannel(ends, ends, channel, RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0))
+    assert (stream.keeps_weights, stream.takes_digest) == (False, channel is Channel.GLOO)
     delivery = send(stream, 7)
     send(stream, 8, draft_version=3)
     stream.close()
-    settings = StreamSettings(channel=channel, bucket_bytes=1 << 20, timeout_s=5.0)
+    settings = RefitConfig(channel=channel, bucket_mib=1.0, timeout_s=5.0)
     assert ends.calls == [
         ("open", settings, ("control", channel, 5.0)),
         ("stream", False, 5.0),
@@ -156,7 +158,7 @@ def test_a_stream_is_opened_once_and_adopted_when_all_has_come(channel: Channel)
 
 
 def test_engines_that_changed_all_join_the_stream_anew() -> None:
-    ends = Ends()
+    ends: Any = Ends()
     stream = StreamChannel(ends, ends, Channel.GLOO, RefitConfig(channel=Channel.GLOO, bucket_mib=1.0, timeout_s=5.0))
     opened = list(ends.calls)
     stream.engines_changed()
@@ -164,14 +166,8 @@ def test_engines_that_changed_all_join_the_stream_anew() -> None:
     assert ends.calls == opened * 2
 
 
-def test_engines_that_changed_read_the_next_file_without_joining_anything(tmp_path: Path) -> None:
-    ends = Ends()
-    SharedMemoryChannel(ends, ends, tmp_path).engines_changed()
-    assert ends.calls == []
-
-
 def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterwards() -> None:
-    ends = Ends()
+    ends: Any = Ends()
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
         directory = ends.calls[0][1]
@@ -180,17 +176,120 @@ def test_auto_on_one_host_is_shared_memory_in_a_directory_that_is_removed_afterw
 
 
 def test_auto_on_several_hosts_is_gloo_and_it_is_closed_afterwards() -> None:
-    ends = Ends([here(), Location(host="b", memory="b")])
+    ends: Any = Ends([here(), Location(host="b", memory="b")])
     with open_channel(RefitConfig(), ends, ends) as channel:
         send(channel, 0)
     assert [call[0] for call in ends.calls] == ["open", "stream", "adopt", "c"]
 
 
 def test_a_channel_that_the_hosts_cannot_do_is_refused_before_anything_is_opened() -> None:
-    ends = Ends()
+    ends: Any = Ends()
     with (
         pytest.raises(ConfigError, match=r"refit\.channel"),
         open_channel(RefitConfig(channel=Channel.NCCL), ends, ends),
     ):
         pass
     assert ends.calls == []
+
+
+def place(host: str, gpu: str | None = None, memory: str | None = None) -> Location:
+    return Location(host=host, memory=memory or host, gpu=gpu)
+
+
+DRIVER = place("a")
+ONE_CPU = {"driver": DRIVER, "learner": [place("a"), place("a")], "engines": [place("a")] * 3}
+TWO_CPUS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a"), place("b")]}
+DRIVER_AWAY = {"driver": place("head"), "learner": [place("a")], "engines": [place("a")]}
+# two containers of one host: the same name, each with a memory of its own
+CONTAINERS = {"driver": DRIVER, "learner": [place("a")], "engines": [place("a", memory="other")]}
+COLOCATED = {
+    "driver": DRIVER,
+    "learner": [place("a", "g0"), place("a", "g1")],
+    "engines": [place("a", "g0"), place("a", "g1")],
+}
+MORE_RANKS = {"driver": DRIVER, "learner": [place("a", "g0"), place("b", "g1")], "engines": [place("b", "g1")]}
+SPLIT = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b", "g1"), place("b", "g2")]}
+HALF_SHARED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("a", "g0"), place("a", "g1")]}
+MIXED = {"driver": DRIVER, "learner": [place("a", "g0")], "engines": [place("b")]}
+
+
+@pytest.mark.parametrize(
+    ("places", "channel"),
+    [
+        (ONE_CPU, Channel.SHARED_MEMORY),
+        (TWO_CPUS, Channel.GLOO),
+        (DRIVER_AWAY, Channel.GLOO),
+        (CONTAINERS, Channel.GLOO),
+        (COLOCATED, Channel.IPC),
+        (MORE_RANKS, Channel.IPC),
+        (SPLIT, Channel.NCCL),
+        (HALF_SHARED, Channel.SHARED_MEMORY),  # neither of vLLM's: an engine without a rank, a rank beside an engine
+        (MIXED, Channel.GLOO),
+    ],
+)
+def test_auto_takes_the_fastest_that_the_places_allow(places: dict, channel: Channel) -> None:
+    assert resolve(Channel.AUTO, **places) is channel
+    assert resolve(channel, **places) is channel
+
+
+def test_gloo_may_be_asked_for_anywhere_and_shared_memory_between_gpus_of_one_host() -> None:
+    for places in (ONE_CPU, TWO_CPUS, COLOCATED, SPLIT, MIXED, HALF_SHARED):
+        assert resolve(Channel.GLOO, **places) is Channel.GLOO
+    assert resolve(Channel.SHARED_MEMORY, **COLOCATED) is Channel.SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("channel", "places", "message"),
+    [
+        (
+            Channel.SHARED_MEMORY,
+            TWO_CPUS,
+            "refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory (a, b), "
+            "got 'shared_memory'; set auto, or gloo",
+        ),
+        (
+            Channel.SHARED_MEMORY,
+            DRIVER_AWAY,
+            "refit.channel must cross hosts or containers: driver, learner rank 0 and engines share no memory "
+            "(a, head), got 'shared_memory'; set auto, or gloo",
+        ),
+        (
+            Channel.NCCL,
+            ONE_CPU,
+            "refit.channel must do without CUDA: learner or engines compute on the CPU of a, got 'nccl'; set auto",
+        ),
+        (
+            Channel.IPC,
+            MIXED,
+            "refit.channel must do without CUDA: learner or engines compute on the CPU of b, got 'ipc'; set auto",
+        ),
+        (
+            Channel.NCCL,
+            COLOCATED,
+            "refit.channel must not join two processes on one GPU: learner rank 0 shares its GPU with an engine, "
+            "got 'nccl'; set ipc",
+        ),
+        (
+            Channel.IPC,
+            HALF_SHARED,
+            "refit.channel must find a learner rank on every engine's GPU: 1 of 2 have none, got 'ipc'; set nccl",
+        ),
+    ],
+)
+def test_a_channel_that_the_places_rule_out_is_refused(channel: Channel, places: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(channel, **places)
+    assert str(caught.value) == message
+
+
+def test_only_the_sender_of_a_learner_needs_the_shared_memory() -> None:
+    ranks = [place("a"), place("b")]
+    assert resolve(Channel.AUTO, driver=DRIVER, learner=ranks, engines=[place("a")]) is Channel.SHARED_MEMORY
+
+
+def test_a_place_names_the_file_system_that_processes_share_and_not_the_host() -> None:
+    found = here("g0")
+    assert found == here("g0")
+    assert (found.gpu, here().gpu) == ("g0", None)
+    if Path("/dev/shm").is_dir():
+        assert found.memory.endswith(f"/{os.stat('/dev/shm').st_dev}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.learner.config import ParallelConfig
 from slipstream.learner.packing import plan_shards
-from slipstream.workers.shards import Shards
+from slipstream.workers.learners import Shards
 
 
 def test_the_longest_go_first_to_whoever_has_the_fewest_tokens() -> None:

@@ -1,0 +1,234 @@
+"""Scheduling of groups over engines: which engine gets which prompts, and what each has under way.
+
+A generation that waits for its batch deals the longest groups first, each to the engine with the least to do. What has
+no room yet is queued, and an engine takes from the queue as soon as it has room for a group. Dealing alone would leave
+an engine idle when its prompts end early; a queue alone would give the first engine that asks everything it has room
+for. Generation in flight gives each group to the engine with the fewest rollouts, and a ledger knows which groups did
+not come back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from slipstream.engine.acceptance import combine
+from slipstream.engine.protocol import GenerationResult, Portion, RunningTime
+from slipstream.engine.requests import GroupRequest
+from slipstream.types import Prompt, RolloutGroup
+
+_TOKENS_PER_KIND = 8  # prompts whose lengths differ by less are of one kind
+_NEW = 0.25  # weight of the newest group in a mean: lengths drift while the policy learns
+
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass
+class SeenLengths:
+    """Response lengths seen so far, in tokens: what a prompt's next rollouts are expected to take.
+
+    A prompt that was seen takes what it took last, another one the mean of its kind (prompts of about its length), or
+    of all prompts; before any was seen all are expected to be equal.
+    """
+
+    _by_prompt: dict[str, float] = field(default_factory=dict)
+    _by_kind: dict[int, float] = field(default_factory=dict)
+    _mean: float | None = None
+
+    def note(self, groups: Iterable[RolloutGroup]) -> None:
+        """Remember how long these responses were."""
+        for group in groups:
+            length = sum(len(rollout.token_ids) for rollout in group.rollouts) / len(group.rollouts)
+            kind = _kind(group.prompt)
+            self._by_prompt[group.prompt.id] = length
+            self._by_kind[kind] = _moved(self._by_kind.get(kind), length)
+            self._mean = _moved(self._mean, length)
+
+    def expected(self, prompt: Prompt) -> float:
+        """Tokens of one response."""
+        fallback = 1.0 if self._mean is None else self._mean
+        return self._by_prompt.get(prompt.id, self._by_kind.get(_kind(prompt), fallback))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deal:
+    """Groups that each engine starts with, and those that wait for room, longest first."""
+
+    shares: tuple[tuple[GroupRequest, ...], ...]
+    queue: tuple[GroupRequest, ...]
+
+
+def deal(requests: Sequence[GroupRequest], lengths: SeenLengths, *, num_engines: int, num_slots: int | None) -> Deal:
+    """Longest first, each to the engine with the fewest expected tokens of those with room for it.
+
+    Args:
+        num_slots: rollouts that run at once on an engine; None: as many as there are. A group that is larger is dealt
+            to an engine of its own and waits there.
+    """
+
+    def tokens(request: GroupRequest) -> float:
+        return len(request.seeds) * lengths.expected(request.prompt)
+
+    shares: list[list[GroupRequest]] = [[] for _ in range(num_engines)]
+    loads = [0.0] * num_engines
+    queue = []
+    for request in sorted(requests, key=tokens, reverse=True):
+        open_to = [i for i in range(num_engines) if _fits(request, shares[i], num_slots)]
+        if queue or not open_to:
+            queue.append(request)  # a shorter one does not overtake it
+            continue
+        engine = min(open_to, key=lambda i: loads[i])
+        shares[engine].append(request)
+        loads[engine] += tokens(request)
+    return Deal(shares=tuple(map(tuple, shares)), queue=tuple(queue))
+
+
+def _fits(request: GroupRequest, share: Sequence[GroupRequest], num_slots: int | None) -> bool:
+    running = sum(len(other.seeds) for other in share)
+    return num_slots is None or not share or running + len(request.seeds) <= num_slots
+
+
+def _kind(prompt: Prompt) -> int:
+    return len(prompt.token_ids) // _TOKENS_PER_KIND
+
+
+def _moved(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _NEW * (value - mean)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Arguments of one call of `VllmEngine.generate`."""
+
+    requests: tuple[GroupRequest, ...]
+    is_first: bool
+    room_for: int | None
+
+
+def gather(
+    dealt: Deal, *, start: Callable[[int, Call], H], wait: Callable[[Sequence[H]], tuple[H, Portion]]
+) -> list[list[Portion]]:
+    """Generate what was dealt, and the queue: an engine gets its next group as soon as it has room.
+
+    Engines work at the same time, each on one call at a time.
+
+    Args:
+        start: hands a call to the engine of that number; returns at once.
+        wait: gives the call that ends first, and its result.
+    Returns:
+        The portions of each engine, in the order in which it made them.
+    """
+    queue = deque(dealt.queue)
+    portions: list[list[Portion]] = [[] for _ in dealt.shares]
+    missing = [0] * len(dealt.shares)  # groups that an engine has and did not return
+    running: dict[H, int] = {}
+
+    def call(engine: int, requests: tuple[GroupRequest, ...], *, is_first: bool) -> None:
+        missing[engine] += len(requests)
+        room_for = len(queue[0].seeds) if queue else None
+        running[start(engine, Call(requests=requests, is_first=is_first, room_for=room_for))] = engine
+
+    for engine, share in enumerate(dealt.shares):
+        if share:
+            call(engine, share, is_first=True)
+    while running:
+        done, portion = wait(list(running))
+        engine = running.pop(done)
+        portions[engine].append(portion)
+        missing[engine] -= len(portion.groups)
+        if queue:
+            call(engine, (queue.popleft(),), is_first=False)
+        elif missing[engine]:
+            call(engine, (), is_first=False)
+    return portions
+
+
+def joined(requests: Sequence[GroupRequest], portions: Sequence[Sequence[Portion]]) -> GenerationResult:
+    """The result of a generation from the engines' portions: the groups in the order of the requests."""
+    parts = [part for engine in portions for part in engine]
+    groups = dict(entry for part in parts for entry in part.groups)
+    known = [part.acceptance for part in parts if part.acceptance is not None]
+    generation_s = max(engine[-1].ended_s - engine[0].started_s for engine in portions if engine)
+    worked_s = sum(part.ended_s - part.started_s for part in parts)
+    return GenerationResult(
+        groups=tuple(groups[request.index] for request in requests),
+        acceptance=combine(known) if known else None,
+        generation_s=generation_s,
+        engine_idle_fraction=1.0 - worked_s / (len(portions) * generation_s) if len(portions) > 1 else 0.0,
+        running=_running(parts),
+    )
+
+
+def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
+    """Join what engines did at the same time, or one after the other, into one portion."""
+    known = [portion.acceptance for portion in portions if portion.acceptance is not None]
+    worked_s = sum(portion.ended_s - portion.started_s for portion in portions)
+    return Portion(
+        groups=tuple(entry for portion in portions for entry in portion.groups),
+        acceptance=combine(known) if known else None,
+        started_s=0.0,
+        ended_s=worked_s / num_engines,
+        running=_running(portions),
+    )
+
+
+def _running(parts: Sequence[Portion]) -> tuple[RunningTime, ...]:
+    """Steps of the engines by the running batch of the engine that made them."""
+    found: dict[int, RunningTime] = {}
+    for time in (time for part in parts for time in part.running):
+        found[time.num_running] = found[time.num_running].plus(time) if time.num_running in found else time
+    return tuple(found[num] for num in sorted(found))
+
+
+class Ledger:
+    """Groups that were submitted and did not come back, by the engine that has them, in the order of submission."""
+
+    def __init__(self) -> None:
+        self._placed: dict[int, tuple[str, GroupRequest]] = {}
+
+    @property
+    def requests(self) -> tuple[GroupRequest, ...]:
+        """All of them."""
+        return tuple(request for _, request in self._placed.values())
+
+    def place(self, requests: Iterable[GroupRequest], engines: Sequence[str]) -> dict[str, list[GroupRequest]]:
+        """Give each group to the engine that has the fewest rollouts; what each gets."""
+        loads = {engine: sum(len(request.seeds) for request in self.of(engine)) for engine in engines}
+        given: dict[str, list[GroupRequest]] = {}
+        for request in requests:
+            assert request.index not in self._placed, f"group {request.index} is under way already"
+            engine = min(engines, key=lambda name: loads[name])
+            loads[engine] += len(request.seeds)
+            self._placed[request.index] = (engine, request)
+            given.setdefault(engine, []).append(request)
+        return given
+
+    def of(self, engine: str) -> tuple[GroupRequest, ...]:
+        """Groups that this engine has."""
+        return tuple(request for name, request in self._placed.values() if name == engine)
+
+    def reseed(
+        self, indices: Collection[int], seeds: Callable[[GroupRequest], tuple[int, ...]]
+    ) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Give these groups other seeds, if they are under way; by engine and group, what each must be told."""
+        told: dict[str, dict[int, tuple[int, ...]]] = {}
+        for index in indices:
+            if index not in self._placed:
+                continue
+            engine, request = self._placed[index]
+            self._placed[index] = engine, replace(request, seeds=seeds(request))
+            told.setdefault(engine, {})[index] = self._placed[index][1].seeds
+        return told
+
+    def complete(self, indices: Iterable[int]) -> None:
+        """These groups came back."""
+        for index in indices:
+            del self._placed[index]
+
+    def take(self, engines: Collection[str]) -> tuple[GroupRequest, ...]:
+        """Take out the groups that these engines had, and lost."""
+        lost = tuple(request for name, request in self._placed.values() if name in engines)
+        self.complete(request.index for request in lost)
+        return lost
