@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slipstream.config import require
-from slipstream.drafts.autopilot import AutopilotConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 
@@ -44,6 +43,20 @@ class DraftLengthRule(StrEnum):
 
     FIXED = "fixed"
     BY_BATCH = "by_batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopilotConfig:
+    """When the speculative arm stops drafting, and how it finds back: see `slipstream.drafts.length`."""
+
+    enabled: bool = False
+    patience_steps: int = 3  # that must lose
+    probe_every_steps: int = 8  # at first; twice as rarely after each probe, down to an eighth
+    margin: float = 0.05  # a way loses if it costs so much more, as a fraction
+
+    def __post_init__(self) -> None:
+        for name, least in (("patience_steps", 2), ("probe_every_steps", 1), ("margin", 0)):
+            require(getattr(self, name) >= least, f"draft.autopilot.{name}", f"must be >= {least}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

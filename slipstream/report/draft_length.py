@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.drafts.schedule import DraftLength, described
+from slipstream.drafts.length import DraftLength, described
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import RunningPoint
 from slipstream.records.steps import ArmRecord, StepRecord

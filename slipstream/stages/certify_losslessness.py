@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw

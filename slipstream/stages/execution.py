@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
 from slipstream.records.certificate import CertificateRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
-from slipstream.drafts.schedule import described
+from slipstream.drafts.length import described
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record

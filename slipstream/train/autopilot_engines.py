@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
-from slipstream.drafts.schedule import constant
+from slipstream.drafts.config import AutopilotConfig
+from slipstream.drafts.length import Decision, constant, decide
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AutopilotStep, ScheduleEntry
@@ -28,7 +28,7 @@ class SwitchableEngines(ReplaceableEngines, Protocol):
 
 
 class PilotedEngines:
-    """Engines that draft as long as drafting pays: `slipstream.drafts.autopilot` decides, before each generation.
+    """Engines that draft as long as drafting pays: `slipstream.drafts.length` decides, before each generation.
 
     They stand below `LastingEngines`: an engine in the place of a lost one is told anew how to draft, and a generation
     that failed counts for nothing. What a step did travels in its record, so a resumed run takes up the same thread.

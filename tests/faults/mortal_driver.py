@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.prompts import PromptStream, render
-from slipstream.drafts.schedule import constant
+from slipstream.drafts.length import constant
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import write_record

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
+from slipstream.drafts.length import AutopilotConfig, Decision, decide
 from slipstream.records.steps import AutopilotStep
 
 CONFIG = AutopilotConfig(enabled=True, patience_steps=3, probe_every_steps=4, margin=0.05)

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.length import Listener, TuningConfig, choose, num_generations, sweep
-from slipstream.drafts.schedule import SWITCHED_OFF, running_points
+from slipstream.drafts.length import (
+    SWITCHED_OFF,
+    Listener,
+    TuningConfig,
+    choose,
+    num_generations,
+    running_points,
+    sweep,
+)
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engine, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.drafts.schedule import (
+from slipstream.drafts.length import (
     SWITCHED_OFF,
     DraftLength,
     Round,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.drafts import fit
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Subject
 from slipstream.recipe import load_recipe

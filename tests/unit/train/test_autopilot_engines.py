@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
