@@ -1,4 +1,4 @@
-"""Does this draft fit this policy? Answered from configs and file headers, before an engine starts."""
+"""Checks that a draft fits its policy, from configs and file headers, before an engine starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from safetensors import safe_open
 
 from slipstream.config import ConfigError, require
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import DraftMethod, require_package
 
 _LAYER = "layers.0."
 _REQUIRED = (
@@ -21,6 +23,32 @@ _REQUIRED = (
     *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
 _OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"{_LAYER}self_attn.{name}_norm.weight" for name in "qk"))
+_MTP_PREFIX = "model.mtp_layers."
+_WEIGHTS = "*.safetensors"
+_NUM_NAMED = 5  # of the words that differ
+
+
+def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_model_len: int) -> None:
+    """Refuse a draft that vLLM would load wrongly, or late.
+
+    Args:
+        draft: directory of the draft; None where the method has no weights of its own.
+    Raises:
+        ConfigError: see `check_draft`, `check_mtp` and `check_draft_model`; or the method's package is not installed.
+    """
+    require_package(config.method)
+    match config.method:
+        case DraftMethod.EAGLE3:
+            assert draft is not None
+            check_draft(policy, draft, max_model_len=max_model_len)
+        case DraftMethod.MTP:
+            assert draft is not None
+            check_mtp(policy, draft)
+        case DraftMethod.DRAFT_MODEL:
+            assert draft is not None
+            check_draft_model(policy, draft, max_model_len=max_model_len)
+        case _:
+            pass  # nothing is loaded
 
 
 def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
@@ -137,3 +165,69 @@ def _config(path: Path, field: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{field} must be a model directory with a config.json, got {str(path)!r}")
     return json.loads(file.read_text())
+
+
+def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: str = "draft") -> None:
+    """Refuse a model that cannot draft for this policy.
+
+    Args:
+        field: what an error calls the draft.
+    Raises:
+        ConfigError: no model or no weights, another vocabulary, or positions that end before the longest sequence.
+    """
+    has_config = (draft / "config.json").is_file()
+    require(has_config, field, "must be a model directory with a config.json", str(draft))
+    require(any(draft.glob(_WEIGHTS)), field, f"must have weights in {_WEIGHTS} files", str(draft))
+    ours, theirs = _config(policy), _config(draft)
+    vocab, fix = ours["vocab_size"], "its tokens would stand for other ones of the policy's"
+    found = theirs.get("vocab_size")
+    require(found == vocab, f"{field} vocab_size", f"must equal the policy's {vocab}", found, fix)
+    words = _differing_words(policy, draft)
+    require(not words, f"{field} tokenizer", "must give every word the policy's id", f"others for {words}", fix)
+    positions = theirs.get("max_position_embeddings", 0)
+    rule = f"must be >= engine.max_model_len {max_model_len}"
+    fix = "vLLM stops drafting for a whole batch in which one sequence is longer"
+    require(positions >= max_model_len, f"{field} max_position_embeddings", rule, positions, fix)
+
+
+def _differing_words(policy: Path, draft: Path) -> list[str]:
+    """Some words whose ids differ; none where one of the two has no tokenizer file to compare."""
+    ours, theirs = _words(policy), _words(draft)
+    if not ours or not theirs:
+        return []
+    return sorted(word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word))[:_NUM_NAMED]
+
+
+def _words(model: Path) -> dict[str, int]:
+    """Id by word, of a fast tokenizer's file; empty without one, or where its words have no table."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    tokenizer: dict[str, Any] = json.loads(path.read_text())
+    table = tokenizer["model"].get("vocab")
+    added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens", [])}
+    return {**table, **added} if isinstance(table, dict) else {}
+
+
+def check_mtp(policy: Path, draft: Path) -> None:
+    """Refuse a directory that is not the MTP layer of this policy.
+
+    Raises:
+        ConfigError: the policy has no such layer, or the draft's tensors are others or of another shape.
+    """
+    wanted = _shapes(policy)
+    require(bool(wanted), "draft.method", "mtp needs a policy with an MTP layer", str(policy), "such as a MiMo")
+    found = _shapes(draft)
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    rule = "must hold the MTP layer of the policy: the same tensors of the same shapes"
+    require(not wrong, "draft", rule, f"{len(wrong)} others, such as {wrong[:1]}", f"see {draft}")
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Of the MTP layer's tensors in a directory, which may hold more."""
+    shapes = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(_MTP_PREFIX)]  # noqa: SIM118 no mapping
+            shapes.update({name: list(opened.get_slice(name).get_shape()) for name in names})
+    return shapes

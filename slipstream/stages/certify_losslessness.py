@@ -71,7 +71,7 @@ def certify_losslessness(
     Args:
         trained_draft: the draft as it learned beside the policy; None of one that stayed as it was.
     """
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     done = finished(context, _NODE, "certificate.json")
     if done is not None:

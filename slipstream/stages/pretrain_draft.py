@@ -98,7 +98,7 @@ def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_mod
     """Lay weights that are used as they are into `directory`; returns the number of parameters."""
     if config.method is DraftMethod.DRAFT_MODEL:
         return link_draft_model(config, policy, directory, max_model_len=max_model_len)
-    from slipstream.drafts.given import bring_draft
+    from slipstream.drafts.eagle3 import bring_draft
 
     bring_draft(config, policy, directory, max_model_len=max_model_len)
     return num_parameters(directory)

@@ -45,7 +45,7 @@ def prepare(recipe: Recipe, policy: Path, directory: Path) -> None:
     """
     config = recipe.draft
     if config.is_given:
-        from slipstream.drafts.given import bring_draft
+        from slipstream.drafts.eagle3 import bring_draft
 
         bring_draft(config, policy, directory / GIVEN, max_model_len=recipe.engine.max_model_len)
         logger.info("pretrain_draft: goes on from %s", config.model)

@@ -32,7 +32,7 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
     """Measure generation time over draft length and batch, choose by time; a directory with tuning.json."""
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
     done = finished(context, _NODE, "tuning.json")

@@ -246,7 +246,7 @@ def _tuning(context: RunContext, recipe: Recipe, part: Part, shared: _Shared) ->
     k = part.variant.setting.num_speculative_tokens
     if not k:
         return tune_draft_length(context, recipe, policy=shared.policy, data=shared.data, draft=shared.draft)
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     weights = draft_weights(recipe.draft, shared.draft)
     require_fit(recipe.draft, shared.policy, weights, max_model_len=recipe.engine.max_model_len)

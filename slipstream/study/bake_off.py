@@ -124,7 +124,7 @@ def _pretrained(
     context: RunContext, recipe: Recipe, field: Sequence[Entrant], *, k: int, policy: Path, data: Path
 ) -> tuple[list[_Ready], list[Dropout]]:
     """The drafts of all entrants; those that differ in their training during RL alone share one."""
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     ready: list[_Ready] = []
     dropouts: list[Dropout] = []

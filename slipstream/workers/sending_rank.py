@@ -15,8 +15,7 @@ from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype
 
 if TYPE_CHECKING:
-    from slipstream.drafts.mtp import MtpDraft
-    from slipstream.drafts.trainer import DraftTrainer
+    from slipstream.drafts.learner_draft import Draft
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
     from slipstream.refit.channel.source import WeightSource
@@ -41,7 +40,7 @@ class SendingRank(ABC):
 
     @property
     @abstractmethod
-    def _drafting(self) -> DraftTrainer | MtpDraft:
+    def _drafting(self) -> Draft:
         """The draft."""
 
     @abstractmethod

@@ -132,7 +132,7 @@ def batches(policy: Path) -> list[list[str]]:
 
 def train(training: Training, policy: Path, draft: Path, directory: Path) -> None:
     """Train, or go on from the last checkpoint."""
-    from slipstream.drafts.speculation import speculative_config
+    from slipstream.drafts.methods import speculative_config
     from slipstream.train import arm
     from slipstream.workers import engines, learners
 

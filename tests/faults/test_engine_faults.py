@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop_config import KvCache

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.drafts.chats import States
 from slipstream.drafts.config import DraftOnline
-from slipstream.drafts.draft_optimizer import DraftOptimizer
-from slipstream.drafts.online import OnlineDraft
+from slipstream.drafts.learner_draft import States
+from slipstream.drafts.trainer import DraftOptimizer, DraftTrainer
 from slipstream.grpo.config import OptimizerMethod
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
@@ -54,7 +53,7 @@ def test_a_draft_that_resumes_goes_on_bit_for_bit(
     policy: Path, draft: Path, states: States, method: OptimizerMethod
 ) -> None:
     config = replace(ONLINE, online_optimizer=method)
-    whole, resumed = (OnlineDraft.from_draft(draft, policy, config) for _ in range(2))
+    whole, resumed = (DraftTrainer(policy, config, given=draft, is_online=True) for _ in range(2))
     for _ in range(3):
         whole.learn(CHATS, PROMPTS, states, temperature=1.0)
     resumed.restore({name: tensor.clone() for name, tensor in whole.state().items()})
@@ -67,7 +66,7 @@ def test_online_passes_are_those_of_pretraining_unless_they_are_given(
     policy: Path, draft: Path, states: States
 ) -> None:
     losses = {
-        passes: OnlineDraft.from_draft(draft, policy, replace(ONLINE, online_ttt_steps=passes)).learn(
+        passes: DraftTrainer(policy, replace(ONLINE, online_ttt_steps=passes), given=draft, is_online=True).learn(
             CHATS, PROMPTS, states, temperature=1.0
         )
         for passes in (None, 3, 1)

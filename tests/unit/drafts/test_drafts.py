@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import ConfigError
-from slipstream.drafts.chats import pack_chats
 from slipstream.drafts.compatibility import check_draft
+from slipstream.drafts.passes import pack_chats
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.learner.errors import CheckpointError
 from slipstream.ragged import Ragged
@@ -223,7 +223,8 @@ def test_two_trainers_with_a_chat_each_make_the_update_of_one_with_both(
 
     def steps(rank: int) -> list[float]:
         own, reduce = slice(rank, rank + 1), partial(sum_over_ranks, rank)
-        return [trainers[1 + rank].step(CHATS[own], PROMPTS[own], states[own], sum_over_ranks=reduce) for _ in range(2)]
+        trainers[1 + rank]._sum_over_ranks = reduce
+        return [trainers[1 + rank].step(CHATS[own], PROMPTS[own], states[own]) for _ in range(2)]
 
     expected = [trainers[0].step(CHATS, PROMPTS, states) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:

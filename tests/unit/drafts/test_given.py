@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.given import bring_draft
-from slipstream.drafts.trainer import DraftTrainer, States
+from slipstream.drafts.eagle3 import bring_draft
+from slipstream.drafts.learner_draft import States
+from slipstream.drafts.trainer import DraftTrainer
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
@@ -101,7 +102,7 @@ def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_he
 def test_an_original_draft_is_trained_further(policy: Path, states: States, original: Path, tmp_path: Path) -> None:
     config = _given(original)
     bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
-    trainer = DraftTrainer.from_draft(tmp_path / "ours", policy, config)
+    trainer = DraftTrainer(policy, config, given=tmp_path / "ours")
     _, before = trainer.evaluate(CHATS, PROMPTS, states)
     losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(20)]
     _, after = trainer.evaluate(CHATS, PROMPTS, states)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import TRAITS, DraftMethod, Weights
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import TRAITS, DraftMethod, Weights, speculative_config
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 DIRECTORY = Path("draft")

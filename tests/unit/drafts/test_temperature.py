@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.drafts.trainer import DraftTrainer, States
+from slipstream.drafts.learner_draft import States
+from slipstream.drafts.trainer import DraftTrainer
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 ONE_PASS = replace(CONFIG, ttt_steps=1)

@@ -16,9 +16,8 @@ import torch
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.drafts import length, methods, speculation
+from slipstream.drafts import length, methods
 from slipstream.drafts.draft_model import scratch_model
-from slipstream.drafts.online import OnlineDraft
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
@@ -127,7 +126,7 @@ def online_steps(recipe: Recipe, tools: Tools) -> object:
     policy, draft = tools.directory / "policy", tools.directory / "draft"
     own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
     DraftTrainer(policy, recipe.draft).save(draft)
-    trainer = OnlineDraft.from_draft(draft, policy, recipe.draft)
+    trainer = DraftTrainer(policy, recipe.draft, given=draft, is_online=True)
     random = np.random.default_rng(0)
     chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
@@ -233,7 +232,7 @@ def flight(recipe: Recipe, _: Tools) -> object:
 def told_vllm(recipe: Recipe, tools: Tools) -> object:
     """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
     tools.patch.setattr(methods, "find_spec", lambda package: package)
-    return speculation.speculative_config(recipe.draft, stage_engines.draft_weights(recipe.draft, tools.directory), 3)
+    return methods.speculative_config(recipe.draft, stage_engines.draft_weights(recipe.draft, tools.directory), 3)
 
 
 def small_draft(recipe: Recipe, tools: Tools) -> object:

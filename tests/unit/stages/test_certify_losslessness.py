@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafts import fit
+from slipstream.drafts import compatibility
 from slipstream.drafts.length import DraftLength
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.sampling import AcrossRefits, Subject
@@ -62,7 +62,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         raise JudgedError
 
     nothing = SimpleNamespace(load=lambda policy, optimizer: judging.append(policy))
-    monkeypatch.setattr(fit, "require_fit", lambda *_, **__: None)
+    monkeypatch.setattr(compatibility, "require_fit", lambda *_, **__: None)
     monkeypatch.setattr(stage, "recipe_engine", engine)
     monkeypatch.setattr(stage, "draw", draw)
     monkeypatch.setattr(stage, "judged", lambda *_, **__: None)
