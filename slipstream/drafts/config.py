@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -88,6 +89,32 @@ class DraftScratchConfig:
         require(self.head_dim % 2 == 0, "draft.scratch.head_dim", "must be even, for RoPE", self.head_dim)
 
 
+_RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "must be > 0",
+        lambda value: value > 0,
+        (
+            *("num_prompts", "samples_per_prompt", "num_heldout_prompts", "tokens_per_step", "ttt_steps"),
+            *("tokens_per_row", "loss_chunk_tokens", "online_updates", "online_horizon_steps", "clip_grad"),
+            *("checkpoint_every_steps", "suffix_max_spec_factor"),
+        ),
+    ),
+    ("must be >= 0", lambda value: value >= 0, ("warmup_steps", "states_cache_gib", "suffix_max_cached_requests")),
+    ("must be >= 1", lambda value: value >= 1, ("prompt_lookup_min", "suffix_max_tree_depth")),
+    (
+        "must lie in (0, 1]",
+        lambda value: 0 < value <= 1,
+        ("learning_rate", "online_learning_rate", "ttt_step_loss_decay"),
+    ),
+    ("must lie in [0, 1]", lambda value: 0 <= value <= 1, ("suffix_min_token_prob",)),
+)
+_OPTIONAL = (
+    ("online_ttt_steps", "null takes draft.ttt_steps"),
+    ("online_tokens_per_update", "null takes draft.tokens_per_step"),
+    ("vocab_size", "null keeps the whole vocabulary"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """What proposes tokens, and its pretraining; `methods.TRAITS` says which fields a method reads.
@@ -140,31 +167,18 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.reads("aux_hidden_state_layer_ids"):
             self._check_layer_ids()
-        self._check_lookup()
+        for rule, holds, names in _RANGES:
+            for name in names:
+                require(holds(getattr(self, name)), f"draft.{name}", rule, getattr(self, name))
+        for name, fix in _OPTIONAL:
+            value = getattr(self, name)
+            require(value is None or value > 0, f"draft.{name}", "must be > 0", value, fix)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        require(longest >= shortest, "draft.prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}", longest)
+        require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
         self._check_length()
-        for name in (
-            "num_prompts",
-            "samples_per_prompt",
-            "num_heldout_prompts",
-            "tokens_per_step",
-            "ttt_steps",
-            "tokens_per_row",
-            "loss_chunk_tokens",
-            "online_updates",
-            "online_horizon_steps",
-            "clip_grad",
-            "checkpoint_every_steps",
-        ):
-            value: float = getattr(self, name)
-            require(value > 0, f"draft.{name}", "must be > 0", value)
-        require(0 < self.learning_rate <= 1, "draft.learning_rate", "must lie in (0, 1]", self.learning_rate)
-        decay = self.ttt_step_loss_decay
-        require(0 < decay <= 1, "draft.ttt_step_loss_decay", "must lie in (0, 1]", decay)
-        require(self.warmup_steps >= 0, "draft.warmup_steps", "must be >= 0", self.warmup_steps)
         self._check_given()
         self._check_online()
-        require(self.states_cache_gib >= 0.0, "draft.states_cache_gib", "must be >= 0", self.states_cache_gib)
-        require(self.loss in LOSSES, "draft.loss", f"must be one of {', '.join(LOSSES)}", self.loss)
 
     @property
     def is_given(self) -> bool:
@@ -199,12 +213,6 @@ class DraftConfig:
         return name in TRAITS[self.method].fields
 
     def _check_online(self) -> None:
-        rate, passes = self.online_learning_rate, self.online_ttt_steps
-        require(0.0 < rate <= 1.0, "draft.online_learning_rate", "must lie in (0, 1]", rate)
-        fix = "null takes draft.ttt_steps"
-        require(passes is None or passes > 0, "draft.online_ttt_steps", "must be > 0", passes, fix)
-        tokens, fix = self.online_tokens_per_update, "null takes draft.tokens_per_step"
-        require(tokens is None or tokens > 0, "draft.online_tokens_per_update", "must be > 0", tokens, fix)
         trains_online = TRAITS[self.method].trains_online
         rule, fix = f"must be off with draft.method {self.method.value}", "nothing of it is trained during RL"
         is_off = self.online is DraftOnline.OFF
@@ -218,33 +226,19 @@ class DraftConfig:
             rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
             require((self.model is not None) == self.is_given, "draft.model", rule, self.model)
         else:
+            rule = f"must be another one with draft.method {self.method.value}"
             fix = "only an EAGLE-3 draft is trained from there on"
-            require(
-                not self.is_given,
-                "draft.init",
-                f"must be another one with draft.method {self.method.value}",
-                self.init.value,
-                fix,
-            )
-        if self.is_given:
-            require(self.num_steps >= 0, "draft.num_steps", "must be >= 0", self.num_steps)
-            rule = f"must be null with draft.init {self.init.value}"
-            require(self.vocab_size is None, "draft.vocab_size", rule, self.vocab_size, "a draft brings its own")
-        else:
-            require(self.num_steps > 0, "draft.num_steps", "must be > 0", self.num_steps)
-        size = self.vocab_size
-        require(size is None or size > 0, "draft.vocab_size", "must be > 0", size, "null keeps the whole vocabulary")
+            require(not self.is_given, "draft.init", rule, self.init.value, fix)
+        least = "must be >= 0" if self.is_given else "must be > 0"
+        require(self.num_steps > 0 or (self.is_given and not self.num_steps), "draft.num_steps", least, self.num_steps)
+        rule, is_own = f"must be null with draft.init {self.init.value}", self.vocab_size is None or not self.is_given
+        require(is_own, "draft.vocab_size", rule, self.vocab_size, "a draft brings its own")
 
     def _check_layer_ids(self) -> None:
         ids = self.aux_hidden_state_layer_ids
-        require(
-            len(ids) == 3 and len(set(ids)) == 3,
-            "draft.aux_hidden_state_layer_ids",
-            "must be three different layers",
-            ids,
-            "duplicates make vLLM fail with a shape error",
-        )
-        require(list(ids) == sorted(ids) and ids[0] >= 0, "draft.aux_hidden_state_layer_ids", "must rise from 0", ids)
+        field, fix = "draft.aux_hidden_state_layer_ids", "duplicates make vLLM fail with a shape error"
+        require(len(ids) == len(set(ids)) == 3, field, "must be three different layers", ids, fix)
+        require(list(ids) == sorted(ids) and ids[0] >= 0, field, "must rise from 0", ids)
 
     def _check_length(self) -> None:
         fix = "it drafts as far as its matches reach, and vLLM cannot tell it to stop earlier"
@@ -253,14 +247,3 @@ class DraftConfig:
         require(varies or is_fixed, "draft.length", f"must be fixed with {self.method.value}", self.length.value, fix)
         is_off = not self.autopilot.enabled
         require(varies or is_off, "draft.autopilot.enabled", f"must be false with {self.method.value}", True, fix)
-
-    def _check_lookup(self) -> None:
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        require(shortest >= 1, "draft.prompt_lookup_min", "must be >= 1", shortest)
-        require(longest >= shortest, "draft.prompt_lookup_max", f"must be >= prompt_lookup_min {shortest}", longest)
-        depth, cached = self.suffix_max_tree_depth, self.suffix_max_cached_requests
-        require(depth >= 1, "draft.suffix_max_tree_depth", "must be >= 1", depth)
-        require(cached >= 0, "draft.suffix_max_cached_requests", "must be >= 0", cached)
-        factor, least = self.suffix_max_spec_factor, self.suffix_min_token_prob
-        require(factor > 0, "draft.suffix_max_spec_factor", "must be > 0", factor)
-        require(0 <= least <= 1, "draft.suffix_min_token_prob", "must lie in [0, 1]", least)

@@ -59,28 +59,30 @@ class Traits:
     `package`: what must be installed beside vLLM.
     """
 
-    weights: Weights
-    training: Training
-    samples: bool
-    trains_online: bool
+    weights: Weights = Weights.NONE
+    training: Training = Training.NONE
+    samples: bool = False
+    trains_online: bool = False
     fields: frozenset[str]
     package: str | None = None
     has_one_length: bool = False  # vLLM's proposer cannot draft fewer tokens than it was started for
 
 
-_TRAINED = {
-    "init",
-    "num_prompts",
-    "samples_per_prompt",
-    "num_heldout_prompts",
-    "num_steps",
-    "tokens_per_step",
-    "ttt_steps",
-    "learning_rate",
-    "warmup_steps",
-    "checkpoint_every_steps",
-    "seed",
-}
+_TRAINED = frozenset(
+    {
+        "init",
+        "num_prompts",
+        "samples_per_prompt",
+        "num_heldout_prompts",
+        "num_steps",
+        "tokens_per_step",
+        "ttt_steps",
+        "learning_rate",
+        "warmup_steps",
+        "checkpoint_every_steps",
+        "seed",
+    }
+)
 
 ONLINE_FIELDS = (
     "online",
@@ -99,20 +101,10 @@ TRAITS = {
         training=Training.HIDDEN_STATES,
         samples=True,
         trains_online=True,
-        fields=frozenset(
-            {
-                *_TRAINED,
-                "aux_hidden_state_layer_ids",
-                "states_cache_gib",
-                "tokens_per_row",
-                "ttt_step_loss_decay",
-                "loss",
-                "loss_chunk_tokens",
-                "model",
-                "vocab_size",
-                *ONLINE_FIELDS,
-                "clip_grad",
-            }
+        fields=_TRAINED.union(
+            ONLINE_FIELDS,
+            ("aux_hidden_state_layer_ids", "states_cache_gib", "tokens_per_row", "ttt_step_loss_decay", "clip_grad"),
+            ("loss", "loss_chunk_tokens", "model", "vocab_size"),
         ),
     ),
     DraftMethod.MTP: Traits(
@@ -121,39 +113,24 @@ TRAITS = {
         training=Training.HIDDEN_STATES,
         samples=True,
         trains_online=True,
-        fields=frozenset({*_TRAINED, *ONLINE_FIELDS, "states_cache_gib", "ttt_step_loss_decay", "clip_grad"}),
+        fields=_TRAINED.union(ONLINE_FIELDS, ("states_cache_gib", "ttt_step_loss_decay", "clip_grad")),
     ),
     DraftMethod.DRAFT_MODEL: Traits(
         weights=Weights.OWN,
         training=Training.RESPONSES,
         samples=True,
-        trains_online=False,
-        fields=frozenset({*_TRAINED, "model", "scratch"}),
+        fields=_TRAINED | {"model", "scratch"},
     ),
-    DraftMethod.NGRAM: Traits(
-        weights=Weights.NONE,
-        training=Training.NONE,
-        samples=False,
-        trains_online=False,
-        fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
-    ),
+    DraftMethod.NGRAM: Traits(fields=frozenset({"prompt_lookup_min", "prompt_lookup_max"})),
     DraftMethod.SUFFIX: Traits(
-        weights=Weights.NONE,
-        training=Training.NONE,
-        samples=False,
-        trains_online=False,
         fields=frozenset(
-            {
-                "suffix_max_tree_depth",
-                "suffix_max_cached_requests",
-                "suffix_max_spec_factor",
-                "suffix_min_token_prob",
-            }
+            f"suffix_{name}" for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
         ),
         package="arctic_inference",
         has_one_length=True,
     ),
 }
+"""A method that looks its drafts up has the defaults."""
 
 
 def require_package(method: DraftMethod) -> None:
@@ -200,15 +177,7 @@ def speculative_config(
         told["model"] = str(draft)
     if traits.samples:
         told["draft_sample_method"] = "probabilistic"
-    match config.method:
-        case DraftMethod.NGRAM:
-            told["prompt_lookup_min"] = config.prompt_lookup_min
-            told["prompt_lookup_max"] = config.prompt_lookup_max
-        case DraftMethod.SUFFIX:
-            told["suffix_decoding_max_tree_depth"] = config.suffix_max_tree_depth
-            told["suffix_decoding_max_cached_requests"] = config.suffix_max_cached_requests
-            told["suffix_decoding_max_spec_factor"] = config.suffix_max_spec_factor
-            told["suffix_decoding_min_token_prob"] = config.suffix_min_token_prob
-        case _:
-            pass
+    if traits.weights is Weights.NONE:
+        lookup = {name: getattr(config, name) for name in sorted(traits.fields)}
+        told |= {name.replace("suffix_", "suffix_decoding_"): value for name, value in lookup.items()}
     return told

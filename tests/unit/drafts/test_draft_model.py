@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.config import ConfigError
+from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.draft_model import check_draft_model, link_draft_model, num_parameters, scratch_model
+from slipstream.drafts.distill import link_draft_model, num_parameters, scratch_model
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import OptimizerMethod
 

@@ -16,8 +16,8 @@ from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import vocabulary_maps
 from slipstream.drafts.learner_draft import States
 from slipstream.drafts.passes import head_inputs, rows_of
+from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
-from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]

@@ -17,7 +17,7 @@ import torch
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
-from slipstream.drafts.draft_model import scratch_model
+from slipstream.drafts.distill import scratch_model
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
@@ -26,7 +26,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import pretrain_draft, support, teaching, train_grpo
+from slipstream.stages import pretrain_draft, support, train_grpo
 from slipstream.stages import recipe_engines as stage_engines
 from slipstream.train import attempt
 from slipstream.types import Arm, Prompt
@@ -115,9 +115,9 @@ def head_calls(recipe: Recipe, tools: Tools) -> int:
 def known_tokens(recipe: Recipe, tools: Tools) -> object:
     """Of a policy of 64 tokens those that the draft knows."""
     policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
-    tools.patch.setattr(teaching, "Architecture", policy)
+    tools.patch.setattr(pretrain_draft, "Architecture", policy)
     answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
-    return teaching.known_tokens(recipe.draft, answers, tools.directory)
+    return pretrain_draft.known_tokens(recipe.draft, answers, tools.directory)
 
 
 def online_steps(recipe: Recipe, tools: Tools) -> object:
