@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
 from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop_config import KvCache
-from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
@@ -174,8 +175,8 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
         engine.refit(trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT)
-        across = AcrossRefits(
-            engine=engine,
+        across = partial(
+            engine.trace,
             refits=(
                 WeightFiles(policy=start, policy_version=_START, draft=first_draft),
                 WeightFiles(

@@ -43,10 +43,6 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
             {"aux_hidden_state_layer_ids": (-1, 1, 2)},
             "draft.aux_hidden_state_layer_ids must rise from 0, got (-1, 1, 2)",
         ),
-        ({"num_prompts": 0}, "draft.num_prompts must be > 0, got 0"),
-        ({"samples_per_prompt": 0}, "draft.samples_per_prompt must be > 0, got 0"),
-        ({"num_heldout_prompts": 0}, "draft.num_heldout_prompts must be > 0, got 0"),
-        ({"num_steps": 0}, "draft.num_steps must be > 0, got 0"),
         (
             {"init": DraftInit.FROM_HUB, "model": "here", "num_steps": -1},
             "draft.num_steps must be >= 0, got -1",
@@ -66,14 +62,26 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
             "only an EAGLE-3 draft is trained from there on",
         ),
         ({"vocab_size": 0}, "draft.vocab_size must be > 0, got 0; null keeps the whole vocabulary"),
-        ({"ttt_steps": 0}, "draft.ttt_steps must be > 0, got 0"),
-        ({"tokens_per_row": 0}, "draft.tokens_per_row must be > 0, got 0"),
-        ({"states_cache_gib": -0.1}, "draft.states_cache_gib must be >= 0, got -0.1"),
-        ({"loss_chunk_tokens": 0}, "draft.loss_chunk_tokens must be > 0, got 0"),
+        *(
+            ({name: value}, f"draft.{name} {rule}, got {value}")
+            for rule, value, names in (
+                (
+                    "must be > 0",
+                    0,
+                    "num_prompts samples_per_prompt num_heldout_prompts num_steps ttt_steps "
+                    "tokens_per_row loss_chunk_tokens online_updates online_horizon_steps",
+                ),
+                ("must be >= 0", -0.1, "states_cache_gib"),
+                ("must lie in (0, 1]", 0.0, "online_learning_rate"),
+                ("must be >= 1", 0, "prompt_lookup_min suffix_max_tree_depth"),
+                ("must be >= 0", -1, "suffix_max_cached_requests"),
+                ("must be > 0", 0.0, "suffix_max_spec_factor"),
+                ("must lie in [0, 1]", -0.1, "suffix_min_token_prob"),
+                ("must lie in [0, 1]", 1.1, "suffix_min_token_prob"),
+            )
+            for name in names.split()
+        ),
         ({"loss": "mse"}, "draft.loss must be one of kl_div, tv, lk, lk_hybrid, got 'mse'"),
-        ({"online_updates": 0}, "draft.online_updates must be > 0, got 0"),
-        ({"online_horizon_steps": 0}, "draft.online_horizon_steps must be > 0, got 0"),
-        ({"online_learning_rate": 0.0}, "draft.online_learning_rate must lie in (0, 1], got 0.0"),
         ({"online_ttt_steps": 0}, "draft.online_ttt_steps must be > 0, got 0; null takes draft.ttt_steps"),
         (
             {"online_tokens_per_update": 0},
@@ -102,16 +110,10 @@ Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
             "draft.autopilot.enabled must be false with suffix, got True; it drafts as far as its matches reach, and "
             "vLLM cannot tell it to stop earlier",
         ),
-        ({"prompt_lookup_min": 0}, "draft.prompt_lookup_min must be >= 1, got 0"),
         (
             {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
             "draft.prompt_lookup_max must be >= prompt_lookup_min 3, got 2",
         ),
-        ({"suffix_max_tree_depth": 0}, "draft.suffix_max_tree_depth must be >= 1, got 0"),
-        ({"suffix_max_cached_requests": -1}, "draft.suffix_max_cached_requests must be >= 0, got -1"),
-        ({"suffix_max_spec_factor": 0.0}, "draft.suffix_max_spec_factor must be > 0, got 0.0"),
-        ({"suffix_min_token_prob": -0.1}, "draft.suffix_min_token_prob must lie in [0, 1], got -0.1"),
-        ({"suffix_min_token_prob": 1.1}, "draft.suffix_min_token_prob must lie in [0, 1], got 1.1"),
     ],
 )
 def test_a_draft_outside_its_bounds_is_refused(
