@@ -26,7 +26,7 @@ def _edit_config(draft: Path, **changes: object) -> None:
     path.write_text(json.dumps(config))
 
 
-def _edit_tensors(draft: Path, drop: str = "", **added: torch.Tensor) -> None:
+def _edit_tensors(draft: Path, drop: str = "", **added: Any) -> None:
     tensors = {**load_file(draft / "model.safetensors"), **added}
     tensors.pop(drop, None)
     save_file(tensors, draft / "model.safetensors")
@@ -96,7 +96,8 @@ def test_a_draft_that_does_not_fit_is_refused(
 
 
 def test_a_draft_with_the_policys_head_is_refused(policy: Path, draft: Path) -> None:
-    _edit_tensors(draft, **{"lm_head.weight": load_file(policy / "model.safetensors")["lm_head.weight"]})
+    head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
+    _edit_tensors(draft, **{"lm_head.weight": head})
     with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
         check_draft(policy, draft, max_model_len=64)
 
