@@ -14,7 +14,7 @@ from benchmarks.runs import FinishedRun
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.pretrain import read_responses
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner.policy_pretraining import pretrain
+from slipstream.learner.policy_source import pretrain
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
 from slipstream.stages.prepare_policy import documents

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.simulator.fit.paper import calibrate_cells, calibrate_paper, paper_cells, paper_learner
-from slipstream.simulator.project.projection import project, speedup_map
-from slipstream.simulator.project.scenarios import ProjectionRequest
+from slipstream.simulator.paper import calibrate_cells, calibrate_paper, paper_cells, paper_learner
+from slipstream.simulator.projection import ProjectionRequest, project, speedup_map
 
 _NUM_REPEATS = 9
 _PROJECTION_LIMIT_MS = 50.0

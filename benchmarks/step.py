@@ -20,8 +20,7 @@ from slipstream.rewards.verifier import Verifier
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.stages.support import decode, tokenizer
 from slipstream.train.arm import score
-from slipstream.train.draft import FixedDraft
-from slipstream.train.loop import SyncLoop
+from slipstream.train.loop import Draft, SyncLoop
 from slipstream.train.metrics import StageClock
 from slipstream.train.turns import Turn
 from slipstream.types import Arm
@@ -113,7 +112,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 trains_draft=False,
                 config=recipe.refit,
             ),
-            draft=FixedDraft(version=0 if k else None),
+            draft=Draft(version=0 if k else None),
             on_step=on_step,
             start_clock=start_clock,
         ).run(start_step=0)

@@ -1,4 +1,4 @@
-"""The command line: run the demo, an ablation or a bake-off, check a recipe. Prints, as `simulator.cli` does."""
+"""The command line: run the demo or a study, check a recipe. Prints, as `simulator.cli` does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator import cli as simulator
 from slipstream.stages.launch import add_inputs
-from slipstream.study import ablation_command, bake_off_command
+from slipstream.study import study_command
 from slipstream.types import Workload
-from slipstream.workers.placement.assessment import assess
-from slipstream.workers.placement.cluster import parse_cluster
-from slipstream.workers.placement.plan import make_plan
-from slipstream.workers.placement.table import memory_text, plan_text, table
+from slipstream.workers.placement.memory import memory_text
+from slipstream.workers.placement.plan import make_plan, parse_cluster
+from slipstream.workers.placement.table import plan_text, table
 
 _RECIPE = "tiny"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -86,12 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     chain.add_argument("--fresh", action="store_true", help="make data, policy and draft anew, though they are stored")
     chain.set_defaults(run=_demo)
-    grid = commands.add_parser("ablation", help="train a grid of drafts and draft lengths here, and rank them")
-    ablation_command.add_options(grid)
-    grid.set_defaults(run=_ablation)
-    drafters = commands.add_parser("bakeoff", help="compare drafters on one policy here, their steps in turn")
-    bake_off_command.add_options(drafters)
-    drafters.set_defaults(run=_bake_off)
+    for name, words in study_command.PRESETS.items():
+        study = commands.add_parser(name, help=words)
+        study_command.add_options(study, name)
+        study.set_defaults(run=_study)
     check = commands.add_parser("check", help="check a recipe without running it")
     check.add_argument("recipe")
     check.add_argument("--cluster", metavar="NODESxGPUS", help="print the plan for such a cluster, as in 8x4")
@@ -152,33 +149,23 @@ def _demo(options: argparse.Namespace) -> int:
     return status
 
 
-def _ablation(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/ablation.py ablation`, then the ranked table."""
+def _study(options: argparse.Namespace) -> int:
+    """The same as `pyflyte run workflows/ablation.py ablation`, or that of `bake_off`, then the tables."""
     root = Path(options.run_root).resolve()
-    launch = ablation_command.launched(options)
+    launch = study_command.launched(options)
     status = demo.run(launch, root)
     if status == 0:
-        print(ablation_command.result(root, launch.execution))
-    return status
-
-
-def _bake_off(options: argparse.Namespace) -> int:
-    """The same as `pyflyte run workflows/bake_off.py bake_off`, then the table."""
-    root = Path(options.run_root).resolve()
-    launch = bake_off_command.launched(options)
-    status = demo.run(launch, root)
-    if status == 0:
-        print(bake_off_command.result(root, launch.execution))
+        print(study_command.result(root, launch))
     return status
 
 
 def _show(root: Path) -> None:
-    from slipstream.report.terminal import speedup_table
+    from slipstream.report.results import terminal_table
 
     latest = root / "latest"
     record = read_record(RunRecord, latest / "run.json")
     print()
-    print(speedup_table(record))
+    print(terminal_table(record))
     print(f"\nreport: {latest / 'report.html'}")
     print(f"MLflow: .venv/bin/mlflow ui --host 127.0.0.1 --backend-store-uri {shlex.quote(record.tracking_uri)}")
 
@@ -191,6 +178,9 @@ def _check(options: argparse.Namespace) -> int:
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
     for recipe in (own, *(load_recipe(options.recipe, workload=workload) for workload in others)):
         print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
+        memory = recipe.memory()
+        for warning in memory.warnings() if memory else ():
+            print(f"warning: {warning}")
         if options.cluster is not None:
             plans.append(_plan(recipe, options.cluster, options.domain_nodes))
     for plan in dict.fromkeys(plans):  # mostly the same for both
@@ -202,11 +192,12 @@ def _plan(recipe: Recipe, cluster: str, domain_nodes: int | None) -> str:
     """Who lies where, and what each GPU holds."""
     if not recipe.layout.has_gpus:
         return "no GPUs: every process runs on one host (placement.gpus_per_node 0)"
-    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), assess(recipe)
+    plan, found = make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes)), recipe.memory()
     if found is None:
-        memory = "memory: unknown; name simulator.model and simulator.hardware"
+        is_named = recipe.simulator is not None
+        memory = f"memory: {'not counted' if is_named else 'unknown; name simulator.model and simulator.hardware'}"
     else:
-        memory = memory_text(found, plan)
+        memory = memory_text(found, recipe.refit_channel)
     return f"{plan_text(plan)}\n\n{memory}"
 
 
@@ -225,15 +216,16 @@ def _cluster(_: argparse.Namespace) -> int:
 
 
 def _preflight(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.preflight.api import connect
-    from slipstream.kubernetes.preflight.checks import check, findings_table, num_missing
-    from slipstream.kubernetes.preflight.profile_needs import needs_of
+    from slipstream.kubernetes.kubernetes_api import connect
+    from slipstream.kubernetes.preflight import check, findings_table, num_missing, require_pods
     from slipstream.kubernetes.profile import read_profile
 
     seconds = options.timeout_s
     require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)
-    needs = needs_of(read_profile(options.cluster), namespace=options.namespace, image=options.image)
-    findings = check(connect(context=options.context, timeout_s=options.timeout_s), needs)
+    profile = read_profile(options.cluster)
+    require_pods(profile)
+    api = connect(context=options.context, timeout_s=seconds)
+    findings = check(api, profile, namespace=options.namespace, image=options.image)
     print(findings_table(findings))
     print(f"\n{num_missing(findings)} missing")
     return 1 if num_missing(findings) else 0
@@ -285,8 +277,7 @@ def _store(options: argparse.Namespace) -> str:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from slipstream.report.comparison import comparison_table
-    from slipstream.report.comparison_page import write_comparison
+    from slipstream.report.comparison import comparison_table, write_comparison
     from slipstream.tracking import TrackingError, read_executions
 
     uri = _store(options)

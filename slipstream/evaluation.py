@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.engine.config import SamplingConfig, check_sampling
-from slipstream.engine.protocol import Engine
+from slipstream.engine.protocol import Engines
 from slipstream.records.stages import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.values import compare
@@ -98,7 +98,7 @@ def prompt_hash(prompts: Sequence[Prompt]) -> str:
 
 
 def evaluate(
-    engine: Engine,
+    engine: Engines,
     prompts: Sequence[Prompt],
     *,
     verifier: Verifier,

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 import slipstream
+from slipstream.catalog import SimulatorConfig
 from slipstream.config import (
     ConfigError,
     check_known,
@@ -36,16 +37,16 @@ from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig
 from slipstream.grpo.config import Correction, GrpoConfig, OptimizerMethod
 from slipstream.grpo.loop_config import LoopConfig
+from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.rewards.config import RewardConfig
-from slipstream.simulator.config import SimulatorConfig
 from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.types import LoopMode, Workload
-from slipstream.workers.placement.assessment import assess
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
+from slipstream.workers.placement.memory import MemoryEstimate, estimate, known_shape, require_even, resolved_channel
 
 CONFIGS = Path(slipstream.__file__).resolve().parents[1] / "configs"
 _WORKLOADS = "workloads"
@@ -97,7 +98,7 @@ class Recipe:
         self._check_lengths()
         self._check_sampling()
         self._check_scratch()
-        assess(self)
+        self._check_placement()
 
     def _check_lengths(self) -> None:
         """Sequences that must fit an engine, a micro-batch and the policy's positions, drafts in flight included."""
@@ -177,6 +178,38 @@ class Recipe:
             num_engine_sets=max(self.tuning.max_live_engines, self.engine.num_kept_idle + 1),
             num_learners=self.learner.num_kept_idle + 1,
         )
+
+    @property
+    def refit_channel(self) -> Channel:
+        """The channel that a refit on GPUs takes; `auto` stays so without GPUs."""
+        return resolved_channel(self.refit.channel, self.layout)
+
+    def memory(self) -> MemoryEstimate | None:
+        """What each GPU has to hold; None without GPUs, and where hardware or a dense model's shape is not known."""
+        shape = known_shape(self.policy, self.simulator)
+        is_sparse = isinstance(shape, Architecture) and shape.experts is not None
+        if shape is None or is_sparse or self.simulator is None or not self.layout.has_gpus:
+            return None
+        return estimate(
+            shape,
+            self.simulator.hardware,
+            learner=self.learner,
+            engine=self.engine,
+            draft=self.draft,
+            layout=self.layout,
+            longest_k=max(self.tuning.candidate_ks),
+            has_reference=self.grpo.loss.kl_coefficient > 0,
+        )
+
+    def _check_placement(self) -> None:
+        """Layouts that do not divide the policy, channels that do not fit them, and GPUs too small for its states."""
+        shape = known_shape(self.policy, self.simulator)
+        if shape is not None:
+            require_even(shape, self.learner.parallel, engine_tensor=self.engine.tensor_parallel_size)
+        resolved_channel(self.refit.channel, self.layout)
+        memory = self.memory()
+        if memory is not None:
+            memory.require_states()
 
     def _check_devices(self) -> None:
         """What the accelerators and their number must allow."""

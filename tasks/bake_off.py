@@ -14,8 +14,8 @@ from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext
-from slipstream.study import bake_off as stage
-from slipstream.study.bake_off_field import entrants
+from slipstream.study import interleaved as stage
+from slipstream.study.variants import Grid
 from slipstream.types import Workload
 from tasks.deliverables import model_of, records_of
 from tasks.fail_run import end_failed
@@ -41,9 +41,8 @@ def check_drafters(
 ) -> list[str]:
     """The drafters' names. Raises before anything expensive starts if the recipe refuses one."""
     logs.configure()
-    field = entrants(methods, inits, online)
-    stage.check_drafters(context, load_recipe(os.fspath(recipe)), field, k=num_speculative_tokens)
-    return [entrant.name for entrant in field]
+    grid = _grid(methods, inits, online, num_speculative_tokens)
+    return stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid)
 
 
 @task(**on_gpus(TRAINING), enable_deck=True, deck_fields=())
@@ -63,8 +62,7 @@ def bake_off(
     directory = stage.bake_off(
         context,
         load_recipe(os.fspath(recipe)),
-        entrants(methods, inits, online),
-        k=num_speculative_tokens,
+        _grid(methods, inits, online, num_speculative_tokens),
         policy=model_of(context, policy),
         data=records_of(data),
     )
@@ -91,3 +89,7 @@ def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     """failure.md and failure.json beside the execution's stages, and its runs ended."""
     del methods, inits, online, num_speculative_tokens, workload, num_steps, seed, overrides, reuse_stored
     end_failed(recipe, run_root, err)
+
+
+def _grid(methods: list[DraftMethod], inits: list[DraftInit], online: list[DraftOnline], k: int) -> Grid:
+    return Grid(methods=tuple(methods), draft_inits=tuple(inits), online=tuple(online), draft_lengths=(k,))

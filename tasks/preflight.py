@@ -11,8 +11,8 @@ from flytekit import Deck, current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs
+from slipstream.kubernetes import preflight as stage
 from slipstream.kubernetes.launch_checks import shared_root
-from slipstream.kubernetes.preflight import inside as stage
 from slipstream.records.files import read_record, write_record
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, on_cpus_with_token, runs_locally

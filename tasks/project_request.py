@@ -10,9 +10,8 @@ from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream import logs
-from slipstream.simulator.project.published import write_request
-from slipstream.simulator.project.scenarios import ProjectionRequest
-from slipstream.study.ablation_grid import kickoff_day
+from slipstream.simulator.projection import ProjectionRequest, write_request
+from slipstream.study.variants import kickoff_day
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, on_cpus
 

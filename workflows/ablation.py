@@ -28,9 +28,7 @@ from flytekit import WorkflowFailurePolicy, map_task, workflow
 
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.types import Workload
-from tasks.make_part import make_part, make_policy
-from tasks.plan_ablation import plan_ablation
-from tasks.rank_ablation import Ranking, fail_ablation, rank_ablation
+from tasks.ablation import Ranking, fail_ablation, make_part, make_policy, plan_ablation, rank_ablation
 from tasks.resources import CLUSTER
 
 # One part of a kind must succeed, or nothing is left to compare. 0 would ask for all of them when run locally.

@@ -21,11 +21,10 @@ from slipstream.config import require
 from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.pretrain import DraftProgress, Responses, train_to_end
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.directories import remove, step_directories, step_directory, step_of
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.policy_pretraining import learning_rate_at
-from slipstream.learner.policy_source import locate
+from slipstream.learner.policy_source import learning_rate_at, locate
+from slipstream.storage import remove, step_directories, step_directory, step_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import OptimizerConfig
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig
-from slipstream.learner.errors import CheckpointError
 from slipstream.ragged import Ragged
 from slipstream.records.steps import DraftUpdate
 
@@ -75,7 +75,7 @@ def layer_ids(policy: MegatronPolicy, config: DraftConfig) -> tuple[int, ...]:
     return policy.architecture.mtp_layer_ids if config.method is DraftMethod.MTP else config.aux_hidden_state_layer_ids
 
 
-class Draft(ABC):
+class LearnerDraft(ABC):
     """A draft that learns from the states that the policy left behind; every rank calls each method.
 
     It never sees the policy's graph, so no gradient can reach the policy.
@@ -214,7 +214,7 @@ class Draft(ABC):
         """
         from safetensors.torch import load_file
 
-        from slipstream.learner.checkpoint.on_disk import sum_of
+        from slipstream.storage import sum_of
 
         counts = json.loads((path / _STATE).read_text())
         if sum_of(path / _TENSORS).xxh3 != counts.pop("xxh3"):
@@ -233,7 +233,7 @@ class Draft(ABC):
         return self._config.online_passes if self._is_online else self._config.ttt_steps
 
 
-class MtpDraft(Draft):
+class MtpDraft(LearnerDraft):
     """The MTP layer of a learner's policy as a draft, and the schedule of its training.
 
     The layer stays in the policy, which says what it computes, and its gradient is always that of all data-parallel
@@ -342,7 +342,7 @@ def start_training(
     given: Path | None,
     token_ids: Sequence[int] | None = None,
     is_online: bool = False,
-) -> Draft:
+) -> LearnerDraft:
     """Start training a fresh draft for the policy in `path` (its own MTP layer is one), or go on with the `given` one.
 
     Args:
@@ -355,7 +355,7 @@ def start_training(
             policy.load_mtp(given)
         return MtpDraft(policy, config, tokenizer_dir=path, writes=writes, is_online=is_online)
     from slipstream.drafts.trainer import DraftTrainer
-    from slipstream.learner.collectives import summed_over_data_ranks
+    from slipstream.learner.parallel import summed_over_data_ranks
 
     return DraftTrainer(
         path,
@@ -370,7 +370,7 @@ def start_training(
 
 
 def train_beside(
-    policy: MegatronPolicy, draft: Draft, config: DraftConfig, update: Update, learner: LearnerConfig
+    policy: MegatronPolicy, draft: LearnerDraft, config: DraftConfig, update: Update, learner: LearnerConfig
 ) -> Trained:
     """One update of the policy, and the draft's on the hidden states of the same forward pass.
 
@@ -379,7 +379,7 @@ def train_beside(
     The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
     a `train_step` without it to the last bit.
     """
-    from slipstream.learner.capture import Capture
+    from slipstream.learner.forward_passes import Capture
 
     capture, batch = Capture(layer_ids(policy, config)), update.batch
     start = time.perf_counter()

@@ -34,7 +34,7 @@ from slipstream.config import require
 from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine, GenerationResult, RunningTime
+from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
 from slipstream.records.stages import RunningPoint, SweepPoint, TuningRecord
 from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEntry
 from slipstream.statistics import spread
@@ -50,10 +50,10 @@ SWITCHED_OFF = -1
 Round = Mapping[int, Sequence[RunningTime]]
 """By k, what its engine's steps took in one round: all engines generated the same prompts."""
 
-EngineFactory = Callable[[int], AbstractContextManager[Engine]]
+EngineFactory = Callable[[int], AbstractContextManager[Engines]]
 """Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
 
-Switch = Callable[[Engine, int], None]
+Switch = Callable[[Engines, int], None]
 """Has an engine with a draft draft so many tokens from now on; 0: none."""
 
 
@@ -176,7 +176,7 @@ def sweep(
     rounds: list[Round] = []
     baselines: dict[int, list[GenerationResult]] = {batch: [] for batch in config.batch_sizes}
 
-    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engine]:
+    def start(ks: Sequence[int], stack: ExitStack) -> dict[int, Engines]:
         """Engines by k; those that started before one failed end with the stack."""
         with ThreadPoolExecutor(config.num_starting) as pool:
             engines = dict(zip(ks, pool.map(lambda k: stack.enter_context(start_engine(k)), ks), strict=True))
@@ -184,7 +184,7 @@ def sweep(
             warm_up(engine)
         return engines
 
-    def warm_up(engine: Engine) -> None:
+    def warm_up(engine: Engines) -> None:
         """Its first call pays for what is compiled or allocated on first use."""
         engine.generate(prompts[: largest // group_size], sampling=sampling, group_size=group_size, seed=0)
 
@@ -263,7 +263,7 @@ def _chunks(config: TuningConfig) -> Iterator[Sequence[int]]:
 class _SwitchedOff:
     """An engine of k draft tokens that drafts none while this generates."""
 
-    engine: Engine
+    engine: Engines
     k: int
     switch: Switch
 
@@ -277,7 +277,7 @@ class _SwitchedOff:
 
 
 def _rounds(
-    engines: Mapping[int, Engine],
+    engines: Mapping[int, Engines],
     batches: Sequence[Sequence[Prompt]],
     sampling: SamplingConfig,
     group_size: int,

@@ -19,7 +19,7 @@ from pathlib import Path
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine
+from slipstream.engine.protocol import Engines
 from slipstream.records.files import write_atomic
 from slipstream.types import Prompt
 
@@ -65,7 +65,7 @@ class Responses:
 
 
 def regenerate(
-    engine: Engine, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
+    engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
     """Answers of the engine's policy to `prompts`, and the seconds that they took."""
     result = engine.generate(

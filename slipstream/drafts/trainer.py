@@ -18,13 +18,12 @@ from torch import Tensor
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
-from slipstream.drafts.learner_draft import NUM_STEPS, Draft, Sequences, States
+from slipstream.drafts.learner_draft import NUM_STEPS, LearnerDraft, Sequences, States
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
 from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.muon import BatchedMuon
-from slipstream.learner.training_memory import TrainingMemory
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""
@@ -37,7 +36,7 @@ _NUM_ITERATIONS = 3
 _OUTPUT = "lm_head."
 
 
-class DraftTrainer(Draft):
+class DraftTrainer(LearnerDraft):
     """An EAGLE-3 draft, its optimizer and its schedule; every rank has all of it."""
 
     # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.

@@ -1,17 +1,16 @@
-"""The protocol of a rollout engine: what the GRPO loop, tuning and evaluation ask of it, and nothing more.
+"""The protocol of rollout engines: what the GRPO loop, tuning and evaluation ask of them, and nothing more.
 
-Moving weights into an engine has a protocol of its own (`slipstream.refit.gate`), and so has the certificate.
+Moving weights into engines has a protocol of its own (`slipstream.refit.gate`), and so has the certificate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import AcceptanceStats, AutopilotStep
 from slipstream.types import Prompt, RolloutGroup, VersionSpan
 
@@ -37,7 +36,7 @@ class RunningTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationResult:
-    """One call of `generate`: `len(prompts)` groups in the order of the prompts.
+    """Result of one call of `generate`: `len(prompts)` groups in the order of the prompts.
 
     `generation_s` is the wall time of the engine that took longest, on its own clock, without the transport of prompts
     and rollouts. `acceptance` is None for an engine without a draft. `engine_idle_fraction` is the share of
@@ -59,7 +58,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """What one engine did in one call: the groups that it finished, by `GroupRequest.index`, and when it worked.
+    """Work of one engine in one call: the groups that it finished, by `GroupRequest.index`, and when it worked.
 
     Of several engines, which share no clock, it is what they did together, from 0 to the mean of the times they worked.
     """
@@ -69,11 +68,12 @@ class Portion:
     started_s: float  # on the engine's own clock
     ended_s: float
     running: tuple[RunningTime, ...] = ()
+    num_regenerated: int = 0  # rollouts that were submitted again since the call before, for an engine was lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFiles:
-    """Where weights lie, and which versions they are."""
+    """Directories of weights, and their versions."""
 
     policy: Path
     policy_version: int
@@ -85,9 +85,9 @@ class WeightFiles:
 class Trace:
     """One rollout, and how many of its tokens each step of the engine gave: the draft windows it was made of.
 
-    The first window is the prefill's one token, drawn without a draft. In each later one token i (from 1) stands at
+    The first window is the prefill's one token, sampled without a draft. In each later one token i (from 1) stands at
     position i of the draft; position k + 1 is the bonus token. The last window may be cut short by the end.
-    `versions` are as of a `Rollout`.
+    `versions` are those of a `Rollout`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -99,13 +99,13 @@ class Trace:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Of each token."""
+        """The version of each token."""
         if not self.versions:
             return (self.policy_version,) * len(self.token_ids)
         return tuple(span.policy_version for span in self.versions for _ in range(span.num_tokens))
 
 
-class Engine(Protocol):
+class Engines(Protocol):
     """Running engines that hold one version of the policy and, if they speculate, one of the draft."""
 
     def generate(
@@ -115,40 +115,4 @@ class Engine(Protocol):
 
         Each depends on the seed, its prompt and its place in the group alone: see `slipstream.engine.requests`.
         """
-        ...
-
-
-class InFlightEngine(Protocol):
-    """Running engines whose rollouts go on while new weights enter: nothing here waits for a batch.
-
-    One thread calls all of this, and refits the engines between two calls of `advance`: no engine takes a step outside
-    of such a call, nor between the first new weight and the version that it is called by.
-    """
-
-    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """Queue these groups, each on the engine that has the least under way; `index` is unique over a training."""
-        ...
-
-    def advance(self, *, max_s: float) -> Portion:
-        """Run all engines until one completes a group, for about `max_s` seconds, or until nothing is under way.
-
-        Raises:
-            LostWorkerError: an engine died. What the others completed comes out of the next call.
-        """
-        ...
-
-    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
-        """Start the unfinished rollouts of these groups anew, with other seeds, under the present weights.
-
-        Returns how many rollouts that were.
-        """
-        ...
-
-    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
-        """What engines of these names had under way, which are lost: the driver submits it again."""
-        ...
-
-    @property
-    def under_way(self) -> tuple[GroupRequest, ...]:
-        """Groups that were submitted and did not come out of `advance`."""
         ...

@@ -1,4 +1,4 @@
-"""What an engine is asked for: prompts in groups, and a seed for every rollout.
+"""Requests to an engine: prompts in groups, and a seed for every rollout.
 
 A rollout's seed follows from its prompt, its place in the group and the call's seed alone. So its tokens do not depend
 on how many engines there are, on which one it runs, on the order of the prompts or on what else is in the batch.

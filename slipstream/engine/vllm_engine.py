@@ -5,11 +5,14 @@ One `VllmEngine` a process (deleting one of two breaks the other): `slipstream.w
 
 from __future__ import annotations
 
+import glob
 import itertools
+import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,86 @@ from slipstream.engine.acceptance import AcceptanceCounters, acceptance_between
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_arguments import device_arguments, loadable, sampling_params, seeded, stop_token_ids
-from slipstream.engine.vllm_cache import CacheMemory
-from slipstream.engine.vllm_drafting import Drafting
-from slipstream.engine.vllm_groups import Drawn, GroupsUnderWay
-from slipstream.engine.vllm_outputs import group_of, trace_of
-from slipstream.engine.vllm_weights import VllmWeights
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, Drawn, GroupsUnderWay, group_of, trace_of
 from slipstream.grpo.loop_config import KvCache
 from slipstream.imports import uncollected
 from slipstream.records.steps import ScheduleEntry
-from slipstream.refit.config import EngineState
+from slipstream.refit.channel.choice import Location
+from slipstream.refit.config import Channel, EngineState
+from slipstream.refit.fingerprint import Turn, weight_totals
 from slipstream.types import Dtype, Prompt, RolloutGroup
 
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
+
+
+def device_arguments(config: EngineConfig, *, is_in_flight: bool, can_rest: bool = False) -> dict[str, Any]:
+    """vLLM's arguments for the device.
+
+    An engine that `can_rest` has its memory from an allocator that can give parts of it back; vLLM has one for GPUs.
+
+    On a GPU vLLM schedules asynchronously by default: while one step's tokens come out the next step runs already, with
+    the old weights where a refit comes in between. On a CPU it never does.
+    """
+    if config.kv_cache_gib is None:
+        scheduling = {"async_scheduling": False} if is_in_flight else {}
+        sleeping = {"enable_sleep_mode": True} if can_rest else {}
+        return {"gpu_memory_utilization": config.gpu_memory_utilization, **scheduling, **sleeping}
+    return {
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
+        # a CPU's generator has none, and the engine would end there.
+        "enable_chunked_prefill": False,
+    }
+
+
+@contextmanager
+def loadable(model: Path) -> Iterator[Path]:
+    """The directory `model` by a name under which vLLM finds its weights: it searches them by a glob pattern."""
+    if glob.escape(str(model)) == str(model):
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="slipstream-model-") as directory:
+        link = Path(directory) / "model"
+        link.symlink_to(model.absolute(), target_is_directory=True)
+        yield link
+
+
+def without_gpu() -> str:
+    """Why vLLM would generate on the CPU in this process; empty if it would not.
+
+    It is asked, not torch: its workers may be forked from this process, which must leave CUDA alone.
+    """
+    from vllm.platforms import current_platform
+
+    return f"vLLM would generate on {current_platform.device_name!r}" if current_platform.is_cpu() else ""
+
+
+def stop_token_ids(policy: Path) -> tuple[int, ...]:
+    """End-of-sequence tokens of config.json and, where there is one, generation_config.json."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = policy / name
+        if path.is_file():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    require(bool(ids), "policy.model", "must name an eos_token_id in its config.json", str(policy))
+    return tuple(sorted(ids))
+
+
+def sampling_params(sampling: SamplingConfig, stop_tokens: Sequence[int]) -> Any:
+    """vLLM's sampling parameters."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens,
+        stop_token_ids=list(stop_tokens),
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+    )
 
 
 def process_environment(config: EngineConfig) -> dict[str, str]:
@@ -50,7 +120,7 @@ def process_environment(config: EngineConfig) -> dict[str, str]:
     }
 
 
-class VllmEngine(VllmWeights):
+class VllmEngine:
     """A running vLLM engine that holds one version of the policy and one of the draft, if that has weights."""
 
     def __init__(
@@ -103,7 +173,11 @@ class VllmEngine(VllmWeights):
                 seed=0,  # of what no rollout sees: each has a seed of its own
                 **device_arguments(config, is_in_flight=is_in_flight, can_rest=can_rest),
             )
-        super().__init__(llm, has_draft=speculative_config is not None and "model" in speculative_config)
+        self._llm: Any = llm
+        self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
+        self._is_draft_updating = False
+        self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
+        self.policy_digest = self.draft_digest = ""
         self._check_sampler()
         self._drafting = None if speculative_config is None else Drafting(self._llm)
         self._cache = CacheMemory(self._llm)
@@ -174,8 +248,14 @@ class VllmEngine(VllmWeights):
     def _start(self, requests: Sequence[GroupRequest], sampling: SamplingConfig) -> None:
         self._check_lengths([request.prompt for request in requests], sampling)
         params = sampling_params(sampling, self._stop_token_ids)
+
+        def seeded(seed: int) -> Any:
+            own = params.clone()
+            own.seed = seed
+            return own
+
         for request in requests:
-            self._groups.start(request, lambda seed: seeded(params, seed))
+            self._groups.start(request, seeded)
 
     def _run(
         self,
@@ -184,7 +264,7 @@ class VllmEngine(VllmWeights):
         is_over: Callable[[list[tuple[int, RolloutGroup]]], bool],
     ) -> Portion:
         """Start `requests` and take steps until all is done, or as `is_over` of the groups so far says."""
-        self._cache.take()
+        self._cache.wake()
         before = self._counters()
         started_s = time.perf_counter()
         done: list[tuple[int, RolloutGroup]] = []
@@ -212,7 +292,7 @@ class VllmEngine(VllmWeights):
         What a generation that failed may have left is forgotten. Weights may come and be compared meanwhile.
         """
         self._start_over()
-        self._cache.give_back()
+        self._cache.sleep()
 
     def around_work(
         self, at_work: Callable[[], AbstractContextManager[None]], before_iteration: Callable[[], None] | None
@@ -264,7 +344,7 @@ class VllmEngine(VllmWeights):
             One trace a rollout, prompt by prompt.
         """
         self._start_over()
-        self._cache.take()
+        self._cache.wake()
         found: dict[int, Sequence[Drawn]] = {}
         try:
             self._start(group_requests(prompts, group_size=group_size, seed=seed), sampling)
@@ -298,12 +378,78 @@ class VllmEngine(VllmWeights):
             self._read(draft, is_draft=True)
         return self.adopt(policy_version=policy_version, draft_version=None if draft is None else draft_version)
 
+    def locations(self) -> list[Location]:
+        """Devices of the engine's workers."""
+        return self._llm.collective_rpc("location")
+
+    def join_channel(self, channel: Channel, settings: dict[str, Any]) -> None:
+        """Get ready to receive over `channel`; `settings` are what its sender says. Files can be read at any time."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        init = {"channel": channel, "settings": settings}
+        self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+
     def start_update(self, *, is_draft: bool) -> None:
-        """See `VllmWeights.start_update`; no step is taken until `adopt`."""
+        """Begin an update of the policy, or of the draft; no step is taken until `adopt`."""
         if self._kv_cache is None:
             self._groups.drop()  # what a generation that failed in another engine left here: nobody waits for it
-        super().start_update(is_draft=is_draft)
-        self._is_updating = True
+        rule = "needs an engine whose draft has weights of its own"
+        require(self._has_draft or not is_draft, "refit.draft", rule, is_draft)
+        self._llm.collective_rpc("abandon_update")  # that of a refit in which another engine was lost
+        (self._llm.start_draft_weight_update if is_draft else self._llm.start_weight_update)()
+        self._is_draft_updating, self._is_updating = is_draft, True
+
+    def update(self, channel: Channel, settings: dict[str, Any]) -> None:
+        """Receive some or all weights over `channel`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {"channel": channel, "settings": settings}
+        self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    def finish_update(self) -> None:
+        """All weights have come.
+
+        Raises:
+            RuntimeError: the engine's ranks read different weights; the engine must not be used further.
+        """
+        self._llm.finish_weight_update()
+        digests = set(self._llm.collective_rpc("received_digest"))
+        if len(digests) > 1:
+            raise RuntimeError("the engine's ranks read different weights in one update")
+        if self._is_draft_updating:
+            self.draft_digest = digests.pop()
+        else:
+            self.policy_digest = digests.pop()
+
+    def weight_dtypes(self, *, is_draft: bool) -> dict[str, str]:
+        """The tensors of the policy, or of the draft, that the engine's ranks hold, and their types.
+
+        Raises:
+            LookupError: a layer keeps its weights where nobody can read them.
+        """
+        return {
+            name: dtype
+            for rank in self._llm.collective_rpc("weight_dtypes", args=(is_draft,))
+            for name, dtype in rank.items()
+        }
+
+    def weight_fingerprints(self, *, is_draft: bool, turn: Turn) -> dict[str, int]:
+        """Fingerprints of the tensors that the engine computes with and whose turn it is, whatever each rank holds.
+
+        Raises:
+            RuntimeError: two ranks hold the same part with different values.
+        """
+        return weight_totals(self._llm.collective_rpc("weight_fingerprints", args=(is_draft, turn)))
+
+    def state(self) -> EngineState:
+        """Versions and counters that every refit must move."""
+        return EngineState(
+            policy_version=self.policy_version,
+            policy_digest=self.policy_digest,
+            draft_version=self.draft_version if self._has_draft else None,
+            draft_digest=self.draft_digest,
+            num_prefix_cache_resets=self.num_prefix_cache_resets,
+        )
 
     def adopt(self, *, policy_version: int, draft_version: int | None) -> EngineState:
         """Call what was received by these versions, and let nothing start from prefixes that were cached before.
@@ -325,7 +471,7 @@ class VllmEngine(VllmWeights):
         return self.state()
 
     def _leave_cache(self) -> None:
-        """Of the old weights: see `KvCache`."""
+        """Leave the cache of the old weights, as `KvCache` says."""
         if self._kv_cache is KvCache.KEEP and not self._groups.is_empty():
             self._groups.forget_drafts()
             self._groups.leave_cached_prefixes()
@@ -337,22 +483,27 @@ class VllmEngine(VllmWeights):
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob of each token but the first, given those before it, at temperature 1; from the policy alone.
 
-        An engine at rest is at rest again afterwards.
+        An engine whose cache sleeps has it asleep again afterwards.
         """
         from vllm import SamplingParams
 
-        rested = self._cache.is_away
-        self._cache.take()
+        was_asleep = self._cache.is_asleep
+        self._cache.wake()
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         prompts: list[Any] = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
         outputs = self._groups.aside(prompts, params)
-        if rested:
-            self._cache.give_back()
+        if was_asleep:
+            self._cache.sleep()
         found = []
         for sequence, output in zip(sequences, outputs, strict=True):
             entries: Any = output.prompt_logprobs
             found.append([entry[token].logprob for token, entry in zip(sequence[1:], entries[1:], strict=True)])
         return found
+
+    def _read(self, path: Path, *, is_draft: bool) -> None:
+        self.start_update(is_draft=is_draft)
+        self.update(Channel.SHARED_MEMORY, {"path": str(path)})
+        self.finish_update()
 
     def _take(self, weights: WeightFiles) -> None:
         self.refit(

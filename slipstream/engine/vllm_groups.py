@@ -1,4 +1,11 @@
-"""The groups that one vLLM engine works on: requests go in, whole groups come out as they finish."""
+"""Parts of a vLLM engine whose core runs in this process: the groups under way, its drafts, the memory of its cache.
+
+Requests go in, and whole groups come out as they finish.
+
+vLLM looks the draft length up at every step, by the number of rollouts in it, for the draft that the next step verifies
+(`Scheduler.dynamic_sd_lookup`). At length 0 the draft's first pass still runs, which keeps its KV cache whole: its cost
+remains, and a later longer draft starts from what it would have started from anyway.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slipstream.engine.protocol import RunningTime
+from slipstream.config import require
+from slipstream.engine.acceptance import AcceptanceCounters, read_counters
+from slipstream.engine.protocol import RunningTime, Trace
 from slipstream.engine.requests import GroupRequest
-from slipstream.types import VersionSpan
+from slipstream.records.steps import ScheduleEntry
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
 
 Versions = tuple[int, int | None]  # of policy and draft
 
@@ -141,11 +151,11 @@ class GroupsUnderWay:
         return taken
 
     def is_empty(self) -> bool:
-        """Whether all groups are done, and have come out."""
+        """Return True if all groups are done, and have come out."""
         return not self._rollouts and not self._finished
 
     def has_room(self, num_rollouts: int) -> bool:
-        """Whether so many more would run at once, and no rollout waits inside vLLM, for its KV cache is full."""
+        """Return True if so many more would run at once: a full KV cache has rollouts wait inside vLLM."""
         running, waiting = self._engine.engine_core.engine_core.scheduler.get_request_counts()
         return waiting == 0 and running + num_rollouts <= self._max_num_seqs
 
@@ -208,3 +218,153 @@ class GroupsUnderWay:
             step = RunningTime(num_running=len(outputs), num_steps=1, num_tokens=num_tokens, elapsed_s=elapsed_s)
             known = self._running.get(step.num_running)
             self._running[step.num_running] = step if known is None else known.plus(step)
+
+
+def group_of(request: GroupRequest, drawn: Sequence[Drawn]) -> RolloutGroup:
+    """The rollouts of a request."""
+    return RolloutGroup(prompt=request.prompt, rollouts=tuple(_rollout(each, request.prompt) for each in drawn))
+
+
+def trace_of(prompt: Prompt, drawn: Drawn) -> Trace:
+    """A rollout, and which of its tokens came together."""
+    return Trace(
+        prompt_token_ids=prompt.token_ids,
+        token_ids=tuple(drawn.output.outputs[0].token_ids),
+        window_lengths=drawn.window_lengths,
+        policy_version=drawn.versions[0].policy_version,
+        draft_version=drawn.versions[0].draft_version,
+        versions=_if_several(drawn.versions),
+    )
+
+
+def _rollout(drawn: Drawn, prompt: Prompt) -> Rollout:
+    completion = drawn.output.outputs[0]
+    logprobs = tuple(completion.logprobs.logprobs)
+    assert len(logprobs) == len(completion.token_ids), "one logprob a token: the sampled one's"
+    return Rollout(
+        prompt_id=prompt.id,
+        token_ids=tuple(completion.token_ids),
+        rollout_logprobs=logprobs,
+        finish_reason=FinishReason(completion.finish_reason),
+        policy_version=drawn.versions[0].policy_version,
+        draft_version=drawn.versions[0].draft_version,
+        versions=_if_several(drawn.versions),
+    )
+
+
+def _if_several(versions: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    return versions if len(versions) > 1 else ()
+
+
+class CacheMemory:
+    """The key-value cache of an engine whose core runs in this process, on a GPU and with vLLM's sleep mode.
+
+    Weights, draft and CUDA graphs stay where they are: an engine without its cache is refitted, and shows what it
+    holds, like any other. What it had cached is gone; new weights would have made it stale anyway.
+
+    Source: vLLM 0.32, `v1/engine/core.py release_kv_cache_memory` and `wake_up`, `device_allocator/cumem.py`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """Take an engine as it started, with its cache.
+
+        Args:
+            llm: vLLM's `LLM`.
+        """
+        self._llm = llm
+        self.is_asleep = False
+
+    def sleep(self) -> None:
+        """Free the memory until `wake`, which precedes every generation; nothing if it is free already.
+
+        Nothing may be under way.
+
+        Raises:
+            RuntimeError: vLLM cannot on this device, or was started without its sleep mode.
+        """
+        if self.is_asleep:
+            return
+        self._drain()
+        self.is_asleep = True  # from here on nothing is scheduled, whatever becomes of the memory
+        self._llm.sleep(level=0)
+        self._llm.release_kv_cache_memory()
+
+    def wake(self) -> None:
+        """Have the cache again, if it sleeps, with nothing in it.
+
+        Raises:
+            RuntimeError: the device has no room for it.
+        """
+        if not self.is_asleep:
+            return
+        if not self._llm.wake_up():
+            raise RuntimeError("vLLM did not take its key-value cache again")
+        self.is_asleep = False
+
+    def _drain(self) -> None:
+        """Take the steps that nobody waited for.
+
+        vLLM lets go of what has finished in the step after it, and with asynchronous scheduling a step that was begun
+        too early is still under way: it releases no memory until both are done.
+        """
+        engine = self._llm.llm_engine
+        core = engine.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            engine.step()
+
+
+class Drafting:
+    """The drafts of an engine whose core runs in this process.
+
+    It is one of vLLM's stat loggers, for vLLM counts how many drafts had a token at each position but exports no such
+    metric. Drafts differ in length under a table.
+
+    Args:
+        llm: vLLM's `LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._drafted: list[int] = [0] * llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+        llm.llm_engine.logger_manager.stat_loggers.append(self)
+
+    def counters(self) -> AcceptanceCounters:
+        """Since the engine's start."""
+        return read_counters(self._llm.get_metrics(), drafted_by_position=self._drafted)
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        """Replace the table; nothing may be under way.
+
+        Raises:
+            ConfigError: vLLM was started without a table, and may have captured graphs for one length alone; or the new
+                one asks for longer drafts than it has room for.
+        """
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        require(
+            scheduler.dynamic_sd_lookup is not None,
+            "draft.length",
+            "can be changed only in an engine that started with a table",
+            None,
+            "start it with a schedule",
+        )
+        longest = max(entry.num_speculative_tokens for entry in schedule)
+        require(longest <= len(self._drafted), "draft.length", f"must be at most {len(self._drafted)}", longest)
+        scheduler.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+            [(entry.batch_from, entry.batch_to, entry.num_speculative_tokens) for entry in schedule],
+            vllm_max_batch_size=scheduler.scheduler_config.max_num_seqs,
+            vllm_num_speculative_tokens=len(self._drafted),
+        )
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        """Count one step's drafts; vLLM calls each of its stat loggers (`AggregateStatLoggerBase`)."""
+        del iteration_stats
+        stats = None if scheduler_stats is None else scheduler_stats.spec_decoding_stats
+        if stats is not None:
+            self._drafted = [a + b for a, b in zip(self._drafted, stats.num_draft_tokens_per_pos, strict=True)]
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Log nothing; vLLM calls each of its stat loggers by these names."""
+
+    log_engine_initialized = record_sleep_state = log

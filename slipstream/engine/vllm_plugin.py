@@ -1,7 +1,16 @@
-"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`).
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`): fixes and a probe.
 
-`register` installs the fixes of vLLM's sampling; `EngineProbe.check_sampler` proves at engine start that they reached
-the process that samples.
+`register` installs the fixes; `EngineProbe.check_sampler` proves at engine start that they, or what needs no fix, are
+what the process that samples uses.
+
+vLLM has two model runners with samplers of their own. The second one (V2, wherever Triton runs) draws all noise from a
+request's seed and the token's position, drafts apart from the rest: nothing is replaced there. The first one (V1, on a
+CPU always) needs two fixes:
+
+- On a CPU, vLLM 0.32 as shipped biases every sampled speculative rollout and says nothing: the stand-in of one Triton
+  kernel fills a temporary copy, so temperature, top-k and top-p of the rejection sampler are uninitialised memory
+  (upstream issue #55005).
+- Everywhere, its drafts ignore the requests' seeds, so a rollout depends on what else is in its batch.
 """
 
 from __future__ import annotations
@@ -10,18 +19,182 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import empty_exponential_noise_like, sample_with_exponential_noise
+from vllm.v1.spec_decode import llm_base_proposer
 
-from slipstream.engine import model_weights, mtp_names, vllm_sampler, weight_transfer
+from slipstream.engine import weight_transfer
+from slipstream.engine.weight_transfer import Slot, draft_names, slots
 from slipstream.refit.channel.choice import Location, here
 from slipstream.refit.fingerprint import Turn, WeightPart, part_fingerprints
 
+SHIPPED_EXPAND = rejection_sampler.expand_batch_to_tokens
+"""vLLM's own function: what the fault suite puts back to show that the certificate sees it."""
+
+SHIPPED_DRAFTS = llm_base_proposer.compute_probs_and_sample_next_token
+"""vLLM's own function, which draws every request's drafts from the process's one generator."""
+
+_GREEDY = 1e-5  # temperatures below it are greedy, as in vLLM
+_SEED = 7  # of the checks
+_VOCABULARY = 4096  # of the checks: so many that two independent draws are hardly ever equal
+
 _EAGLE3 = "eagle3"  # in vLLM's words
+
+
+def install() -> None:
+    """Put the fixes in place. Safe to call again."""
+    llm_base_proposer.compute_probs_and_sample_next_token = draw_draft_tokens
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value for each of its draft tokens.
+
+    Args:
+        x: [batch], one value a request; entries equal to `replace_from` become `replace_to`.
+        cu_num_tokens: [batch], cumulative number of draft tokens.
+    Returns:
+        [num_tokens].
+    """
+    if replace_from != replace_to:
+        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.repeat_interleave(x, counts.long(), output_size=num_tokens)
+
+
+def draw_draft_tokens(
+    logits: torch.Tensor, sampling_metadata: SamplingMetadata, use_fp64_gumbel: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One draft token a request, drawn with the generators of the requests that have a seed.
+
+    The rejection sampler draws its uniforms and its corrected tokens from the same generators, before and after: they
+    stay independent of the drafts because a generator only moves on; nothing is drawn from a copy of one.
+
+    Args:
+        logits: [batch, vocabulary] of the draft; divided by the temperatures in place, as vLLM does.
+    Returns:
+        Tokens [batch], and the draft's probabilities [batch, vocabulary].
+    """
+    if sampling_metadata.all_greedy:
+        return logits.argmax(dim=-1), logits
+    temperature = sampling_metadata.temperature
+    assert temperature is not None, "vLLM knows it unless all requests are greedy"
+    is_greedy = temperature < _GREEDY
+    logits.div_(torch.where(is_greedy, 1.0, temperature).view(-1, 1))
+    probs = logits.softmax(dim=-1, dtype=torch.float32)
+    noise = empty_exponential_noise_like(probs, use_fp64_gumbel)
+    if len(sampling_metadata.generators) < len(noise):
+        noise.exponential_()
+    rows = noise.unbind()  # cheaper than an index a request, of which there are k a step
+    for row, generator in sampling_metadata.generators.items():
+        rows[row].exponential_(generator=generator)
+    tokens = sample_with_exponential_noise(probs.clone(), noise)
+    return torch.where(is_greedy, probs.argmax(dim=-1), tokens), probs
+
+
+def broken_v1(device: torch.device) -> str:
+    """Name what is wrong with the sampler that the first model runner uses; empty if nothing is.
+
+    The answers are known by hand. x = [7, 0, 9] with 2, 3 and 1 draft tokens and 0 -> 1 is [7, 7, 1, 1, 1, 9]. With all
+    tokens equally likely, the drawn one has the least exponential noise: the first draft has the first noise of its
+    request's generator, the next draft that generator's next.
+    """
+    x = torch.tensor([7.0, 0.0, 9.0], device=device)
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
+    expanded = rejection_sampler.expand_batch_to_tokens(x, ends, 6, replace_from=0, replace_to=1).tolist()
+    if expanded != [7.0, 7.0, 1.0, 1.0, 1.0, 9.0]:
+        return f"expand_batch_to_tokens gave {expanded}: it loses sampling parameters"
+    metadata = _two_seeded_of_three(device)
+    drafts = [
+        llm_base_proposer.compute_probs_and_sample_next_token(torch.zeros(3, _VOCABULARY, device=device), metadata)[0]
+        for _ in range(2)
+    ]
+    by_hand = torch.Generator(device=device).manual_seed(_SEED)
+    for number, tokens in enumerate(drafts):
+        token = int(torch.empty(_VOCABULARY, device=device).exponential_(generator=by_hand).argmin())
+        if tokens[[0, 2]].tolist() != [token, token]:
+            return f"draft {number} of two requests with seed {_SEED} is {tokens[[0, 2]].tolist()}, not {token}"
+    accepted = rejection_sampler.generate_uniform_probs(3, [1, 1, 1], metadata.generators, device)
+    uniform = float(torch.empty(1, dtype=torch.float64, device=device).uniform_(generator=by_hand))
+    if accepted[[0, 2]].tolist() != [uniform, uniform]:
+        return f"generate_uniform_probs gave {accepted[[0, 2]].tolist()}, not the requests' own {uniform}"
+    return ""
+
+
+def broken_v2(device: torch.device) -> str:
+    """Name what is wrong with the sampler that the second model runner uses; empty if nothing is.
+
+    Three requests at one position, two with the same seed. Equal seeds must give equal noise and other seeds other
+    noise, and drafts must not get the noise of the policy's own draws. Logits of 6 at temperatures 0.5, 1 and 2 are 12,
+    6 and 3.
+    """
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    states = SamplingStates(3, _VOCABULARY)
+    seeds = (_SEED, _SEED, _SEED + 1)
+    for row, seed in enumerate(seeds):
+        states.add_request(row, SamplingParams(temperature=0.5 * 2**row, seed=seed))
+    states.apply_staged_writes()
+    if tuple(states.seeds.gpu[:3].tolist()) != seeds:
+        return f"seeds {seeds} reach the sampler as {states.seeds.gpu[:3].tolist()}"
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    scaled = torch.full((3, 8), 6.0, device=device)
+    apply_temperature(scaled, rows, states.temperature.gpu)
+    if scaled[:, 0].tolist() != [12.0, 6.0, 3.0]:
+        return f"apply_temperature gave {scaled[:, 0].tolist()}: it loses sampling parameters"
+    positions = torch.full((3,), 5, dtype=torch.int64, device=device)
+    drawn, drafted = (
+        gumbel_sample(
+            torch.zeros(3, _VOCABULARY, device=device),
+            rows,
+            torch.ones(3, device=device),
+            states.seeds.gpu,
+            positions,
+            apply_temperature=False,
+            is_drafting=is_drafting,
+        ).tolist()
+        for is_drafting in (False, True)
+    )
+    for tokens in (drawn, drafted):
+        if tokens[0] != tokens[1] or tokens[0] == tokens[2]:
+            return f"seeds {seeds} draw {tokens}: noise must follow from the seed"
+    return f"drafts get the noise of the policy's draws: {drawn}" if drawn == drafted else ""
+
+
+def _two_seeded_of_three(device: torch.device) -> SamplingMetadata:
+    """Requests at temperature 1, the first and the last with generators of equal seeds."""
+    none = torch.empty(0, device=device)
+    return SamplingMetadata(
+        temperature=torch.ones(3, device=device),
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={row: torch.Generator(device=device).manual_seed(_SEED) for row in (0, 2)},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 def register() -> None:
     """Install the sampler's fixes and the weight transfer. Safe to call again."""
     weight_transfer.register()
-    vllm_sampler.install()
+    install()
 
 
 class EngineProbe:
@@ -31,10 +204,10 @@ class EngineProbe:
         """Empty if this process samples with the requests' parameters and seeds, else what it does instead."""
         device = torch.device(current_platform.device_type)
         uses_v2: bool = self.use_v2_model_runner  # type: ignore[attr-defined]  # of the worker
-        return vllm_sampler.broken_v2(device) if uses_v2 else vllm_sampler.broken_v1(device)
+        return broken_v2(device) if uses_v2 else broken_v1(device)
 
     def location(self) -> Location:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         device: torch.device = self.device  # type: ignore[attr-defined]  # of the worker
         return here(str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None)
 
@@ -55,16 +228,16 @@ class EngineProbe:
         """Fingerprints of the parts that this rank computes with and whose turn it is."""
         return part_fingerprints(slot.read() for slot in self._slots(is_draft) if turn.takes(slot.parts[0].name))
 
-    def _slots(self, is_draft: bool) -> tuple[model_weights.Slot, ...]:
+    def _slots(self, is_draft: bool) -> tuple[Slot, ...]:
         # Both of vLLM's model runners have these two; the attributes behind them differ.
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # of the worker that this class extends
         policy = runner.get_model()
         if not is_draft:
-            return model_weights.slots(policy)
+            return slots(policy)
         draft = runner.get_draft_model()
         if draft is None:
             raise LookupError("the engine drafts without a model")
         method = self.vllm_config.speculative_config.method  # type: ignore[attr-defined]  # of the worker
         # The layer of an EAGLE-3 draft has no prefix in its checkpoint; a model that drafts is a checkpoint as it is.
-        rename = (("model.", ""),) if method == _EAGLE3 else mtp_names.draft_names(draft)
-        return model_weights.slots(draft, rename=rename, without=policy)
+        rename = (("model.", ""),) if method == _EAGLE3 else draft_names(draft)
+        return slots(draft, rename=rename, without=policy)

@@ -1,1 +1,1 @@
-"""What a Kubernetes cluster offers a run, and the pods that a run asks of it."""
+"""Profiles of Kubernetes clusters, the pods of a run, and the checks before a launch."""

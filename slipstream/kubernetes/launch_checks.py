@@ -1,4 +1,4 @@
-"""What a launch is refused for within seconds: a root that pods do not share, a recipe that the cluster cannot hold."""
+"""Refusals of a launch within seconds: a root that pods do not share, a recipe that the cluster cannot hold."""
 
 from __future__ import annotations
 

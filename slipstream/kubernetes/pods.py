@@ -30,7 +30,7 @@ RAY_HEAD, RAY_WORKER = "ray-head", "ray-worker"
 """The names that KubeRay's plugin gives the primary container: an overlay of another name is dropped."""
 
 RAY_TOKEN_KEY = "auth_token"  # the key in the secret that KubeRay looks for
-_USER = 1000  # flytekit, in both images
+USER = 1000  # flytekit, in both images
 _SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
 _RUNS, _SHM, _CHANNEL = "runs", "shm", "compute-domain-channel"
 _GPU = "nvidia.com/gpu"
@@ -57,7 +57,7 @@ def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """What the submitter, the head and the workers of a Ray job have in common; it is the submitter's pod."""
+    """Spec that the submitter, the head and the workers of a Ray job have in common; it is the submitter's pod."""
     secret = k8s.V1SecretKeySelector(name=profile.ray_token_secret, key=RAY_TOKEN_KEY)
     token = [
         k8s.V1EnvVar(name="RAY_AUTH_MODE", value="token"),
@@ -69,7 +69,7 @@ def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """What Ray's head has beyond the base: it runs the task's process, so it alone has the servers' credentials."""
+    """Parts of Ray's head beyond the base: it runs the task's process, so it alone has the servers' credentials."""
     size = profile.head
     assert size is not None
     container = k8s.V1Container(name=RAY_HEAD, resources=_resources(size), env_from=_secrets(profile))
@@ -79,7 +79,7 @@ def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
-    """What a node's worker has beyond the base: all its GPUs, the fabric, memory that may be pinned."""
+    """Parts of a node's worker beyond the base: all its GPUs, the fabric, memory that may be pinned."""
     gpu = _gpu(profile)
     resources = _resources(gpu.pod, {_GPU: gpu.gpus_per_node, **gpu.rdma_resources})
     container = k8s.V1Container(
@@ -103,12 +103,12 @@ def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 
 def labels(component: str) -> dict[str, str]:
-    """That deploy/'s network policies select."""
+    """Labels that deploy/'s network policies select."""
     return {"app.kubernetes.io/name": "slipstream", "app.kubernetes.io/component": component}
 
 
 def queue_labels(profile: ClusterProfile) -> dict[str, str]:
-    """On the Ray job: Kueue, or Volcano through KubeRay, starts all of its pods together or none.
+    """Labels of the Ray job: Kueue, or Volcano through KubeRay, starts all of its pods together or none.
 
     Source: KubeRay's guides to Kueue and Volcano; batchscheduler/volcano/volcano_scheduler.go of KubeRay 1.6.
     """
@@ -119,7 +119,7 @@ def queue_labels(profile: ClusterProfile) -> dict[str, str]:
 
 
 def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
-    """On the workers: Kueue keeps them in one NVLink domain, where its queue knows the topology."""
+    """Annotations of the workers: Kueue keeps them in one NVLink domain, where its queue knows the topology."""
     if profile.queue is None or not profile.queue.knows_topology:
         return {}
     label = _gpu(profile).clique_label
@@ -155,8 +155,8 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         tolerations=[_toleration(t.key, t.value, t.effect) for t in profile.tolerations] or None,
         security_context=k8s.V1PodSecurityContext(
             run_as_non_root=True,
-            run_as_user=_USER,
-            run_as_group=_USER,
+            run_as_user=USER,
+            run_as_group=USER,
             fs_group=storage.group,
             fs_group_change_policy="OnRootMismatch",
             seccomp_profile=k8s.V1SeccompProfile(type="RuntimeDefault"),
@@ -167,15 +167,19 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
     )
 
 
-def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
-    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
-    amounts = {
+def amounts(size: PodSize) -> dict[str, str]:
+    """A pod's size in Kubernetes quantities."""
+    return {
         "cpu": str(size.cpus),
         "memory": f"{size.memory_gib}Gi",
         "ephemeral-storage": f"{size.ephemeral_storage_gib}Gi",
-        **{name: str(count) for name, count in (extended or {}).items()},
     }
-    return k8s.V1ResourceRequirements(requests=dict(amounts), limits=dict(amounts))
+
+
+def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
+    """Requests equal to limits: a pod of ours is never evicted for what another one uses."""
+    asked = {**amounts(size), **{name: str(count) for name, count in (extended or {}).items()}}
+    return k8s.V1ResourceRequirements(requests=dict(asked), limits=dict(asked))
 
 
 def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize) -> None:
@@ -189,12 +193,12 @@ def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize)
 
 
 def _fabric(gpu: GpuNodes) -> dict[str, str]:
-    """What NCCL is told; with a channel of the ComputeDomain it reaches other nodes over NVLink, or says why not."""
+    """Variables of NCCL; with a channel of the ComputeDomain it reaches other nodes over NVLink, or says why not."""
     return {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
 
 
 def _same_clique(label: str) -> k8s.V1Affinity:
-    """All workers of one Ray cluster in one NVLink domain, whichever the first one finds."""
+    """Affinity that keeps all workers of a Ray cluster in one NVLink domain, whichever the first one finds."""
     term = k8s.V1PodAffinityTerm(
         topology_key=label,
         label_selector=k8s.V1LabelSelector(match_labels={"ray.io/node-type": "worker"}),

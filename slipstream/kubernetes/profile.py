@@ -27,14 +27,14 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes o
 
 
 class Architecture(StrEnum):
-    """Of the nodes' processors, as the label `kubernetes.io/arch` spells it."""
+    """Architecture of the nodes' processors, as the label `kubernetes.io/arch` spells it."""
 
     ARM64 = "arm64"
     AMD64 = "amd64"
 
 
 class Scheduler(StrEnum):
-    """Who starts all pods of a Ray cluster together or none."""
+    """Scheduler that starts all pods of a Ray cluster together or none."""
 
     KUEUE = "kueue"
     VOLCANO = "volcano"
@@ -55,7 +55,7 @@ class Toleration:
 
 @dataclass(frozen=True, kw_only=True)
 class PodSize:
-    """What one pod asks for; requests and limits are the same."""
+    """Resources of one pod; requests and limits are the same."""
 
     cpus: int
     memory_gib: int
@@ -123,7 +123,7 @@ class SharedStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """Where Ray clusters wait until all of their pods fit."""
+    """Queue in which Ray clusters wait until all of their pods fit."""
 
     scheduler: Scheduler
     name: str
@@ -150,7 +150,7 @@ class TrackingService:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStore:
-    """Where Flyte keeps what tasks hand on."""
+    """Store in which Flyte keeps what tasks hand on."""
 
     prefix: str
     secret: str | None = None  # its keys become variables: FLYTE_AWS_ACCESS_KEY_ID, ...; None: the pods' own identity
@@ -164,7 +164,7 @@ class ObjectStore:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """Whether recurring launch plans run as soon as they are registered, and whom Flyte tells how they ended."""
+    """Recurring launch plans: their activation, and the addresses that Flyte notifies of their end."""
 
     activate: bool = False  # False: `flytectl update launchplan NAME --activate` starts each
     slack: tuple[str, ...] = ()  # e-mail addresses of Slack channels, to which Flyte's notifier writes

@@ -1,4 +1,8 @@
-"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json."""
+"""Shape of a Qwen3 model, dense or a mixture of experts, or of a MiMo, and its Hugging Face config.json.
+
+Source of the experts: transformers 5, `models/qwen3_moe/modeling_qwen3_moe.py`; vLLM 0.32,
+`model_executor/models/qwen3_moe.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,118 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.config import ConfigError, require
-from slipstream.learner.config import ScratchConfig
-from slipstream.learner.experts import Experts
+from slipstream.learner.config import ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
 
 QWEN3 = "Qwen3ForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
 MIMO = "MiMoForCausalLM"
 _MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", MIMO: "qwen2"}  # MiMo's trunk is a Qwen2, which vLLM reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The feed-forward of the layers that route each token to a few of many networks."""
+
+    num_experts: int
+    num_experts_per_token: int
+    ffn_hidden_size: int  # of one expert
+    normalizes_chosen: bool  # whether the weights of a token's experts sum to one, or are their share of all experts'
+    dense_layers: tuple[int, ...] = ()  # layers with one network instead, of the model's `ffn_hidden_size`
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Experts:
+        """Those of a Qwen3-MoE's `config.json`.
+
+        Raises:
+            ConfigError: a router that gets no gradient, or no layer with experts.
+        """
+        num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+        named_dense = config.get("mlp_only_layers") or []
+        dense = tuple(layer for layer in range(num_layers) if layer in named_dense or (layer + 1) % every)
+        require(len(dense) < num_layers, "policy.model", "must have a layer with experts", dense, "all these are dense")
+        chosen, normalizes = config["num_experts_per_tok"], config["norm_topk_prob"]
+        require(
+            chosen > 1 or not normalizes,
+            "policy.model",
+            "must choose several experts a token, or not normalize their weights (norm_topk_prob)",
+            chosen,
+            "the weight of one is always 1, and its router would learn nothing",
+        )
+        return cls(
+            # transformers 5 writes the second name; everything older, and vLLM, the first.
+            num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            num_experts_per_token=chosen,
+            ffn_hidden_size=config["moe_intermediate_size"],
+            normalizes_chosen=normalizes,
+            dense_layers=dense,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Entries of a `config.json`."""
+        return {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_token,
+            "moe_intermediate_size": self.ffn_hidden_size,
+            "norm_topk_prob": self.normalizes_chosen,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(self.dense_layers),
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,  # reinforcement learning has no loss that balances experts
+        }
+
+    def are_in(self, layer: int) -> bool:
+        """Return True if a layer has experts."""
+        return layer not in self.dense_layers
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Parameters of a layer's router and experts."""
+        return self.num_experts * hidden_size * (1 + 3 * self.ffn_hidden_size)
+
+
+def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> None:
+    """Refuse layouts that the policy's experts, or their absence, rule out.
+
+    Raises:
+        ConfigError: a dense policy with `expert` above 1, experts that do not divide, or tensor parallelism with them.
+    """
+    if experts is None:
+        rule = "must be 1 for a policy without experts"
+        require(parallel.expert == 1, "learner.parallel.expert", rule, parallel.expert)
+        return
+    rule = f"must divide the policy's {experts.num_experts} experts"
+    require(experts.num_experts % parallel.expert == 0, "learner.parallel.expert", rule, parallel.expert)
+    require(
+        parallel.tensor == 1,
+        "learner.parallel.tensor",
+        "must be 1 for a mixture of experts",
+        parallel.tensor,
+        "deal the experts to data-parallel ranks with learner.parallel.expert instead",
+    )
+
+
+class Shape(Protocol):
+    """Sizes that determine the tensors of a dense model; an `Architecture` has them, and a published model."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_query_groups(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
+    def ffn_hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +206,23 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        """As transformers and vLLM call it."""
+        """Class of the model in transformers and vLLM."""
         if self.has_mtp:
             return MIMO
         return QWEN3 if self.experts is None else QWEN3_MOE
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it is a MiMo."""
+        """True of a MiMo."""
         return self.num_mtp_layers > 0
 
     @property
     def mtp_layer_ids(self) -> tuple[int, ...]:
-        """Of the states that an MTP layer reads: the residual stream after so many layers."""
+        """Ids of the states that an MTP layer reads: the residual stream after so many layers."""
         return (self.num_layers,)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer routes tokens to experts."""
+        """Return True if a layer routes tokens to experts."""
         return self.experts is not None and self.experts.are_in(layer)
 
     def to_hf(self, dtype: Dtype) -> dict[str, Any]:
@@ -165,7 +270,7 @@ class Architecture:
 
 
 def _require_mimo(config: Mapping[str, Any], path: Path) -> None:
-    """What a MiMo must have beside what every model must."""
+    """Refuse a MiMo that the learner and vLLM would read differently."""
     layers = config.get("num_nextn_predict_layers")
     require(layers == 1, "policy.model", f"a {MIMO} must have num_nextn_predict_layers 1", layers, f"see {path}")
     require(config.get("attention_bias", True), "policy.model", f"a {MIMO} must have attention bias", False)
@@ -183,3 +288,15 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     if theta is None:
         raise ConfigError("policy.model has no rope_theta in its config.json")
     return float(theta)
+
+
+def require_divisible(shape: Shape, *, tensor: int, pipeline: int) -> None:
+    """Refuse a split over learner ranks that does not come out even; as many query heads share each key-value head."""
+    for name, size in (
+        ("key-value heads", shape.num_query_groups),
+        ("ffn hidden size", shape.ffn_hidden_size),
+        ("vocabulary", shape.vocab_size),
+    ):
+        require(size % tensor == 0, "learner.parallel.tensor", f"must divide the policy's {size} {name}", tensor)
+    layers = shape.num_layers
+    require(layers % pipeline == 0, "learner.parallel.pipeline", f"must divide the policy's {layers} layers", pipeline)

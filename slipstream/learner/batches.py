@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.learner import collectives
+from slipstream.learner import parallel
 from slipstream.learner.packing import MICROBATCH_COST, plan_microbatches, plan_packed_microbatches
 
 Sequences = Sequence[Sequence[int]]
@@ -25,7 +25,7 @@ Values = Sequence[float] | NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What the model reads."""
+    """The model's inputs."""
 
     token_ids_BT: Tensor
     positions_BT: Tensor  # each sequence's 0, 1, …
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """How sequences are put together.
+    """Rules by which sequences are put together.
 
     Attributes:
         microbatch_cost: see `plan_microbatches`; packed sequences need none, for they waste nothing.
@@ -74,7 +74,7 @@ class Batching:
     multiple: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """Which sequences share a micro-batch, the longest of each first."""
+        """Plan which sequences share a micro-batch, the longest of each first."""
         if self.packs:
             return plan_packed_microbatches(lengths, max_tokens=self.max_tokens)
         return plan_microbatches(lengths, max_tokens=self.max_tokens, microbatch_cost=self.microbatch_cost)
@@ -163,7 +163,7 @@ class ByToken:
 
     def collected(self) -> list[NDArray[np.float32]]:
         """One array a sequence, in the caller's order, on every stage of the pipeline."""
-        values_N = collectives.from_last_stage(self._values_N).cpu().numpy()
+        values_N = parallel.sum_over_stages(self._values_N).cpu().numpy()
         return [values_N[start:end] for start, end in itertools.pairwise(self._offsets)]
 
 

@@ -2,12 +2,15 @@
 TransformerEngine's.
 
 Megatron's local spec has a LayerNorm that needs Apex and an attention that materialises the scores (2.6 times slower
-at 1,024 tokens on a CPU). On a CPU, layers that are whole on their rank are those of `cpu/layer.py`. Legend: `S` tokens
-of the longest sequence, `D` head dim.
+at 1,024 tokens on a CPU). On a CPU, layers that are whole on their rank are those of `cpu/layer.py`.
+
+Legend: `S` tokens (of the longest sequence), `B` sequences, `N` query and `K` key-value heads on this rank, `D` head
+dim, `P` tokens of all packed sequences.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
@@ -26,6 +29,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -34,20 +38,79 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from slipstream.config import require
-from slipstream.learner.architecture import Architecture
-from slipstream.learner.attention import CausalAttention
+from slipstream.learner.architecture import Architecture, Experts
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.learner.cpu import host
-from slipstream.learner.cpu.cpu_experts import use_cpu_dispatchers
+from slipstream.learner.cpu.host import use_cpu_dispatchers
 from slipstream.learner.cpu.layer import CpuTransformerLayer
-from slipstream.learner.experts import Experts
-from slipstream.learner.mtp_layer import MtpLayer
-from slipstream.learner.weights import Layout, Mapping, Shard, mappings, mtp_mappings
+from slipstream.learner.mtp_training import MtpLayer
+from slipstream.learner.numerics import TORCH_DTYPES
+from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings, mtp_mappings
 from slipstream.types import Dtype
 
-TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class CausalAttention(MegatronModule):
+    """Causal attention with grouped queries. Padding is on the right, so no real token ever attends to it."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[S, B, N, D] queries, [S, B, K, D] keys and values to [S, B, N * D]; packed, B is 1 and S all tokens."""
+        assert attention_mask is None, "the causal mask is the only one"
+        if packed_seq_params is not None:
+            query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+            return packed_attention(query, key, value, packed_seq_params, scale=self._scale).flatten(1).unsqueeze(1)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        return _attention(query, key, value, self._scale)
+
+
+def packed_attention(
+    query_PND: Tensor, key_PKD: Tensor, value_PKD: Tensor, packed: PackedSeqParams, *, scale: float
+) -> Tensor:
+    """[P, N, D]: each token attends to itself and to those before it in its own sequence.
+
+    On a GPU in 16 bits by torch's FlashAttention kernel for sequences of different lengths; elsewhere sequence by
+    sequence, which is slow and there to be compared with.
+    """
+    grouped = query_PND.shape[1] != key_PKD.shape[1]
+    if query_PND.is_cuda and query_PND.dtype in _KERNEL_DTYPES:
+        starts, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        attended = varlen_attn(
+            *(query_PND, key_PKD, value_PKD, starts, starts, longest, longest),
+            scale=scale,
+            window_size=(-1, 0),  # causal
+            enable_gqa=grouped,
+        )
+        return cast(Tensor, attended)
+    parts = []
+    for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist()):
+        query, key, value = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query_PND, key_PKD, value_PKD))
+        parts.append(_attention(query, key, value, scale).view(-1, *query_PND.shape[1:]))
+    return torch.cat(parts)
+
+
+def _attention(query_BNSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, scale: float) -> Tensor:
+    """[S, B, N * D]."""
+    grouped = query_BNSD.size(1) != key_BKSD.size(1)
+    out = F.scaled_dot_product_attention(
+        query_BNSD, key_BKSD, value_BKSD, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def build_model(arch: Architecture, learner: LearnerConfig, shard: Shard) -> GPTModel:
@@ -116,19 +179,19 @@ class _HeadlessGpt(GPTModel):
 
 
 def skips_padding(arch: Architecture, learner: LearnerConfig) -> bool:
-    """Whether the layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
+    """Return True if layers compute real tokens only, as `CpuTransformerLayer` does, which holds whole dense layers."""
     whole = learner.parallel.tensor == 1 and arch.experts is None and not arch.has_mtp
     return host.is_cpu_only() and whole and not packs(learner)
 
 
 def packs(learner: LearnerConfig) -> bool:
-    """Whether sequences are packed one behind the other: by themselves where a kernel takes them so."""
+    """Return True if sequences are packed one behind the other: `auto` packs where a kernel takes them so."""
     if learner.packing is Packing.AUTO:
         return not host.is_cpu_only() and learner.dtype is Dtype.BFLOAT16
     return learner.packing is Packing.ALWAYS
 
 
-def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[Mapping]) -> None:
+def _mark_tensor_parallel(model: torch.nn.Module, table: Iterable[ParameterMapping]) -> None:
     """Tag split parameters, as Megatron does only while it initialises them, and TransformerEngine always.
 
     Without the tag a split parameter counts as a copy, and gradient clipping sees the norm of rank 0's part alone.
@@ -151,7 +214,7 @@ class _RmsNorm(torch.nn.RMSNorm):
 
 
 class _Kernels(NamedTuple):
-    """What a layer is made of; the parameters have the same names whichever it is."""
+    """Modules that a layer is made of; the parameters have the same names whichever they are."""
 
     norm: Any
     column: Any  # a linear split by outputs
@@ -210,10 +273,7 @@ def _layer_spec(module: type[TransformerLayer], kernels: _Kernels, arch: Archite
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=kernels.column,
-            core_attention=kernels.attention,
-            linear_proj=kernels.row,
-            **norms,
+            linear_qkv=kernels.column, core_attention=kernels.attention, linear_proj=kernels.row, **norms
         ),
     )
     return ModuleSpec(

@@ -2,10 +2,11 @@
 
 The output layer is applied to a chunk of tokens at a time, and its logits are computed anew for the gradient: at a
 vocabulary of 150,000 the logits of a micro-batch are larger than everything else that it needs. Only the tokens whose
-label counts are computed.
+label counts are computed. The certificate asks for more: the exact conditional distribution that a sampler should have
+drawn a given token from.
 
 Legend: `T` tokens, `B` sequences, `N` tokens whose label counts, `C` of them in a chunk, `H` hidden size, `V` this
-rank's part of the vocabulary.
+rank's part of the vocabulary, which in `conditionals` is all of it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,29 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from slipstream.learner import collectives
+from slipstream.learner import parallel
 from slipstream.learner.batches import MicroBatch
 from slipstream.learner.cpu import host
+
+COLUMNS = (
+    "mass_before",
+    "probability",
+    "logprob_mean",
+    "logprob_variance",
+    "sharper_mass_before",
+    "sharper_probability",
+    "sharper_total_variation",
+    "flatter_mass_before",
+    "flatter_probability",
+    "flatter_total_variation",
+)
+"""Columns of `conditionals`; `slipstream.losslessness.hypothesis_tests.Draws` explains each."""
+_SHARPER, _FLATTER = 2.0, 0.5  # exponents of the probabilities
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What the policy says of the labels of a micro-batch, at one temperature."""
+    """Scores of the labels of a micro-batch under the policy, at one temperature."""
 
     logprobs_BT: Tensor  # with gradient; undefined where the label does not count
     entropy: Tensor | None  # scalar without gradient: nats summed over the labels that count; None: not asked for
@@ -42,7 +58,7 @@ class OutputHead:
     """The output layer of a pipeline's last stage, over the hidden states that the model ends with."""
 
     def __init__(self, gpt: GPTModel, *, chunk_tokens: int | None, adds_to_main_grad: bool) -> None:
-        """Without `chunk_tokens` the logits of a whole micro-batch are held, with their gradient.
+        """Hold the logits of a whole micro-batch, with their gradient, if there are no `chunk_tokens`.
 
         Args:
             adds_to_main_grad: the weight's gradient goes straight into Megatron's float32 buffer.
@@ -50,7 +66,7 @@ class OutputHead:
         self._gpt = gpt
         self._chunk_tokens = chunk_tokens
         self._adds_to_main_grad = adds_to_main_grad
-        self._group = collectives.tensor_group()
+        self._group = parallel.tensor_group()
 
     def scores(
         self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool = False
@@ -95,7 +111,7 @@ class OutputHead:
             size = self._chunk_tokens or len(labels_N)
             for start in range(0, len(labels_N), size):
                 part = slice(start, min(start + size, len(labels_N)))
-                shards = collectives.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
+                shards = parallel.tensor_parallel_shards(hidden_NH[part] @ weight_VH.t())
                 yield number, part, torch.cat(shards, dim=-1), labels_N[part]
 
     def _whole(self, hidden_TBH: Tensor, batch: MicroBatch, temperature: float, *, with_entropy: bool) -> TokenScores:
@@ -125,7 +141,7 @@ class OutputHead:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Head:
-    """What `_ChunkedLogprobs` needs beside tensors."""
+    """Arguments of `_ChunkedLogprobs` beside tensors."""
 
     temperature: float
     chunk_tokens: int
@@ -146,12 +162,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs_N, entropy_N, normalizer_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in "123")
         for part in _chunks(len(hidden_NH), head.chunk_tokens):
             logits_CV = head.logits(hidden_NH[part], weight_VH)
-            largest_C = _largest(logits_CV, head.group)
+            largest_C = largest(logits_CV, head.group)
             logits_CV.sub_(largest_C[:, None])
             inside_C1, at_C1 = _inside(own_N[part], logits_CV.shape[1])
             chosen_C = torch.where(inside_C1, logits_CV.gather(1, at_C1), 0.0)[:, 0]
             sum_C, dot_C = _moments(logits_CV)
-            sum_C, dot_C, chosen_C = _summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
+            sum_C, dot_C, chosen_C = parallel.summed(torch.stack([sum_C, dot_C, chosen_C]), head.group)
             log_C = sum_C.log()
             logprobs_N[part] = chosen_C - log_C
             entropy_N[part] = log_C - dot_C / sum_C
@@ -200,7 +216,7 @@ def _inside(own_C: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return ((own_C >= 0) & (own_C < size))[:, None], own_C.clamp(0, size - 1)[:, None]
 
 
-def _largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
+def largest(logits_CV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[C], over the vocabulary of all ranks."""
     largest_C = logits_CV.amax(-1)
     if group.size() > 1:
@@ -215,14 +231,56 @@ def _moments(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     return sum_C, mass_CV.mul_(logits_CV).sum(-1)
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values
-
-
 def _entropy(logits_BTV: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T], nats, of softmax(logits) over the vocabulary of all ranks."""
     logits_NV = logits_BTV.flatten(0, 1)
-    sum_N, dot_N = _summed(torch.stack(_moments(logits_NV - _largest(logits_NV, group)[:, None])), group)
+    sum_N, dot_N = parallel.summed(torch.stack(_moments(logits_NV - largest(logits_NV, group)[:, None])), group)
     return (sum_N.log() - dot_N / sum_N).view(logits_BTV.shape[:2])
+
+
+def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, top_k: int) -> Tensor:
+    """Log-probabilities of the distribution that is sampled: temperature, then top-k, then top-p, as in vLLM.
+
+    Args:
+        top_k: 0 keeps all tokens.
+    Returns:
+        [N, V] float32, -inf for tokens that cannot be drawn.
+    """
+    logits_NV = logits_NV.float() / temperature
+    if top_k:
+        kth_N1 = logits_NV.topk(min(top_k, logits_NV.shape[-1]), dim=-1).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth_N1, float("-inf"))
+    if top_p < 1.0:
+        ordered_NV, order_NV = logits_NV.sort(dim=-1)
+        below_NV = ordered_NV.softmax(-1).cumsum(-1)
+        dropped_NV = below_NV <= 1.0 - top_p
+        dropped_NV[:, -1] = False  # the likeliest token always stays
+        logits_NV = logits_NV.masked_fill(dropped_NV.scatter(-1, order_NV, dropped_NV), float("-inf"))
+    return logits_NV.log_softmax(-1)
+
+
+def conditionals(
+    logits_NV: Tensor, labels_N: Tensor, *, temperature: float, top_p: float, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """For each label what `COLUMNS` names, [N, len(COLUMNS)] float64."""
+    logprobs_NV = processed_logprobs(logits_NV, temperature=temperature, top_p=top_p, top_k=top_k).double()
+    mass_NV = logprobs_NV.exp()
+    finite_NV = torch.where(mass_NV > 0, logprobs_NV, 0.0)
+    mean_N = (mass_NV * finite_NV).sum(-1)
+    variance_N = (mass_NV * finite_NV.square()).sum(-1) - mean_N.square()
+    columns = [*_place(mass_NV, labels_N), mean_N, variance_N.clamp(min=0.0)]
+    for exponent in (_SHARPER, _FLATTER):
+        biased_NV = torch.where(mass_NV > 0, mass_NV.pow(exponent), 0.0)
+        biased_NV = biased_NV / biased_NV.sum(-1, keepdim=True)
+        drawn_N = torch.multinomial(biased_NV, 1, generator=generator)[:, 0]
+        columns += [*_place(mass_NV, drawn_N), 0.5 * (biased_NV - mass_NV).abs().sum(-1)]
+    return torch.stack(columns, dim=-1)
+
+
+def _place(mass_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Mass of the tokens before each token by falling probability (ties by id), NaN if it has none; its own."""
+    own_N1 = mass_NV.gather(-1, tokens_N[:, None])
+    ids_V = torch.arange(mass_NV.shape[-1], device=mass_NV.device)
+    before_NV = (mass_NV > own_N1) | ((mass_NV == own_N1) & (ids_V < tokens_N[:, None]))
+    before_N = torch.where(before_NV, mass_NV, 0.0).sum(-1)
+    return torch.where(own_N1[:, 0] > 0, before_N, torch.nan), own_N1[:, 0]

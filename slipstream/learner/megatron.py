@@ -8,14 +8,17 @@ returns is of the whole step, and the same everywhere.
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,30 +29,49 @@ from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss
 from slipstream.grpo.update import Trained, Update
-from slipstream.learner import collectives, hf, parallel, pipeline_schedule
-from slipstream.learner.architecture import MIMO, Architecture
+from slipstream.learner import forward_passes, parallel
+from slipstream.learner.architecture import MIMO, Architecture, require_divisible, require_even_experts
 from slipstream.learner.batches import Batching, ByToken, MicroBatch, Sequences, idle_microbatch, num_labels
-from slipstream.learner.building import Parts, built
-from slipstream.learner.capture import Capture, device_with_room, hooked_layers
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.initial import initial_weights
-from slipstream.learner.layers import TORCH_DTYPES, packs, skips_padding
+from slipstream.learner.export import gathered_mtp_weights, gathered_weights, held_weights, open_weights, save_model
+from slipstream.learner.forward_passes import Capture, LossOf, Result, device_with_room, hooked_layers
+from slipstream.learner.layers import build_model, build_mtp, packs, skips_padding
 from slipstream.learner.logprobs import OutputHead
-from slipstream.learner.mtp_training import MtpTrainer
-from slipstream.learner.optimizer import with_optimizer
-from slipstream.learner.outgoing import OutgoingWeights
+from slipstream.learner.mtp_training import MtpLayer, MtpTrainer
+from slipstream.learner.numerics import TORCH_DTYPES
+from slipstream.learner.optimizer import TrainingMemory, with_optimizer
 from slipstream.learner.packing import MICROBATCH_COST, UNPADDED_MICROBATCH_COST
-from slipstream.learner.pipeline_schedule import LossOf, Result
-from slipstream.learner.training_memory import TrainingMemory
-from slipstream.learner.weights import load_exactly, mtp_from_hf
+from slipstream.learner.weights import initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.records.steps import TrainStats
+from slipstream.refit.fingerprint import HeldWeights
 
 FloatArray = NDArray[np.float32]
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class MegatronPolicy(OutgoingWeights):
+class Parts(NamedTuple):
+    """This rank's part of the model, and of the MTP layer beside it."""
+
+    gpt: GPTModel
+    mtp: MtpLayer | None
+
+
+def build_parts(architecture: Architecture, learner: LearnerConfig, read: Callable[[str], Tensor]) -> Parts:
+    """This rank's part, of full tensors that `read` gives by their Hugging Face names."""
+    shard = parallel.current_shard()
+    require_divisible(architecture, tensor=shard.tensor_size, pipeline=shard.pipeline_size)
+    require_even_experts(architecture.experts, learner.parallel)
+    with host.cuda_as_cpu():
+        model, mtp = build_model(architecture, learner, shard), build_mtp(architecture, learner)
+    load_exactly(model, dict(shard_from_hf(read, architecture, shard)))
+    if mtp is not None:
+        load_exactly(mtp, dict(shard_from_hf(read, architecture, shard, mtp_mappings(architecture))))
+    return Parts(model, mtp)
+
+
+class MegatronPolicy:
     """A policy with its optimizer, on this rank. Build it with `load` or `from_scratch`.
 
     Attributes:
@@ -62,8 +84,10 @@ class MegatronPolicy(OutgoingWeights):
         self, parts: Parts, architecture: Architecture, learner: LearnerConfig, optimizer: OptimizerConfig | None
     ) -> None:
         self.device = parallel.device()
-        mtp = None if parts.mtp is None else parts.mtp.to(self.device)
-        super().__init__(parts.gpt.to(self.device), mtp, architecture, learner.dtype)
+        self.architecture = architecture
+        self._gpt = parts.gpt.to(self.device)
+        self._mtp = None if parts.mtp is None else parts.mtp.to(self.device)
+        self._shard = parallel.current_shard()
         self.version = 0
         self._learner = learner
         self._optimizer_config = optimizer
@@ -92,15 +116,7 @@ class MegatronPolicy(OutgoingWeights):
 
     @classmethod
     def load(
-        cls,
-        hf_path: Path,
-        *,
-        learner: LearnerConfig,
-        optimizer: OptimizerConfig | None,
-        rank: int = 0,
-        world_size: int = 1,
-        master_address: str = "127.0.0.1",
-        master_port: int = 0,
+        cls, hf_path: Path, *, learner: LearnerConfig, optimizer: OptimizerConfig | None, **rank: Unpack[parallel.Rank]
     ) -> MegatronPolicy:
         """Load a model directory in Hugging Face format; without `optimizer` the policy only evaluates.
 
@@ -108,11 +124,9 @@ class MegatronPolicy(OutgoingWeights):
             ConfigError: not a Qwen3 or Qwen3-MoE, or one that `learner.parallel` cannot split evenly.
         """
         architecture = Architecture.from_hf(hf_path)
-        parallel.initialize(
-            learner.parallel, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
-        )
-        with hf.open_weights(hf_path) as read:
-            return cls(built(architecture, learner, read), architecture, learner, optimizer)
+        parallel.initialize(learner.parallel, **rank)
+        with open_weights(hf_path) as read:
+            return cls(build_parts(architecture, learner, read), architecture, learner, optimizer)
 
     @classmethod
     def from_scratch(
@@ -132,7 +146,7 @@ class MegatronPolicy(OutgoingWeights):
         architecture = Architecture.from_scratch(scratch, vocab_size=vocab_size, eos_token_id=eos_token_id)
         parallel.initialize(learner.parallel, **rank)
         weights = initial_weights(architecture, std=scratch.init_std, seed=scratch.seed)
-        policy = cls(built(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
+        policy = cls(build_parts(architecture, learner, weights.__getitem__), architecture, learner, optimizer)
         if architecture.has_mtp and optimizer is not None:
             policy.start_mtp(optimizer)
         return policy
@@ -140,11 +154,13 @@ class MegatronPolicy(OutgoingWeights):
     def load_mtp(self, path: Path) -> None:
         """Replace the MTP layer by that of another directory, before its training starts."""
         assert self._mtp is not None and self._mtp_trainer is None, "a policy with an MTP layer that is not trained yet"
-        with hf.open_weights(path) as read:
-            load_exactly(self._mtp, dict(mtp_from_hf(read, self.architecture, self._shard)))
+        with open_weights(path) as read:
+            load_exactly(
+                self._mtp, dict(shard_from_hf(read, self.architecture, self._shard, mtp_mappings(self.architecture)))
+            )
 
     def start_mtp(self, optimizer: OptimizerConfig) -> MtpTrainer:
-        """What trains the policy's MTP layer, with an optimizer and a clip of its own.
+        """Build the trainer of the policy's MTP layer, with an optimizer and a clip of its own.
 
         Raises:
             ConfigError: the policy has no MTP layer.
@@ -206,7 +222,7 @@ class MegatronPolicy(OutgoingWeights):
             return hidden_TBH.new_zeros(()), {}
 
         self._run(self._microbatches(token_ids, prompt_lengths), keep, forward_only=True)
-        return collectives.from_last_stage(values_NW).cpu().numpy()
+        return parallel.sum_over_stages(values_NW).cpu().numpy()
 
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """One optimizer update; against its own `trainer_logprobs` the first ratio is exactly 1.
@@ -219,7 +235,7 @@ class MegatronPolicy(OutgoingWeights):
             FloatingPointError: the gradient is not finite.
         """
         batch, ref_logprobs = update.batch, update.ref_logprobs
-        num_tokens = collectives.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
+        num_tokens = parallel.sum_over_data_ranks(num_labels(batch.token_ids, batch.prompt_lengths))
         given = update.trainer_logprobs
         own = None if given is not None else ByToken(batch.token_ids, batch.prompt_lengths, self.device)
 
@@ -278,7 +294,7 @@ class MegatronPolicy(OutgoingWeights):
             Mean loss a learned token, in nats.
         """
         starts = [max(start, 1) for start in loss_starts]
-        num_tokens = collectives.sum_over_data_ranks(num_labels(sequences, starts))
+        num_tokens = parallel.sum_over_data_ranks(num_labels(sequences, starts))
 
         def loss_of(hidden_TBH: Tensor, micro: MicroBatch) -> tuple[Tensor, Result]:
             logprobs_BT = self._head.scores(hidden_TBH, micro, 1.0).logprobs_BT
@@ -295,7 +311,7 @@ class MegatronPolicy(OutgoingWeights):
         return sums["loss"]
 
     def hidden_states(self, token_ids: Sequences, layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """What an EAGLE-3 draft learns from: auxiliary hidden states and what the output layer sees.
+        """Compute what an EAGLE-3 draft learns from: auxiliary hidden states and the output layer's input.
 
         Args:
             layer_ids: id i is the residual stream after i layers, before the final norm (0: the embeddings).
@@ -318,9 +334,45 @@ class MegatronPolicy(OutgoingWeights):
 
     def hidden_states_bytes(self, token_ids: Sequences, layer_ids: Sequence[int]) -> int:
         """Size of what `hidden_states` returns; of ranks that share experts, for whoever has most."""
-        num_tokens = collectives.most_over_expert_ranks(sum(map(len, token_ids)))
+        num_tokens = parallel.most_over_expert_ranks(sum(map(len, token_ids)))
         itemsize = TORCH_DTYPES[self._learner.dtype].itemsize
         return num_tokens * (len(layer_ids) + 1) * self.architecture.hidden_size * itemsize
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, in the learner's dtype; collective over all ranks.
+
+        Tensors may share memory with the model: copy before the next update.
+        """
+        return gathered_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
+
+    def mtp_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters of the MTP layer, which are no part of `weights`; none without one."""
+        return gathered_mtp_weights(self._mtp, self.architecture)
+
+    def vocabulary_weights(self) -> tuple[Tensor, Tensor]:
+        """Embeddings and output layer, each [V, H], whole, in the learner's dtype; collective, see `weights`."""
+        named = dict(self._gpt.named_parameters())
+        found = dict(gathered_weights(named, self.architecture, self._shard, only=(_EMBEDDINGS, _OUTPUT)))
+        return found[_EMBEDDINGS], found.get(_OUTPUT, found[_EMBEDDINGS])
+
+    def held_weights(self) -> Iterator[HeldWeights]:
+        """This rank's shards where they lie; over all ranks each element once, data-parallel copies on the first."""
+        return held_weights(dict(self._gpt.named_parameters()), self.architecture, self._shard)
+
+    def save_hf(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write a directory that transformers and vLLM load: config, weights, and the tokenizer's files copied."""
+        self._write(path, itertools.chain(self.weights(), self.mtp_weights()), tokenizer_dir)
+
+    def save_mtp(self, path: Path, tokenizer_dir: Path) -> None:
+        """Write the MTP layer as a draft beside the policy: config, its tensors alone, and the tokenizer's files."""
+        self._write(path, self.mtp_weights(), tokenizer_dir)
+
+    def _write(self, path: Path, weights: Iterator[tuple[str, Tensor]], tokenizer_dir: Path) -> None:
+        if parallel.is_main_rank():
+            save_model(path, self.architecture.to_hf(self._learner.dtype), weights, tokenizer_dir)
+        else:  # gathering is collective: every rank runs through it, and keeps nothing
+            collections.deque(weights, maxlen=0)
+        parallel.barrier()
 
     def save_checkpoint(self, path: Path, extra: dict[str, Any], *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write, in the background, what a resumed run needs: weights, optimizer, random state, and JSON `extra`.
@@ -353,14 +405,12 @@ class MegatronPolicy(OutgoingWeights):
 
     def _num_idle(self, num_batches: int) -> int:
         """Micro-batches more that another rank has: those that share experts compute each of their layers together."""
-        return collectives.most_over_expert_ranks(num_batches) - num_batches
+        return parallel.most_over_expert_ranks(num_batches) - num_batches
 
     def _run(
         self, batches: list[MicroBatch], loss_of: LossOf, *, forward_only: bool, capture: Capture | None = None
     ) -> list[Result]:
-        return pipeline_schedule.run(
-            self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture
-        )
+        return forward_passes.run(self._module, self._gpt, batches, loss_of, forward_only=forward_only, capture=capture)
 
     def _update(
         self,
@@ -388,7 +438,7 @@ class MegatronPolicy(OutgoingWeights):
         self._num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
-        return collectives.sum_results(results, names, self.device), float(grad_norm)
+        return parallel.sum_results(results, names, self.device), float(grad_norm)
 
     def rest(self) -> int:
         """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""

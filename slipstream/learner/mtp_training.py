@@ -1,10 +1,17 @@
-"""Training of a policy's MTP layer on states that the policy left behind: no gradient reaches the policy.
+"""The layer of a MiMo that predicts the token after the next, of Megatron's parts, and its training.
 
-The layer has gradient buffers, an optimizer and a clip of its own, and reads the policy's embeddings and output layer
-without moving them.
+Megatron's own block for it (`MultiTokenPredictionBlock`) computes something else: it reads the states after the final
+norm where MiMo reads those before it, joins embedding and state in the other order, and lets the first position see its
+token. So the layer between input and output is Megatron's `TransformerLayer`, and the rest is written here.
 
-Legend: `T` tokens, `B` sequences of a micro-batch, `N` drafted tokens, `H` hidden size, `V` this rank's vocabulary. A
-window is what is drafted from one position on; pass `i` drafts token `i` of every window, at the position `i` later.
+It learns from states that the policy left behind: no gradient reaches the policy. It has gradient buffers, an optimizer
+and a clip of its own, and reads the policy's embeddings and output layer without moving them.
+
+Legend: `T` tokens, `B` sequences of a micro-batch, `N` chosen or drafted tokens, `H` hidden size, `V` this rank's part
+of the vocabulary. A window is what is drafted from one position on; pass `i` drafts token `i` of every window, at the
+position `i` later.
+
+Source: vLLM's `mimo_mtp.py`, which follows XiaomiMiMo/MiMo-7B-RL.
 """
 
 from __future__ import annotations
@@ -17,25 +24,104 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.grpo.config import OptimizerConfig
-from slipstream.learner import collectives, parallel
+from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.batches import Batching, MicroBatch, Sequences
-from slipstream.learner.checkpoint.rank_state import MAIN, HeldParameter, Stepped, held_parameters
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.learner.checkpoint.policy import MAIN, HeldParameter, held_parameters
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.mtp_layer import MtpLayer, logits_of, probabilities, soft_cross_entropy
-from slipstream.learner.optimizer import with_optimizer
-from slipstream.learner.training_memory import TrainingMemory
-from slipstream.learner.weights import hf_from_shards, mtp_mappings, shards_of
+from slipstream.learner.logprobs import largest
+from slipstream.learner.optimizer import TrainingMemory, with_optimizer
+from slipstream.learner.weights import hf_from_shards, mtp_mappings, shard_from_hf
 
 _NUM_UPDATES = "num_updates"
 States = Sequence[tuple[Tensor, Tensor]]
-"""Of each sequence the residual stream after the last layer, before the final norm, and what the output layer sees."""
+"""Each sequence's residual stream after the last layer, before the final norm, and the output layer's input."""
+
+
+class MtpLayer(MegatronModule):
+    """A state and the token that followed it, to the state that predicts the token after that one."""
+
+    def __init__(self, config: TransformerConfig, *, norm: Any, layer: ModuleSpec) -> None:
+        """Build the layer without defined weights; `norm` and `layer` are made as those of the model are."""
+        super().__init__(config=config)
+        sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.token_layernorm = build_module(norm, **sizes)
+        self.hidden_layernorm = build_module(norm, **sizes)
+        # Whole on every rank, as in vLLM: the states are.
+        hidden = config.hidden_size
+        self.input_proj = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=config.params_dtype)
+        self.layer = build_module(layer, config=config)
+        self.final_layernorm = build_module(norm, **sizes)
+
+    def forward(
+        self,
+        states_TBH: Tensor,
+        embeddings_TBH: Tensor,
+        *,
+        positions_BT: Tensor,
+        angles_S11D: Tensor,
+        packed: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[T, B, H], after a norm of its own: the output layer follows.
+
+        Args:
+            states_TBH: the residual stream after the last layer, before the final norm, of each position; or what this
+                function gave for the position before, to draft further.
+            embeddings_TBH: of the token that follows each position; position 0 does not see it.
+            positions_BT: of the states; each sequence's 0, 1, …
+            angles_S11D: of the rotary embedding, of each token, or of positions 0, 1, … if all sequences start there.
+        """
+        is_first_TB1 = (positions_BT == 0).t().unsqueeze(-1)
+        tokens_TBH = self.token_layernorm(embeddings_TBH.masked_fill(is_first_TB1, 0.0))
+        joined = torch.cat([self.hidden_layernorm(states_TBH), tokens_TBH], dim=-1)
+        mixed_TBH, _ = self.layer(
+            self.input_proj(joined), attention_mask=None, rotary_pos_emb=angles_S11D, packed_seq_params=packed
+        )
+        return self.final_layernorm(mixed_TBH)
+
+
+def soft_cross_entropy(logits_NV: Tensor, targets_NV: Tensor) -> Tensor:
+    """[N], with gradient to the logits: -sum over the whole vocabulary of p log q, in nats.
+
+    Args:
+        logits_NV: of q, this rank's part of the vocabulary, float32.
+        targets_NV: p, the same part.
+    """
+    normalizer_N = _log_normalizer(logits_NV)
+    dot_N = cast(Tensor, reduce_from_tensor_model_parallel_region((targets_NV * logits_NV).sum(-1)))
+    return normalizer_N - dot_N
+
+
+def probabilities(logits_NV: Tensor) -> Tensor:
+    """[N, V], this rank's part of softmax over the whole vocabulary."""
+    return (logits_NV - _log_normalizer(logits_NV)[:, None]).exp()
+
+
+def logits_of(hidden_NH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    """[N, V] float32, this rank's part; the gradient of the states is that of all ranks' parts, the weight has none."""
+    whole_NH = cast(Tensor, copy_to_tensor_model_parallel_region(hidden_NH))
+    return (whole_NH @ weight_VH.detach().t()).float() / temperature
+
+
+def _log_normalizer(logits_NV: Tensor) -> Tensor:
+    """[N], of the whole vocabulary."""
+    largest_N = largest(logits_NV.detach(), parallel.tensor_group())
+    mass_N = (logits_NV - largest_N[:, None]).exp().sum(-1)
+    return largest_N + cast(Tensor, reduce_from_tensor_model_parallel_region(mass_N)).log()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +190,7 @@ class MtpTrainer:
         self.memory.take()
         chats = list(self._chats(sequences, loss_starts, states))
         weights = [decay**index for index in range(num_passes)]
-        num_tokens = collectives.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
+        num_tokens = parallel.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._module.zero_grad_buffer()
@@ -121,7 +207,7 @@ class MtpTrainer:
         self.num_updates += 1
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the MTP layer's gradient must be finite, got {grad_norm}")
-        return float(collectives.summed_over_data_ranks(total))
+        return float(parallel.summed_over_data_ranks(total))
 
     @torch.no_grad()
     def evaluate(
@@ -147,7 +233,7 @@ class MtpTrainer:
             sums[:num_tokens] += chances_KW.sum(1)
             sums[num_tokens:-1] += chances_KW.cumprod(0).sum(1)
             sums[-1] += chances_KW.shape[1]
-        means = collectives.summed_over_data_ranks(sums)
+        means = parallel.summed_over_data_ranks(sums)
         means = means / means[-1]
         return means[:num_tokens].tolist(), 1.0 + float(means[num_tokens:-1].sum())
 
@@ -157,7 +243,7 @@ class MtpTrainer:
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
         for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
             for kind, own in self._stepped(held).items():
-                shards = collectives.tensor_parallel_shards(own.detach())
+                shards = parallel.tensor_parallel_shards(own.detach())
                 whole = hf_from_shards(mapping, shards, self._architecture)
                 found |= {f"{kind}/{name}": tensor for name, tensor in whole}
         return found
@@ -182,12 +268,8 @@ class MtpTrainer:
             main.copy_(own[MAIN][held.name])
             held.parameter.copy_(main)
             moments = held.stepped.moments if self.num_updates else ()
-            held.stepped.optimizer.state.pop(main, None)
-            if moments:
-                held.stepped.optimizer.state[main] = {
-                    kind: own[kind][held.name].to(main.device, copy=True) for kind in moments
-                }
-            _count(held.stepped, self.num_updates)
+            found = {kind: own[kind][held.name].to(main.device, copy=True) for kind in moments}
+            held.stepped.restore(found, self.num_updates)
 
     def _stepped(self, held: HeldParameter) -> dict[str, Tensor]:
         """The float32 parameter and the optimizer's moments of it, once it has stepped."""
@@ -197,13 +279,13 @@ class MtpTrainer:
         return {MAIN: held.stepped.main, **{kind: state[kind] for kind in moments}}
 
     def _own(self, state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """What of one kind this rank holds: some of Muon's moments are not there for what AdamW steps."""
+        """This rank's part of one kind; parameters that AdamW steps have no moment of Muon."""
 
         def read(name: str) -> Tensor:
             return state[f"{kind}/{name}"]
 
         table = [m for m in mtp_mappings(self._architecture) if all(f"{kind}/{name}" in state for name in m.hf)]
-        return dict(shards_of(table, read, self._architecture, self._shard))
+        return dict(shard_from_hf(read, self._architecture, self._shard, table))
 
     def _loss(self, chats: _Chats, temperature: float, weights: Sequence[float]) -> Tensor:
         total = torch.zeros((), device=self._device)
@@ -284,14 +366,6 @@ class MtpTrainer:
             yield _Chats(batch=batch, states_TBH=states_TBH, last_TBH=last_TBH, has_target_BT=has_target_BT)
 
 
-def _count(stepped: Stepped, num_updates: int) -> None:
-    if stepped.counts_by_parameter and num_updates:
-        stepped.optimizer.state[stepped.main]["step"] = torch.tensor(float(num_updates), device=stepped.main.device)
-    elif "exp_avg" in stepped.moments:
-        for group in stepped.optimizer.param_groups:
-            group["step"] = num_updates
-
-
 def _chosen(chats: _Chats, index: int, drafted_TBH: Tensor) -> tuple[Tensor, Tensor]:
     """[N, H] each, of the tokens that pass `index` drafts: its own, and what the policy's output layer saw there."""
     mask_BT = chats.drafts(index)
@@ -310,4 +384,4 @@ def _overlap(weight_VH: Tensor, temperature: float, hidden_NH: Tensor, last_NH: 
     """[N], sum_v min(p(v), q(v)) over the whole vocabulary."""
     policy_NV, draft_NV = (probabilities(logits_of(each, weight_VH, temperature)) for each in (last_NH, hidden_NH))
     shared_N = torch.minimum(policy_NV, draft_NV).sum(-1)
-    return torch.stack(collectives.tensor_parallel_shards(shared_N)).sum(0)
+    return torch.stack(parallel.tensor_parallel_shards(shared_N)).sum(0)

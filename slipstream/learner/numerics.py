@@ -1,4 +1,4 @@
-"""Which floating-point type this machine multiplies faster: what `dtype: auto` of a recipe stands for.
+"""The floating-point type that this machine multiplies faster: what `dtype: auto` of a recipe stands for.
 
 Without AVX-512 BF16, AMX or their like torch multiplies bfloat16 in a scalar loop, an order of magnitude slower than
 float32; with them bfloat16 wins. Capability flags say what a processor has, not what the installed kernels make of it,
@@ -27,7 +27,7 @@ _NUM_REPEATS = 15
 _MS = 1e3
 _BFLOAT16_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")  # as /proc/cpuinfo spells them
-_CANDIDATES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 def choose_dtype(
@@ -40,10 +40,10 @@ def choose_dtype(
         product_ms: milliseconds of one product in a type; None measures on this machine.
     """
     timed = product_ms or _product_ms
-    ms = dict.fromkeys(_CANDIDATES, math.inf)
+    ms = dict.fromkeys(TORCH_DTYPES, math.inf)
     with _threads(num_threads):
         for _ in range(_NUM_REPEATS):  # in turn, and the least counts: whatever else the machine does only adds
-            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in _CANDIDATES.items()}
+            ms = {dtype: min(ms[dtype], timed(of_torch)) for dtype, of_torch in TORCH_DTYPES.items()}
     chosen = min(ms, key=lambda dtype: (ms[dtype], dtype is not Dtype.FLOAT32))
     return NumericsRecord(
         dtype=chosen,
@@ -60,12 +60,12 @@ def choose_dtype(
 def learner_keeps_bits(
     dtype: Dtype, *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
 ) -> bool:
-    """Whether products of a learner in `dtype` are the same bits on one thread and on two, in this process: tried out.
+    """Try out whether products of a learner in `dtype` are the same bits on one thread and on two, in this process.
 
     A weight's gradient sums over thousands of tokens, and libraries differ in whether threads share out such a sum: MKL
     does, in float32, unless MKL_CBWR is AUTO,STRICT in the environment of the process, on a processor with AVX2.
     """
-    of_torch, numbers = _CANDIDATES.get(dtype), torch.Generator().manual_seed(0)
+    of_torch, numbers = TORCH_DTYPES.get(dtype), torch.Generator().manual_seed(0)
     if of_torch is None:
         return False
     for num_tokens in _TOKENS:
@@ -79,7 +79,7 @@ def learner_keeps_bits(
 def draft_keeps_bits(
     *, gradient: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor] = torch._softmax_backward_data
 ) -> bool:
-    """Whether the gradient of a softmax is the same bits on one thread and on two, in this process: tried out.
+    """Try out whether the gradient of a softmax is the same bits on one thread and on two, in this process.
 
     Unlike the policy's layer for CPUs, a draft that is trained beside the policy computes it with torch's own
     operation. That one depends on its threads on a processor with AVX2, where a row's length is no multiple of 8.
@@ -91,7 +91,7 @@ def draft_keeps_bits(
 
 
 def engine_keeps_bits(dtype: Dtype) -> bool:
-    """Whether a vLLM engine in `dtype` draws the same bits on one thread and on two, on this machine.
+    """Return True if a vLLM engine in `dtype` samples the same bits on one thread and on two, on this machine.
 
     In bfloat16 it does where the processor multiplies that; elsewhere its kernels share out their work by threads.
     """
@@ -99,7 +99,7 @@ def engine_keeps_bits(dtype: Dtype) -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """What processor and kernels say that they can do: torch's level, oneDNN's answer, the CPU's own flags."""
+    """Capabilities by torch's level, oneDNN's answer and the CPU's own flags."""
     found = [f"torch {torch.backends.cpu.get_cpu_capability()}"]
     if torch.backends.mkldnn.is_available():
         found.append(f"oneDNN bfloat16 {'yes' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'no'}")

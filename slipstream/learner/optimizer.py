@@ -1,9 +1,18 @@
-"""Megatron's gradient buffers and optimizer around a model."""
+"""Megatron's gradient buffers and optimizer around a model, Muon for many small matrices, and the memory of both.
+
+Muon makes all matrices of one shape orthogonal together: `torch.optim.Muon` does them one after another, which on a CPU
+costs more than twice as much for the same updates (docs/log.md).
+
+What a model needs for its updates alone is given back while others work on the same device. Gradients are let go, for
+every update begins with zeros. What the optimizer keeps, float32 masters and moments, goes to host memory and comes
+back to the last bit. The model's weights stay: whoever reads them notices nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,18 +22,85 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_meg
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner.config import LearnerConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.layers import TORCH_DTYPES
-from slipstream.learner.muon import BatchedMuon
+from slipstream.learner.numerics import TORCH_DTYPES
 from slipstream.types import Dtype
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in Jordan's post and in torch
+_EPS = 1e-7
 
 # The defaults are 0.95 and five. A short training wants a shorter memory, and three iterations teach as much as five:
 # docs/log.md
 _MUON_MOMENTUM = 0.9
 _NUM_MUON_ITERATIONS = 3
+_PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
+
+
+class BatchedMuon(torch.optim.Optimizer):
+    """Momentum (Nesterov's), made orthogonal; an update is as large as AdamW's would be at the same learning rate.
+
+    `dtype` is the iteration's: bfloat16 suffices, but only some processors multiply it fast. The updates are those of
+    `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding.
+
+    Source:
+        Jordan et al., Muon (2024); Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Tensor],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        num_iterations: int = 5,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "num_iterations": num_iterations}
+        super().__init__(matrices, defaults)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss to return
+        """One update of every matrix that has a gradient."""
+        assert closure is None, "the loss is computed once"
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    by_shape.setdefault(matrix.shape, []).append(matrix)
+            for shape, matrices in by_shape.items():
+                momenta = [self._momentum(matrix) for matrix in matrices]
+                gradients: list[Any] = [matrix.grad for matrix in matrices]
+                torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+                ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+                num_iterations = group["num_iterations"]
+                updates = orthogonal(torch.stack(ahead), num_iterations=num_iterations, dtype=self._dtype).unbind()
+                torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(matrices, updates, alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
+
+    def _momentum(self, matrix: Tensor) -> Tensor:
+        state: dict[str, Tensor] = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        return state["momentum_buffer"]
+
+
+def orthogonal(matrices_BMN: Tensor, *, num_iterations: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Each matrix with its singular values brought near 1, by Newton and Schulz's iteration in `dtype`."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
+    x = matrices_BMN.to(dtype)
+    x = x.mT.contiguous() if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=_EPS)
+    for _ in range(num_iterations):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(matrices_BMN.dtype)
 
 
 def with_optimizer(
@@ -66,7 +142,7 @@ def with_optimizer(
 
 
 def _hidden_matrices(model: MegatronModule) -> list[torch.nn.Parameter]:
-    """What Muon is for: every matrix but the embedding and the output layer."""
+    """The matrices that Muon steps: all but the embedding and the output layer."""
     return [
         parameter
         for parameter in model.parameters()
@@ -107,3 +183,133 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
     wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
     wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
     return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A storage without memory, how large it is with it, and what it held; no pieces of one that holds zeros."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    pieces: tuple[Tensor, ...]
+
+
+class TrainingMemory:
+    """The gradients and the optimizer's state of one model on one device.
+
+    It is given back and taken again by the storage, not by the tensor: what shares a storage, such as the views of
+    Megatron's gradient buffers, or the shards that a float32 distributed optimizer steps within the weights
+    themselves, goes and stays together, and every reference to it is valid afterwards. Megatron's own `offload_to_cpu`
+    moves what an optimizer steps, which in float32 are the weights.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        device: torch.device,
+        gradients: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        """Take note of a model, its optimizers and the buffers of its gradients, if these are no `grad`s.
+
+        Args:
+            gradients: held for the whole training, and zero before each update.
+        """
+        self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
+        self._away: list[_Away] = []
+
+    @classmethod
+    def of_megatron(
+        cls, module: DistributedDataParallel, optimizer: MegatronOptimizer, device: torch.device
+    ) -> TrainingMemory:
+        """Take note of what `with_optimizer` returned."""
+
+        def gradients() -> Iterator[Tensor]:
+            lists: Any = module  # whose `buffers` are no method, as those of a torch module
+            for buffer in [*lists.buffers, *lists.expert_parallel_buffers]:
+                yield buffer.grad_data
+
+        return cls(module.module, _steppers(optimizer), device=device, gradients=gradients)
+
+    @property
+    def is_away(self) -> bool:
+        """True from `give_back` to `take`."""
+        return bool(self._away)
+
+    @torch.no_grad()
+    def give_back(self) -> int:
+        """Free the memory until `take`, which precedes every update; returns how many bytes that are.
+
+        Called again before it changes nothing and returns 0.
+        """
+        if self._away:
+            return 0
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()  # they may be references to the buffers
+        kept = {each.untyped_storage().data_ptr() for each in [*self._model.parameters(), *self._model.buffers()]}
+        gradients = self._storages(self._gradients(), kept)
+        state = self._storages(self._state(), kept | gradients.keys())
+        copies = {pointer: _copies(storage) for pointer, storage in state.items()}
+        self._wait()  # the copies are on their way
+        for pointer, storage in (gradients | state).items():
+            self._away.append(_Away(storage, storage.nbytes(), copies.get(pointer, ())))
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep it for this process
+        return sum(away.num_bytes for away in self._away)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Have everything again, if it was given back: gradients of zeros, and the optimizer's state as it was."""
+        for away in self._away:
+            away.storage.resize_(away.num_bytes)
+            whole = _numbers(away.storage)
+            if not away.pieces:
+                whole.zero_()
+            for place, piece in zip(whole.split(_PIECE_BYTES), away.pieces, strict=False):
+                place.copy_(piece, non_blocking=True)
+        self._wait()
+        self._away = []
+
+    def _state(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                yield from (each for each in state.values() if isinstance(each, Tensor) and each.dim())
+
+    def _storages(self, tensors: Iterable[Tensor], kept: Set[int]) -> dict[int, torch.UntypedStorage]:
+        """Storages of this device by address, without those to be kept and those without memory.
+
+        On a host also without what numpy has ever had a view of, as a checkpoint takes one: torch leaves it as it is.
+        """
+        storages = [each.untyped_storage() for each in tensors if each.device.type == self._device.type]
+        return {
+            storage.data_ptr(): storage
+            for storage in storages
+            if storage.nbytes() and storage.resizable() and storage.data_ptr() not in kept
+        }
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _steppers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers inside of Megatron's; a rank that steps nothing has none."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [each.optimizer for each in chained if each.optimizer is not None]
+
+
+def _numbers(storage: torch.UntypedStorage) -> Tensor:
+    """All bytes of a storage, in one dimension."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copies(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
+    """Copies of all bytes in host memory, complete after a wait for the device."""
+    return tuple(
+        torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda).copy_(piece, non_blocking=True)
+        for piece in _numbers(storage).split(_PIECE_BYTES)
+    )

@@ -1,17 +1,17 @@
-"""Which sequences of different lengths share a micro-batch: plans are index lists, so that the order is restorable."""
+"""Plans of which sequences share a micro-batch: lists of indices, so that the order can be restored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 MICROBATCH_COST = 300
-"""What one more micro-batch costs beside its tokens, in tokens: measured on two cores, docs/log.md."""
+"""Cost of one more micro-batch beside its tokens, in tokens: measured on two cores, docs/log.md."""
 
 UNPADDED_MICROBATCH_COST = 3000
-"""The same where the layers skip padding, which then costs next to nothing."""
+"""Cost of one more micro-batch where the layers skip padding, which then costs next to nothing."""
 
 _RECTANGLE_COST = 40_000
-"""What one more attention rectangle costs beside its scores, in scores: of the tiny recipe, docs/log.md."""
+"""Cost of one more attention rectangle beside its scores, in scores: of the tiny recipe, docs/log.md."""
 
 
 def plan_microbatches(

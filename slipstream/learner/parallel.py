@@ -1,14 +1,16 @@
-"""Process group and Megatron model-parallel state of a learner rank."""
+"""Process group and Megatron model-parallel state of a learner rank, and bringing what ranks hold in parts to all."""
 
 from __future__ import annotations
 
 import os
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import TypedDict, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from slipstream.config import require
@@ -18,7 +20,7 @@ from slipstream.learner.weights import Shard
 
 
 class Rank(TypedDict, total=False):
-    """Which rank of the learner a process is, and where rank 0 waits; see `initialize`."""
+    """A process's rank in the learner, and where rank 0 waits: arguments of `initialize`."""
 
     rank: int
     world_size: int
@@ -89,7 +91,7 @@ def teardown() -> None:
 
 
 def current_shard() -> Shard:
-    """Which part of the model this rank holds."""
+    """The part of the model that this rank holds."""
     return Shard(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -102,12 +104,12 @@ def current_shard() -> Shard:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     return torch.device("cpu") if host.is_cpu_only() else torch.device("cuda", torch.cuda.current_device())
 
 
 def is_main_rank() -> bool:
-    """Whether this rank writes the files that exist once."""
+    """Return True on the rank that writes the files that exist once."""
     return dist.get_rank() == 0
 
 
@@ -115,3 +117,110 @@ def barrier() -> None:
     """Wait for every learner rank."""
     if dist.get_world_size() > 1:
         dist.barrier()
+
+
+def tensor_parallel_shards(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all tensor-parallel ranks, in rank order."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(shards, tensor.contiguous(), group=tensor_group())
+    return shards
+
+
+def from_expert_rank(holder: int, tensor: Tensor) -> Tensor:
+    """The tensor of one of the ranks that experts are dealt to, on all of them; all pass one of its shape."""
+    group = _expert_group()
+    if group.size() == 1:
+        return tensor
+    shared = tensor.contiguous() if group.rank() == holder else torch.empty_like(tensor)
+    dist.broadcast(shared, src=dist.get_process_group_ranks(group)[holder], group=group)
+    return shared
+
+
+def most_over_expert_ranks(count: int) -> int:
+    """The largest of the counts of the ranks that experts are dealt to."""
+    group = _expert_group()
+    if group.size() == 1:
+        return count
+    most = torch.tensor(count, device=device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most.item())
+
+
+def from_pipeline_stage(stage: int, tensors: Sequence[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+    """Named tensors of one pipeline stage, on every stage; only that stage passes them."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        assert tensors is not None
+        return list(tensors)
+    group = _pipeline_group()
+    source = dist.get_process_group_ranks(group)[stage]
+    headers = [None if tensors is None else [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]]
+    dist.broadcast_object_list(headers, src=source, group=group)
+    assert headers[0] is not None
+    received = []
+    for index, (name, shape, dtype) in enumerate(headers[0]):
+        tensor = torch.empty(shape, dtype=dtype, device=device()) if tensors is None else tensors[index][1].contiguous()
+        dist.broadcast(tensor, src=source, group=group)
+        received.append((name, tensor))
+    return received
+
+
+def sum_over_stages(tensor: Tensor) -> Tensor:
+    """Sum over the pipeline stages, on each of them: a stage passes zeros where it has nothing."""
+    return summed(tensor, _pipeline_group())
+
+
+def num_pipeline_stages() -> int:
+    """Over how many ranks the layers are dealt."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def sum_over_data_ranks(count: int) -> int:
+    """Sum of the data-parallel ranks' counts."""
+    if _data_group().size() == 1:
+        return count
+    return int(summed_over_data_ranks(torch.tensor(count, device=device())).item())
+
+
+def summed_over_data_ranks(tensor: Tensor) -> Tensor:
+    """Sum over the data-parallel ranks, on the device where the learner's ranks exchange tensors."""
+    if _data_group().size() == 1:
+        return tensor
+    return summed(tensor.to(device(), copy=True), _data_group()).to(tensor.device)
+
+
+def sum_results(results: Sequence[dict[str, Tensor]], names: Sequence[str], device: torch.device) -> dict[str, float]:
+    """Sum named scalars over micro-batches and ranks; `results` is empty except on the last pipeline stage."""
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for result in results:
+        sums += torch.stack([result[name].double() for name in names])
+    return dict(zip(names, sum_over_stages(summed(sums, _data_group())).tolist(), strict=True))
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group, in place."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+# Megatron declares its groups as a group, a list of groups or None, and gives a group for every layout of ours.
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that hold the parts of one layer."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def _pipeline_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def _expert_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
+
+
+def _data_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())

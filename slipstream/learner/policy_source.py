@@ -1,9 +1,13 @@
-"""Where the policy that the chain starts from lies: a local directory or a hub id, checked by its configs alone."""
+"""The source of the policy that the chain starts from: a local directory, a hub id, or pretraining of random weights.
+
+A directory and a hub id are checked by their configs alone.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import ConfigError, require
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.learner.architecture import MIMO, Architecture
-from slipstream.learner.config import PolicyConfig
+from slipstream.learner.config import PolicyConfig, ScratchConfig
 from slipstream.records.stages import PolicyRecord
 
 if TYPE_CHECKING:
@@ -20,10 +24,15 @@ if TYPE_CHECKING:
 _CONFIG_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer*")
 _WEIGHTS = "*.safetensors"
 
+Document = tuple[Sequence[int], int]
+"""Token ids, and the index from which they are learned (0: all of them)."""
+Step = Callable[..., float]
+"""`lm_step` of a policy, in this process or in another: sequences, where their loss starts, and `learning_rate`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a run asks of its policy."""
+    """Requirements of a run on its policy."""
 
     max_model_len: int  # tokens of the longest sequence
     draft_layer_ids: Sequence[int]  # layers whose states the draft reads
@@ -122,3 +131,53 @@ def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") 
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(f"{field} must be a local directory or a reachable hub id, got {model!r}: {error}") from error
+
+
+def pretrain(
+    lm_step: Step,
+    documents: Iterable[Document],
+    config: ScratchConfig,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Train for `config.num_steps` updates of about `config.tokens_per_step` tokens each.
+
+    Args:
+        lm_step: of a learner that was made with random weights.
+        documents: taken in order; a sequence starts again when it is exhausted, an iterator must not run out.
+        on_step: told each step, from 0, and its loss.
+    Returns:
+        Mean loss a learned token of every step, in nats.
+    Raises:
+        ValueError: `documents` ended before the last step.
+    """
+    stream = itertools.cycle(documents) if isinstance(documents, Sequence) else iter(documents)
+    losses = []
+    for step in range(config.num_steps):
+        batch = _take(stream, config.tokens_per_step)
+        if not batch:
+            raise ValueError(f"documents ended after {step} of {config.num_steps} pretraining steps")
+        sequences, loss_starts = zip(*batch, strict=True)
+        loss = lm_step(sequences, loss_starts, learning_rate=learning_rate_at(step, config))
+        losses.append(loss)
+        on_step(step, loss)
+    return losses
+
+
+def learning_rate_at(step: int, config: ScratchConfig) -> float:
+    """Linear warmup to `config.learning_rate`, then a straight line that would reach zero one step after the last."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    return config.learning_rate * (config.num_steps - step) / (config.num_steps - config.warmup_steps)
+
+
+def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:
+    """Documents until they hold `num_tokens` tokens: the last one is taken whole."""
+    batch: list[Document] = []
+    taken = 0
+    while taken < num_tokens:
+        document = next(stream, None)
+        if document is None:
+            break
+        batch.append(document)
+        taken += len(document[0])
+    return batch

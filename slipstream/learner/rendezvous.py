@@ -1,11 +1,11 @@
-"""Where the ranks of a learner meet: rank 0 opens a port on its own host, the others connect to it."""
+"""Rendezvous of the ranks of a learner: rank 0 opens a port on its own host, the others connect to it."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -30,12 +30,7 @@ class Rendezvous:
         listening = socket.create_server((address, 0))
         port = int(listening.getsockname()[1])
         store = TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
+            address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         return cls(address=address, port=port, world_size=world_size, store=store)
 
@@ -52,13 +47,7 @@ class Rendezvous:
         dist.init_process_group(backend, store=store, rank=rank, world_size=self._world_size)
 
 
-class Address(NamedTuple):
-    """What is needed of psutil's."""
-
-    address: str
-
-
-def interface_of(address: str, interfaces: Mapping[str, Iterable[Address]] | None = None) -> str:
+def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = None) -> str:
     """Name of the network interface that has `address`.
 
     Args:

@@ -1,8 +1,11 @@
 """Parameter names and layouts of Qwen3 and MiMo: Hugging Face <-> Megatron-Core, for the shards of every layout.
 
 One table says which HF tensors make up a Megatron parameter and how it is laid out; both directions read it, so the
-round trip moves numbers and computes none. Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim,
-`F` ffn, `V` vocabulary.
+round trip moves numbers and computes none. Random weights of a new policy are the same whatever the layout of the
+learner that starts from them: those of Megatron on one rank, in its order. On a second pipeline stage it would draw
+others, and it would deal the rows of a gated MLP to other ranks.
+
+Legend: `H` hidden, `N` query heads, `K` key-value heads, `D` head dim, `F` ffn, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from torch import Tensor
 
 from slipstream.learner.architecture import Architecture
 
+_DRAWN_FIRST = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.weight")
+
 
 class Layout(Enum):
-    """How a Megatron parameter is made from HF tensors and split over tensor-parallel ranks."""
+    """Layout of a Megatron parameter: how HF tensors make it up and how it is split over tensor-parallel ranks."""
 
     REPLICATED = auto()  # the same on every rank
     COLUMN = auto()  # split by output rows, dimension 0
@@ -28,7 +33,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class ParameterMapping:
     """One Megatron parameter and the HF tensors in it."""
 
     megatron: str
@@ -76,7 +81,7 @@ _Table = tuple[tuple[str, tuple[str, ...], Layout], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Which part of the model a rank holds."""
+    """Part of the model that a rank holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -86,8 +91,8 @@ class Shard:
     expert_size: int = 1
     data_rank: int = 0  # of ranks that hold the same, experts apart
 
-    def is_copy(self, mapping: Mapping) -> bool:
-        """Whether a rank with a lower data-parallel number holds the same parameter.
+    def is_copy(self, mapping: ParameterMapping) -> bool:
+        """Return True if a rank with a lower data-parallel number holds the same parameter.
 
         Source: Megatron's `parallel_state` numbers the ranks of experts before their copies (order "tp-cp-ep-dp-pp").
         """
@@ -104,23 +109,23 @@ class Shard:
         return self.pipeline_rank == self.pipeline_size - 1
 
 
-def mappings(arch: Architecture, shard: Shard) -> Iterator[Mapping]:
+def mappings(arch: Architecture, shard: Shard) -> Iterator[ParameterMapping]:
     """The parameters that a rank holds, in model order; Megatron numbers layers within the pipeline stage."""
     if shard.is_first:
-        yield Mapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+        yield ParameterMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
     per_stage = arch.num_layers // shard.pipeline_size
     for layer in range(per_stage):
         yield from _layer_mappings(arch, shard, layer, shard.pipeline_rank * per_stage + layer)
     if shard.is_last:
-        yield Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
+        yield ParameterMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED)
         if not arch.tie_word_embeddings:
-            yield Mapping("output_layer.weight", ("lm_head.weight",), Layout.COLUMN)
+            yield ParameterMapping("output_layer.weight", ("lm_head.weight",), Layout.COLUMN)
         elif not shard.is_first:
             # A tied output layer on another stage than the embedding is a copy that Megatron keeps in step.
-            yield Mapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
+            yield ParameterMapping("output_layer.weight", ("model.embed_tokens.weight",), Layout.COLUMN)
 
 
-def mtp_mappings(arch: Architecture) -> Iterator[Mapping]:
+def mtp_mappings(arch: Architecture) -> Iterator[ParameterMapping]:
     """The parameters of the MTP layer, which a rank holds beside the model; none of an architecture without one."""
     for layer in range(arch.num_mtp_layers):
         hf = f"model.mtp_layers.{layer}"
@@ -129,8 +134,8 @@ def mtp_mappings(arch: Architecture) -> Iterator[Mapping]:
         yield from _named(_MTP_OUTPUT, "", hf)
 
 
-def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[Mapping]:
-    def of(table: _Table) -> Iterator[Mapping]:
+def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int) -> Iterator[ParameterMapping]:
+    def of(table: _Table) -> Iterator[ParameterMapping]:
         return _named(table, f"decoder.layers.{layer}.", f"model.layers.{hf_layer}")
 
     yield from of(_attention(arch))
@@ -143,7 +148,9 @@ def _layer_mappings(arch: Architecture, shard: Shard, layer: int, hf_layer: int)
         here, there = f"mlp.experts.local_experts.{local}", f"mlp.experts.{shard.expert_rank * per_rank + local}"
         for mapping in of(_MLP):
             megatron = mapping.megatron.replace("mlp", here, 1)
-            yield Mapping(megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True)
+            yield ParameterMapping(
+                megatron, tuple(n.replace("mlp", there, 1) for n in mapping.hf), mapping.layout, True
+            )
 
 
 def _attention(arch: Architecture) -> _Table:
@@ -151,37 +158,30 @@ def _attention(arch: Architecture) -> _Table:
     return (*_INPUT, *(_QKV_BIASES if arch.has_mtp else _QK_NORMS), *_OUTPUT)
 
 
-def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[Mapping]:
+def _named(table: _Table, megatron_layer: str, hf_layer: str) -> Iterator[ParameterMapping]:
     for megatron, hf, layout in table:
-        yield Mapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
+        yield ParameterMapping(f"{megatron_layer}{megatron}", tuple(f"{hf_layer}.{name}" for name in hf), layout)
 
 
-def shard_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name."""
-    return shards_of(mappings(arch, shard), read, arch, shard)
-
-
-def mtp_from_hf(read: Callable[[str], Tensor], arch: Architecture, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """The same of the MTP layer's."""
-    return shards_of(mtp_mappings(arch), read, arch, shard)
-
-
-def shards_of(
-    table: Iterable[Mapping], read: Callable[[str], Tensor], arch: Architecture, shard: Shard
+def shard_from_hf(
+    read: Callable[[str], Tensor], arch: Architecture, shard: Shard, table: Iterable[ParameterMapping] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same of the parameters in `table`."""
-    for mapping in table:
-        parts = [read(name) for name in mapping.hf]
-        yield mapping.megatron, _split(mapping.layout, parts, arch, shard)
+    """A rank's Megatron parameters by name, from full HF tensors that `read` gives by name.
+
+    Args:
+        table: the parameters; None takes the model's `mappings`, without an MTP layer's.
+    """
+    for mapping in mappings(arch, shard) if table is None else table:
+        yield mapping.megatron, _split(mapping.layout, [read(name) for name in mapping.hf], arch, shard)
 
 
-def hf_from_shards(mapping: Mapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
+def hf_from_shards(mapping: ParameterMapping, shards: Sequence[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
     """The full HF tensors in one Megatron parameter, from its shards of all tensor-parallel ranks in rank order."""
     return list(zip(mapping.hf, _join(mapping.layout, shards, arch), strict=True))
 
 
-def rows_of_parts(mapping: Mapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
-    """What of each HF tensor is in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
+def rows_of_parts(mapping: ParameterMapping, rows: Tensor, arch: Architecture, shard: Shard) -> list[Tensor]:
+    """Each HF tensor's rows in one rank's shard, in the HF tensor's order, given the shard or a value a row."""
     local = replace(  # a shard is laid out as the whole of a model with fewer heads
         arch,
         num_attention_heads=arch.num_attention_heads // shard.tensor_size,
@@ -238,3 +238,65 @@ def load_exactly(model: torch.nn.Module, state: dict[str, Tensor]) -> None:
         for name, parameter in parameters.items():
             assert parameter.shape == state[name].shape, (name, parameter.shape, state[name].shape)
             parameter.copy_(state[name])
+
+
+def initial_weights(arch: Architecture, *, std: float, seed: int) -> dict[str, Tensor]:
+    """Full float32 tensors under their Hugging Face names: normal with `std`, norms 1, biases 0.
+
+    As in Megatron, what writes into the residual stream starts smaller by sqrt(2 x layers). An MTP layer is drawn last:
+    the rest is the same with and without.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for mapping in [*_in_drawing_order(list(mappings(arch, Shard()))), *mtp_mappings(arch)]:
+        shape = _shape(mapping, arch)
+        residual = mapping.megatron.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        scale = std / (2 * arch.num_layers) ** 0.5 if residual else std
+        if mapping.megatron.endswith(".bias"):
+            tensor = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensor = torch.ones(shape)
+        else:
+            tensor = torch.empty(shape).normal_(0.0, scale, generator=generator)
+        weights.update(hf_from_shards(mapping, [tensor], arch))
+    return weights
+
+
+def _in_drawing_order(table: list[ParameterMapping]) -> list[ParameterMapping]:
+    """Model order, but in each layer the attention's projection comes before its queries, keys and values."""
+
+    def place(item: tuple[int, ParameterMapping]) -> tuple[int, int]:
+        at, mapping = item
+        layer, _, name = mapping.megatron.removeprefix("decoder.layers.").partition(".")
+        if name not in _DRAWN_FIRST:
+            return at, 0
+        first = next(i for i, each in enumerate(table) if each.megatron.startswith(f"decoder.layers.{layer}."))
+        return first, 1 + _DRAWN_FIRST.index(name)
+
+    return [mapping for _, mapping in sorted(enumerate(table), key=place)]
+
+
+def _shape(mapping: ParameterMapping, arch: Architecture) -> tuple[int, ...]:
+    """Shape of the whole parameter."""
+    heads, groups, dim, hidden = arch.num_attention_heads, arch.num_query_groups, arch.head_dim, arch.hidden_size
+    if mapping.megatron.endswith("linear_qkv.bias"):
+        return ((heads + 2 * groups) * dim,)
+    match mapping.megatron.split(".")[-2]:
+        case "word_embeddings" | "output_layer":
+            return arch.vocab_size, hidden
+        case "linear_qkv":
+            return (heads + 2 * groups) * dim, hidden
+        case "linear_proj":
+            return hidden, heads * dim
+        case "linear_fc1":
+            return 2 * arch.ffn_hidden_size, hidden
+        case "linear_fc2":
+            return hidden, arch.ffn_hidden_size
+        case "q_layernorm" | "k_layernorm":
+            return (dim,)
+        case "input_proj":
+            return hidden, 2 * hidden
+        case name if name.endswith("_layernorm"):
+            return (hidden,)
+        case name:
+            raise AssertionError(f"unknown parameter {name}")

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.records.certificate import Finding, Power
+from slipstream.records.stages import Finding, Power
 
 Floats = NDArray[np.float64]
 _NUM_BINS = 32

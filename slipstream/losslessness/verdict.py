@@ -17,7 +17,7 @@ from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.hypothesis_tests import Bias, Draws
 from slipstream.losslessness.sampling import Sample, Subject, positions
-from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.stages import CertificateRecord, Finding, GreedyRecord, Power
 
 CLAIM = (
     "Tokens sampled by the speculative engine follow the policy's own conditional distributions "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.records.certificate import CertificateRecord
-from slipstream.records.stages import DataSetRecord, DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
+from slipstream.records import stages
 from slipstream.records.steps import ArmRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsRecord:
-    """What `dtype: auto` of a recipe became on the machine that runs it, and why."""
+    """The type that `dtype: auto` of a recipe became on the machine that runs it, and why."""
 
     dtype: str
     reason: str
@@ -22,7 +21,7 @@ class NumericsRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRecord:
-    """On what a run ran, in the words of the simulator's data files (`configs/sim/`)."""
+    """Model and machine of a run, in the words of the simulator's data files (`configs/sim/`)."""
 
     model: str
     hardware: str
@@ -70,13 +69,13 @@ class RunRecord:
     tracking_uri: str
     versions: dict[str, str]
     machine: str
-    policy: PolicyRecord
-    data: tuple[DataSetRecord, ...]
-    draft: DraftRecord
-    tuning: TuningRecord
+    policy: stages.PolicyRecord
+    data: tuple[stages.DataSetRecord, ...]
+    draft: stages.DraftRecord
+    tuning: stages.TuningRecord
     arms: tuple[ArmRecord, ...]
-    evaluations: tuple[EvaluationRecord, ...]
-    certificate: CertificateRecord
+    evaluations: tuple[stages.EvaluationRecord, ...]
+    certificate: stages.CertificateRecord
     numerics: NumericsRecord | None = None  # None: the recipe names its types
     logical_gpus: bool = False  # see `placement.logical_gpus`
     layout: LayoutRecord | None = None  # None: the recipe names none, and the run is not projected from itself

@@ -1,4 +1,4 @@
-"""What the steps of an arm measured, and the arm as a whole."""
+"""Measurements of the steps of an arm, and the arm as a whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AcceptanceStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutopilotStep:
-    """What the autopilot of speculation had a step do, and what that cost."""
+    """A decision of the autopilot of speculation for one step, and its cost."""
 
     speculates: bool
     is_probe: bool  # one step of the other way, to measure it
@@ -42,7 +42,7 @@ class AutopilotStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitCheck:
-    """What was compared after a refit: tensors of policy and draft, 0 where no full check was due."""
+    """Comparison after a refit: tensors of policy and draft, 0 where no full check was due."""
 
     num_tensors: int
     elapsed_s: float
@@ -51,7 +51,7 @@ class RefitCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """How far the engine's logprobs are from the learner's, over all response tokens of a step."""
+    """Distance of the engine's logprobs from the learner's, over all response tokens of a step."""
 
     k1: float  # mean(rollout - trainer), an estimate of KL(rollout || trainer)
     k3: float  # mean(r - 1 - log r) with r = trainer / rollout probability: another one, never negative, less noisy
@@ -62,7 +62,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainStats:
-    """What the updates of a step did."""
+    """Outcome of the updates of a step."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -75,7 +75,7 @@ class TrainStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftDecision:
-    """Whether a step trains the draft: if `saved_s` is above `cost_s`, and `lost_s` too or the length has fallen."""
+    """A decision to train the draft: if `saved_s` is above `cost_s`, and `lost_s` too or the length has fallen."""
 
     trains: bool
     reason: str
@@ -113,7 +113,7 @@ class LagStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What went on beside the training of one step of an asynchronous loop.
+    """Work beside the training of one step of an asynchronous loop.
 
     The exposed part of generation, in which training waited for rollouts, is the step's `times.generation_s`.
     """
@@ -185,7 +185,7 @@ class ArmRecord:
 
     @property
     def name(self) -> str:
-        """What its task, its policy and its results are called."""
+        """Name of its task, its policy and its results."""
         is_synchronous = self.loop == LoopMode.SYNCHRONOUS.value
         return arm_name(self.arm, ArmLoop.SYNCHRONOUS if is_synchronous else ArmLoop.ASYNCHRONOUS)
 

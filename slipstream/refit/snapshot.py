@@ -5,11 +5,10 @@ A snapshot is one safetensors file under the names of the Hugging Face checkpoin
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -17,15 +16,14 @@ from typing import IO, TYPE_CHECKING
 import xxhash
 
 from slipstream.config import require
+from slipstream.storage import SAFETENSORS_DTYPES, safetensors_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slipstream.refit.channel.source import WeightMeta, WeightSource
+    from slipstream.refit.channel.source import WeightSource
 
 _SHARED_MEMORY = Path("/dev/shm")  # a file system in memory that learner and engine share
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL"}
-_ALIGNMENT = 8
 _NUM_FILES = 2  # engines may read one version while the next is written
 
 
@@ -98,7 +96,8 @@ class SnapshotWriter:
         """
         from slipstream.refit.channel.buckets import as_bytes
 
-        header = _safetensors_header(source.metas())
+        metas = [(each.name, SAFETENSORS_DTYPES[each.dtype], each.shape, each.num_bytes) for each in source.metas()]
+        header = safetensors_header(metas, metadata={"format": "pt"})
         assert self._header in (b"", header), "every version has the same tensors"
         self._header = header
         path = self._directory / f"{self._name}-{version % _NUM_FILES}.safetensors"
@@ -147,19 +146,3 @@ def bytes_digest(parts: Iterable[Tensor]) -> str:
     for part in parts:
         digest.update(part.numpy().data)
     return digest.hexdigest()
-
-
-def _safetensors_header(metas: Sequence[WeightMeta]) -> bytes:
-    """The head of a safetensors file: its length in 8 bytes, then JSON, padded so that the data is aligned."""
-    start = 0
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for meta in metas:
-        entries[meta.name] = {
-            "dtype": _SAFETENSORS_DTYPES[meta.dtype],
-            "shape": list(meta.shape),
-            "data_offsets": [start, start + meta.num_bytes],
-        }
-        start += meta.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text

@@ -7,7 +7,7 @@ import io
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,9 +15,6 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from slipstream.types import Arm
-
-if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType
 
 ARM_COLOURS = {Arm.AUTOREGRESSIVE: "#6f7681", Arm.SPECULATIVE: "#0072b2"}
 STAGE_COLOURS = {
@@ -31,34 +28,7 @@ LOSS = "#d55e00"
 HIGHLIGHT = "#e69f00"
 INK = "#30343b"
 WIDTH_IN = 10.2
-_STYLE: dict[RcKeyType, Any] = {
-    # Text stays text: small, selectable, and set in the page's font (narrower than the one laid out with).
-    "svg.fonttype": "none",
-    "svg.hashsalt": "slipstream",
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#9aa1ab",
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e7e9ee",
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "path.simplify_threshold": 0.5,
-}
+_STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
 
 def draw_svg(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
-from slipstream.report.formats import interval, speedup
+from slipstream.records.files import write_atomic
+from slipstream.report.formats import KINDS, UNITS, interval, render, speedup, speedup_with_interval
 from slipstream.statistics import Estimate
 from slipstream.tracking import Execution
 from slipstream.types import Arm
@@ -14,35 +15,26 @@ from slipstream.workers.placement.table import table
 
 NOTHING = "-"
 
-HEADINGS = (
-    "execution",
-    "started",
-    "status",
-    "k",
-    "generation speedup",
-    "step speedup",
-    "asynchronous step, AR",
-    "asynchronous step, spec",
-    "reward, AR",
-    "reward, spec",
-    "difference",
-    "AIME, AR",
-    "AIME, spec",
-    "acceptance length",
-    "lossless",
-    "hours",
-    "GPU hours",
-)
+_RESULTS = {
+    "k": "num_speculative_tokens",
+    "generation speedup": "generation_speedup",
+    "step speedup": "step_speedup",
+    "asynchronous step, AR": "asynchronous_step_speedup_autoregressive",
+    "asynchronous step, spec": "asynchronous_step_speedup_speculative",
+    "reward, AR": "reward_autoregressive",
+    "reward, spec": "reward_speculative",
+    "difference": "reward_difference",
+    "AIME, AR": "aime24_autoregressive",
+    "AIME, spec": "aime24_speculative",
+    "acceptance length": "mean_acceptance_length",
+    "lossless": "lossless",
+    "hours": "hours",
+    "GPU hours": "gpu_hours",
+}
+"""Columns of results, whose labels are too long for a table of executions."""
+HEADINGS = ("execution", "started", "status", *_RESULTS)
 _MAX_COLUMNS = 6  # executions whose values stand side by side in a terminal; the page shows those of more
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A parameter or tag that is not the same in all executions; what an execution lacks is `-`."""
-
-    name: str
-    values: tuple[str, ...]
 
 
 def comparison_table(executions: Sequence[Execution]) -> str:
@@ -50,35 +42,39 @@ def comparison_table(executions: Sequence[Execution]) -> str:
     parts = [table([list(HEADINGS), *[cells(execution) for execution in executions]])]
     differing = differences(executions)
     if len(executions) > _MAX_COLUMNS:
-        parts.append(f"not the same in all: {', '.join(item.name for item in differing) or 'nothing'}")
+        parts.append(f"not the same in all: {', '.join(differing) or 'nothing'}")
     elif differing:
         names = [execution.name for execution in executions]
-        parts.append(table([["not the same", *names], *[[item.name, *item.values] for item in differing]]))
+        parts.append(table([["not the same", *names], *[[name, *values] for name, values in differing.items()]]))
     parts.append("\n".join(f"{execution.name}: {answer(execution)}" for execution in executions))
     return "\n\n".join(parts)
+
+
+def write_comparison(executions: Sequence[Execution], path: Path, *, uri: str) -> Path:
+    """Write the page of `slipstream compare`, one self-contained HTML file, atomically.
+
+    Args:
+        uri: of the tracking store that the executions were read from.
+    """
+    write_atomic(path, render_comparison(executions, uri=uri).encode())
+    return path
+
+
+def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
+    """The page: an answer an execution, the table, and what was not the same in all of them."""
+    shown = [
+        {"name": run.name, "answer": answer(run), "cells": cells(run), "url": _link(run.tags)} for run in executions
+    ]
+    return render(
+        "comparison.html.jinja", executions=shown, headings=HEADINGS, differences=differences(executions), uri=uri
+    )
 
 
 def cells(execution: Execution) -> list[str]:
     """One execution under `HEADINGS`."""
     started = datetime.fromtimestamp(execution.start_ms / 1000, tz=UTC)
-    return [
-        execution.name,
-        f"{started:%Y-%m-%d %H:%M}",
-        execution.status.lower(),
-        _number(execution, "num_speculative_tokens", ".0f"),
-        _ratio(execution, "generation_speedup"),
-        _ratio(execution, "step_speedup"),
-        *(_ratio(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm),
-        _number(execution, f"reward_{Arm.AUTOREGRESSIVE.value}", ".3f"),
-        _number(execution, f"reward_{Arm.SPECULATIVE.value}", ".3f"),
-        _number(execution, "reward_difference", "+.3f"),
-        _number(execution, f"aime24_{Arm.AUTOREGRESSIVE.value}", ".3f"),
-        _number(execution, f"aime24_{Arm.SPECULATIVE.value}", ".3f"),
-        _number(execution, "mean_acceptance_length", ".2f"),
-        {1.0: "yes", 0.0: "NO"}.get(execution.metrics.get("result/lossless", -1.0), NOTHING),
-        _number(execution, "hours", ".2f"),
-        _number(execution, "gpu_hours", ".1f"),
-    ]
+    known = [execution.name, f"{started:%Y-%m-%d %H:%M}", execution.status.lower()]
+    return [*known, *(_cell(execution, name) for name in _RESULTS.values())]
 
 
 def answer(execution: Execution) -> str:
@@ -94,18 +90,22 @@ def answer(execution: Execution) -> str:
     return f"{said}{_asynchronous(execution)}."
 
 
-def differences(executions: Sequence[Execution]) -> list[Difference]:
-    """The parameters and the telling tags that are not the same in all executions."""
-    if len(executions) < 2:
-        return []
+def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
+    """The parameters and the telling tags that are not the same in all executions; what one lacks is `-`."""
     params = sorted({name for execution in executions for name in execution.params})
     columns = {name: [execution.params.get(name, NOTHING) for execution in executions] for name in params}
     columns |= {name: [execution.tags.get(name, NOTHING) for execution in executions] for name in _TELLING_TAGS}
-    return [Difference(name=name, values=tuple(values)) for name, values in columns.items() if len(set(values)) > 1]
+    return {name: values for name, values in columns.items() if len(set(values)) > 1}
+
+
+def _link(tags: dict[str, str]) -> str:
+    """Flyte's page of the execution; a tag that is no web address is no link."""
+    url = tags.get("flyte.execution_url", "")
+    return url if url.startswith(("http://", "https://")) else ""
 
 
 def _asynchronous(execution: Execution) -> str:
-    """What the other loop did to the step of each arm; empty for an execution that has none."""
+    """Speedups of the step of each arm by the other loop; empty for an execution that has none."""
     found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
     ratios = [
         f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
@@ -145,14 +145,12 @@ def _estimate(execution: Execution, name: str) -> Estimate | None:
     return Estimate(value=value, ci95=None if low is None or high is None else (low, high))
 
 
-def _ratio(execution: Execution, name: str) -> str:
+def _cell(execution: Execution, name: str) -> str:
+    """A result as it is written; a ratio with its interval."""
     estimate = _estimate(execution, name)
     if estimate is None:
         return NOTHING
-    ends = "" if estimate.ci95 is None else f" [{estimate.ci95[0]:.2f}, {estimate.ci95[1]:.2f}]"
-    return f"{speedup(estimate.value)}{ends}"
-
-
-def _number(execution: Execution, name: str, form: str) -> str:
-    value = execution.metrics.get(f"result/{name}")
-    return NOTHING if value is None else format(value, form)
+    if name == "lossless":
+        return "yes" if estimate.value == 1 else "NO"
+    unit = KINDS[name].unit
+    return speedup_with_interval(estimate) if unit == "x" else UNITS[unit].format(estimate.value)

@@ -1,4 +1,4 @@
-"""Whether an execution's results lie where those of the executions before it let one expect.
+"""Drift: results of an execution outside the bands that the executions before it let one expect.
 
 The band of a result is a prediction interval from the spread of the earlier executions. All results of an execution
 are judged together: with Q of them each interval has the level 1 - false_alarm_rate / Q (Bonferroni), so an execution
@@ -17,35 +17,12 @@ from scipy import special
 
 from slipstream.recipe import OPERATION
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
+from slipstream.report.formats import KINDS
 from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"
 WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
-
-RATIOS = {
-    "generation_speedup": "generation speedup",
-    "step_speedup": "step speedup",
-    "mean_acceptance_length": "mean acceptance length",
-    "tokens_per_s_autoregressive": "generated tokens a second, autoregressive",
-    "tokens_per_s_speculative": "generated tokens a second, speculative",
-    "asynchronous_step_speedup_autoregressive": "asynchronous step over the synchronous one, autoregressive",
-    "asynchronous_step_speedup_speculative": "asynchronous step over the synchronous one, speculative",
-}
-"""Results whose smallest change that counts is a part of their mean."""
-FRACTIONS = {
-    "reward_autoregressive": "reward, autoregressive",
-    "reward_speculative": "reward, speculative",
-    "reward_difference": "reward, speculative - autoregressive",
-    "aime24_autoregressive": "AIME, autoregressive",
-    "aime24_speculative": "AIME, speculative",
-    "reward_autoregressive_asynchronous": "reward, autoregressive, asynchronous",
-    "reward_speculative_asynchronous": "reward, speculative, asynchronous",
-    "aime24_autoregressive_asynchronous": "AIME, autoregressive, asynchronous",
-    "aime24_speculative_asynchronous": "AIME, speculative, asynchronous",
-}
-"""Results between 0 and 1, or differences of such: for them it is absolute."""
-LABELS = RATIOS | FRACTIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +38,14 @@ class Subject:
 
 
 def hardware(record: RunRecord) -> str:
-    """What the arms were timed on."""
+    """Machines that the arms were timed on."""
     return "; ".join(dict.fromkeys(arm.machine for arm in record.arms if arm.machine)) or record.machine
 
 
 def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
     """Compare with the last comparable of `executions`, which come newest first and may hold the execution itself."""
     earlier = comparable(subject, executions, config)
-    known = {name: _values(earlier, name) for name in LABELS if name in subject.results}
+    known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
     num_judged = sum(len(values) >= config.min_executions for values in known.values())
     level = 1 - config.false_alarm_rate / max(1, num_judged)
     findings = tuple(_judge(name, subject.results[name], known[name], level, config) for name in known)
@@ -96,7 +73,7 @@ def comparable(subject: Subject, executions: Iterable[Execution], config: DriftC
 
 
 def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[float, float]:
-    """Where one further value lies with probability `level`, if all are drawn from one normal distribution.
+    """Interval that holds one further value with probability `level`, if all are sampled from one normal distribution.
 
     mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
     with N - 1 degrees of freedom: it knows how little a few values say of their own spread, so few make it wide.
@@ -143,20 +120,17 @@ def _is_comparable(subject: Subject, execution: Execution) -> bool:
         and execution.tags.get("workload") == subject.workload
         and execution.tags.get(HARDWARE_TAG) == subject.hardware
         and execution.tags.get(DTYPE_TAG) == subject.dtype
-        and all(subject.params[name] == execution.params[name] for name in shared if _matters(name))
+        and all(subject.params[name] == execution.params[name] for name in shared if not _is_free(name))
     )
 
 
-def _matters(parameter: str) -> bool:
-    return not _is_seed(parameter) and parameter.rpartition(".")[2] not in OPERATION
-
-
-def _is_seed(parameter: str) -> bool:
-    return parameter.rpartition(".")[2] == "seed"
+def _is_free(parameter: str) -> bool:
+    """Return True for a seed, and for a field that says how a run is operated: they may differ."""
+    return parameter.rpartition(".")[2] in ("seed", *OPERATION)
 
 
 def _seeds(params: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, value) for name, value in params.items() if _is_seed(name)))
+    return tuple(sorted((name, value) for name, value in params.items() if name.rpartition(".")[2] == "seed"))
 
 
 def _values(executions: Sequence[Execution], name: str) -> list[float]:
@@ -169,23 +143,21 @@ def _judge(name: str, value: float, earlier: Sequence[float], level: float, conf
     if len(earlier) >= config.min_executions:
         low, high = prediction_interval(earlier, level=level)
         mean = float(np.mean(earlier))
-        least = config.min_change * (abs(mean) if name in RATIOS else 1.0)
+        least = config.min_change * (abs(mean) if KINDS[name].judged == "relative" else 1.0)
         band = low, high = min(low, mean - least), max(high, mean + least)
         verdict = BELOW if value < low else ABOVE if value > high else WITHIN
     return DriftFinding(name=name, value=value, num_executions=len(earlier), band=band, verdict=verdict)
 
 
 def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftConfig) -> str:
-    judged = [finding for finding in findings if finding.band is not None]
+    judged = [(finding, finding.band) for finding in findings if finding.band is not None]
     if not judged:
         return f"Comparable executions before this one: {num_earlier}. Fewer than {config.min_executions} say nothing."
-    outside = [_outside(finding) for finding in judged if finding.verdict != WITHIN]
+    outside = [
+        f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"
+        for finding, (low, high) in judged
+        if finding.verdict != WITHIN
+    ]
     if not outside:
         return f"No drift: all {len(judged)} results lie within the bands of the {num_earlier} executions before."
     return f"Drift against the {num_earlier} executions before: {'; '.join(outside)}."
-
-
-def _outside(finding: DriftFinding) -> str:
-    assert finding.band is not None
-    low, high = finding.band
-    return f"{LABELS[finding.name]} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"

@@ -6,20 +6,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import EvaluationRecord, SweepPoint
+from slipstream.records.stages import CertificateRecord, EvaluationRecord, SweepPoint
 from slipstream.records.steps import StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
-from slipstream.report.summary import RunSummary
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, decided_steps
 from slipstream.statistics import amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
 _UNIFORMS_IN_A_ROW = 5
+_LANE, _ARM_PITCH = 0.38, 1.0  # heights in the chart of a step's parts
+_WAITING = "#f2f3f5"
+_LEARNING = ("logprob", "train")
 
 
 def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
@@ -137,7 +139,7 @@ def learning(record: RunRecord) -> str:
 
 
 def mismatch(record: RunRecord) -> str:
-    """What the learner and the engine disagree by on the log-probabilities of the same tokens."""
+    """Disagreement of learner and engine on the log-probabilities of the same tokens."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.mismatch.k1)
@@ -185,6 +187,86 @@ def uniforms(certificate: CertificateRecord) -> str:
             _from_zero(ax)
 
     return draw_svg(columns, 1.9 * rows, draw, rows=rows)
+
+
+def step_lanes(compared: LoopComparison) -> str:
+    """Engines and learner over the mean step of every arm: who works when, and who waits."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        ax = axes[0]
+        longest = max(arm.step_s for arm in compared.arms)
+        for row, arm in enumerate(compared.arms):
+            place = row * _ARM_PITCH
+            for start, width, colour in _engine_spans(arm):
+                _span(ax, place, start, width, colour, longest)
+            for start, width, colour in _learner_spans(arm):
+                _span(ax, place + _LANE, start, width, colour, longest)
+            text = f"{seconds(arm.step_s)} s"
+            ax.text(arm.step_s + 0.01 * longest, place + _LANE / 2, text, va="center", fontweight="bold")
+        ax.set_yticks(
+            [row * _ARM_PITCH + lane for row in range(len(compared.arms)) for lane in (0.0, _LANE)],
+            [label for arm in compared.arms for label in (f"{POLICY_LABELS[arm.name]}: engines", "learner")],
+        )
+        ax.set(xlabel="seconds, mean step", xlim=(0, 1.1 * longest))
+        ax.invert_yaxis()
+        ax.grid(visible=False)
+        for stage, label in (("prepare", "data, refit"), ("generation", "generation"), ("train", "training")):
+            ax.barh(0, 0, color=STAGE_COLOURS[stage], label=label)
+        ax.barh(0, 0, color=_WAITING, edgecolor="#c4c9d1", label="waiting")
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.legend(loc="outside lower center", ncols=4, columnspacing=1.4, handlelength=1.0)
+
+    return draw_svg(1, 0.72 * len(compared.arms) + 0.7, draw)
+
+
+def loop_learning(record: RunRecord, compared: LoopComparison) -> str:
+    """Reward of every arm over steps, and how far the tokens lag that the asynchronous ones were trained on."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for arm in (*record.arms, *record.asynchronous):
+            values = [step.reward_mean for step in arm.steps]
+            smooth = moving_average(values, max(1, len(values) // 6))
+            places, line = [step.step for step in arm.steps], "-" if arm.name == arm.arm.value else "--"
+            axes[0].plot(places, smooth, color=ARM_COLOURS[arm.arm], linestyle=line, label=POLICY_LABELS[arm.name])
+        axes[0].set(title="Mean reward of a step, moving average", xlabel="step")
+        axes[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes[0].legend(loc="lower right")
+        _lags(axes[1], compared.asynchronous)
+
+    return draw_svg(2, 2.7, draw)
+
+
+def draft_training(record: RunRecord) -> str:
+    """Acceptance with the steps that trained the draft, and both sides of the inequality, over steps."""
+    decided = [(step, step.draft_decision) for step in decided_steps(record) if step.draft_decision is not None]
+    places = [step.step for step, _ in decided]
+    drafted = [
+        (step.step, step.acceptance.mean_acceptance_length) for step, _ in decided if step.acceptance is not None
+    ]
+    trained = [(step.step, decision.length) for step, decision in decided if decision.trains]
+    costs = [(step.step, decision.cost_s) for step, decision in decided if decision.cost_s is not None]
+
+    def draw(axes: Sequence[Axes]) -> None:
+        lengths, sides = axes
+        lengths.plot(*zip(*drafted, strict=True), color=ARM_COLOURS[Arm.SPECULATIVE], label="of the step")
+        known = [decision.reference_length for _, decision in decided]
+        lengths.plot(places, known, color=INK, linewidth=0.9, linestyle="--", label="known to be reached")
+        if trained:
+            marked = "draft trained, recent length"
+            lengths.plot(*zip(*trained, strict=True), "o", color=HIGHLIGHT, markersize=4, label=marked)
+        saved, lost = ([getattr(each, name) for _, each in decided] for name in ("saved_s", "lost_s"))
+        sides.plot(places, saved, color=ARM_COLOURS[Arm.SPECULATIVE], label="expected to save")
+        sides.plot(places, lost, color=HIGHLIGHT, linewidth=0.9, label="lost since the last")
+        if costs:
+            sides.plot(*zip(*costs, strict=True), color=INK, linestyle="--", label="a training costs")
+        sides.set_ylim(bottom=0.0)
+        for ax, title in zip(axes, ("Mean acceptance length", "Seconds behind the decision"), strict=True):
+            ax.set(title=title, xlabel="step")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            ax.legend(loc="best")
+
+    return draw_svg(2, 2.6, draw)
 
 
 def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
@@ -270,3 +352,54 @@ def _accuracies(ax: Axes, evaluations: Sequence[EvaluationRecord]) -> None:
     k = evaluations[0].k if evaluations else 0
     top = max((max(evaluation.ci95[1], evaluation.avg_at_k) for evaluation in evaluations), default=1.0)
     ax.set(title=f"AIME-2024-like accuracy, avg@{k}, 95 % interval", ylim=(0, 1.18 * top or 1.0))
+
+
+Span = tuple[float, float, str]
+"""Start, width and colour of a part of a step, in seconds."""
+
+
+def _learner_spans(arm: LoopArm) -> list[Span]:
+    """The learner's step: data and refit, then the wait and its work, in the other order where both overlap."""
+    stages = arm.stages_s
+    first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
+    work = [(stage, stages[stage]) for stage in _LEARNING]
+    order = [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
+    spans, start = [], 0.0
+    for stage, width in order:
+        spans.append((start, width, STAGE_COLOURS[stage] if stage else _WAITING))
+        start += width
+    return spans
+
+
+def _engine_spans(arm: LoopArm) -> list[Span]:
+    """The engines' step: idle before generation, at work while training waits, and while it does not."""
+    before = arm.stages_s["data"] + arm.stages_s["prepare"]
+    exposed, step = arm.exposed_s, arm.step_s
+    hidden = min(arm.hidden_s, max(0.0, step - before - exposed))
+    colour = STAGE_COLOURS["generation"]
+    return [
+        (0.0, before, _WAITING),
+        (before, exposed + hidden, colour),
+        (before + exposed + hidden, max(0.0, step - before - exposed - hidden), _WAITING),
+    ]
+
+
+def _span(ax: Axes, place: float, start: float, width: float, colour: str, longest: float) -> None:
+    edge = "#c4c9d1" if colour == _WAITING else "white"
+    ax.barh(place, width, left=start, height=0.9 * _LANE, color=colour, edgecolor=edge, linewidth=0.6)
+    if width > 0.07 * longest:
+        ink = INK if colour == _WAITING else "white"
+        ax.text(start + width / 2, place, seconds(width), ha="center", va="center", color=ink, fontsize=7.5)
+
+
+def _lags(ax: Axes, arms: Sequence[LoopArm]) -> None:
+    width = 0.8 / len(arms)
+    for place, arm in enumerate(arms):
+        total = sum(lag.num_tokens for lag in arm.lags)
+        at = [lag.lag + (place - (len(arms) - 1) / 2) * width for lag in arm.lags]
+        shares = [lag.num_tokens / total for lag in arm.lags]
+        ax.bar(at, shares, width=0.92 * width, color=ARM_COLOURS[arm.arm], label=arm.arm.value)
+    ax.set(title="Trained tokens by lag", xlabel="versions behind the policy that learned", ylim=(0, 1.08))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.legend(loc="best")

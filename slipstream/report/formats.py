@@ -1,22 +1,70 @@
-"""How numbers are written, the same on the page and in the terminal."""
+"""Names of results, forms of numbers and the template environment: the same for every page, terminal and metric."""
 
 from __future__ import annotations
 
-from slipstream.statistics import Estimate
-from slipstream.types import Arm, ArmLoop, arm_name
+from pathlib import Path
+from typing import Any, NamedTuple
 
-STAGE_LABELS = {
-    "data": "data",
-    "prepare": "prepare (refit)",
-    "generation": "generation",
-    "logprob": "logprob",
-    "train": "train",
-}
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from slipstream.statistics import Estimate, Spread
+from slipstream.types import STAGES, Arm, ArmLoop, arm_name
+
+STAGE_LABELS = {stage: stage for stage in STAGES} | {"prepare": "prepare (refit)"}
 WORKLOAD_LABELS = {"rl_zero": "RL-Zero", "rl_think": "RL-Think"}
 POLICY_LABELS = {
     "start": "before RL",
     **{arm_name(arm, loop): arm_name(arm, loop).replace("_", ", ") for loop in ArmLoop for arm in Arm},
 }
+UNITS = {
+    "x": "{:.2f}x",
+    "reward": "{:.3f}",
+    "reward difference": "{:+.3f}",
+    "accuracy": "{:.3f}",
+    "tokens": "{:.2f}",
+    "tokens/s": "{:.0f}",
+    "k": "{:.0f}",
+    "h": "{:.2f}",
+    "GPU h": "{:.1f}",
+}
+"""The form of a value, by its unit."""
+
+
+class Kind(NamedTuple):
+    """Label and unit of all results of one name."""
+
+    label: str
+    unit: str
+    judged: str = ""  # "relative", "absolute": how a change counts as drift; empty: no drift is looked for
+
+
+def _by_arm(name: str, label: str, unit: str, loop: ArmLoop, judged: str = "absolute") -> dict[str, Kind]:
+    """A result of each arm of a loop."""
+    arms = [arm_name(arm, loop) for arm in Arm]
+    return {f"{name}_{arm}": Kind(f"{label}, {POLICY_LABELS[arm]}", unit, judged) for arm in arms}
+
+
+_IN_TURN, _OVERLAPPING = ArmLoop
+_OVER_SYNCHRONOUS = ("asynchronous_step_speedup", "asynchronous step over the synchronous one")
+_ACCURACY = ("aime24", "AIME-2024-like", "accuracy")
+KINDS = {
+    "generation_speedup": Kind("generation speedup", "x", "relative"),
+    "step_speedup": Kind("step speedup", "x", "relative"),
+    "mean_acceptance_length": Kind("mean acceptance length", "tokens", "relative"),
+    **_by_arm("tokens_per_s", "generated tokens a second", "tokens/s", _IN_TURN, "relative"),
+    **_by_arm(*_OVER_SYNCHRONOUS, "x", _IN_TURN, "relative"),
+    **_by_arm("reward", "reward", "reward", _IN_TURN),
+    "reward_difference": Kind("reward, speculative - autoregressive", "reward difference", "absolute"),
+    **_by_arm(*_ACCURACY, _IN_TURN),
+    **_by_arm("reward", "reward", "reward", _OVERLAPPING),
+    **_by_arm(*_ACCURACY, _OVERLAPPING),
+    "aime24_start": Kind(f"AIME-2024-like, {POLICY_LABELS['start']}", "accuracy"),
+    "num_speculative_tokens": Kind("draft length", "k"),
+    "hours": Kind("hours", "h"),
+    "gpu_hours": Kind("GPU hours", "GPU h"),
+}
+"""Results that are shown, by the name of their metric without `result/`."""
 
 
 def seconds(value: float) -> str:
@@ -26,6 +74,11 @@ def seconds(value: float) -> str:
     if value >= 10:
         return f"{value:.1f}"
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def seconds_band(times: Spread) -> str:
+    """`5.90 to 6.20`: the 10th and the 90th percentile."""
+    return f"{seconds(times.p10)} to {seconds(times.p90)}"
 
 
 def percent(fraction: float) -> str:
@@ -66,3 +119,22 @@ def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:
 def count(value: int) -> str:
     """`4 882 176`, with gaps that no line breaks at."""
     return f"{value:,}".replace(",", "\u00a0")
+
+
+def render(template: str | Path, **context: Any) -> str:
+    """Fill a page's template, with the one style sheet of all pages as `style`.
+
+    Args:
+        template: absolute, or beside this module.
+    """
+    here = Path(__file__).parent
+    path = here / template
+    environment = Environment(
+        loader=FileSystemLoader(path.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(count=count, seconds=seconds, percent=percent)
+    return environment.get_template(path.name).render(style=Markup((here / "style.css").read_text()), **context)

@@ -32,7 +32,7 @@ class DraftReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadReference:
-    """What was measured on one workload."""
+    """Figures measured on one workload."""
 
     policy: str
     method: str
@@ -64,7 +64,7 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """What stands over every column that quotes it."""
+        """Heading of every column that quotes it."""
         return f"paper, measured (arXiv {self.arxiv_id}), {self.hardware}"
 
 

@@ -1,40 +1,124 @@
-"""What an execution came to, as its MLflow run carries it: `result/…` metrics and a description in Markdown."""
+"""Results of a run, each spelled once, and what renders them: MLflow's metrics and description, and the terminal."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from slipstream.losslessness.verdict import LOSSLESS
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import ArmRecord
-from slipstream.report.asynchronous_arms import compare_loops
-from slipstream.report.asynchronous_results import loop_metrics
-from slipstream.report.formats import POLICY_LABELS, interval, speedup
-from slipstream.report.headline import verdict
-from slipstream.report.summary import RunSummary, last_quarter, summarise_run
+from slipstream.records.stages import CertificateRecord
+from slipstream.report.formats import (
+    KINDS,
+    POLICY_LABELS,
+    STAGE_LABELS,
+    UNITS,
+    interval,
+    metrics_with_ends,
+    percent,
+    seconds,
+    speedup,
+)
+from slipstream.report.reference import WorkloadReference
+from slipstream.report.sentences import verdict
+from slipstream.report.summary import (
+    LoopArm,
+    LoopComparison,
+    RunSummary,
+    compare_loops,
+    last_quarter,
+    summarise_arms,
+)
 from slipstream.statistics import Estimate, bootstrap_difference
 from slipstream.types import Arm
 
+_LABEL_WIDTH = 36
+_COLUMN_WIDTH = 16
+_WIDTH = _LABEL_WIDTH + 4 * _COLUMN_WIDTH
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure that a run came to."""
+
+    name: str  # of its metric, without `result/`; empty: it is shown and is no metric
+    label: str  # empty: it is a metric and is not shown
+    unit: str  # a key of `UNITS`
+    value: float
+    interval: tuple[float, float] | None = None  # 95 %
+    reference: float | None = None  # what the publication says of it
+    note: str = ""  # qualifies the value, or says why it has no interval
+
+    @property
+    def text(self) -> str:
+        """The value as it is written."""
+        return UNITS[self.unit].format(self.value)
+
+    @property
+    def uncertainty(self) -> str:
+        """The ends of the interval; the note where there is none."""
+        if self.interval is None:
+            return self.note
+        return " to ".join(UNITS[self.unit].format(end).rstrip("x") for end in self.interval)
+
+
+def results(record: RunRecord) -> list[Result]:
+    """Everything that a run came to; what it lacks (an arm, a second timed step for an interval) is left out."""
+    run, compared = summarise_arms(record.arms), compare_loops(record)
+    k = run.speculative.k if run.speculative else 0
+    found = speedups(run)
+    if run.acceptance is None:
+        found.append(_result("mean_acceptance_length", 1.0, note=f"nothing was drafted: {record.tuning.reason}"))
+    else:
+        by_position = " ".join(percent(rate) for rate in run.acceptance.rate_by_position)
+        note = f"of at most {k + 1} (k = {k}); by position {by_position}"
+        found.append(_result("mean_acceptance_length", run.acceptance.mean_acceptance_length, note=note))
+    if run.comparison is not None:
+        difference = reward_difference(record)
+        note = "" if difference.ci95 else "one step, no interval"
+        found.append(_result("reward_difference", difference, note=note))
+    found += rewards(run)
+    found += [] if compared is None else _asynchronous_results(compared)
+    for e in record.evaluations:
+        accuracy = Estimate(value=e.avg_at_k, ci95=(e.ci95[0], e.ci95[1]))
+        found.append(_result(f"aime24_{e.policy}", accuracy, note=f"avg@{e.k} of {e.num_problems} problems"))
+    metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
+    metrics |= {"num_speculative_tokens": float(k), **_asynchronous_metrics(compared)}
+    return found + [_result(name, value, label="") for name, value in metrics.items()]
+
+
+def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list[Result]:
+    """The ratios of the two synchronous arms, beside what was published; empty with one arm."""
+    compared = run.comparison
+    if compared is None:
+        return []
+    return [
+        _ratio("generation_speedup", compared.generation, reference=workload and workload.generation_speedup),
+        _ratio("", compared.generation_per_token, label="  the same per generated token"),
+        _ratio("step_speedup", compared.step, reference=workload and workload.step_speedup),
+        _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
+    ]
+
+
+def rewards(run: RunSummary) -> list[Result]:
+    """The mean reward of each synchronous arm over the last quarter of its steps."""
+    return [_reward(arm.arm.value, arm.reward_first_quarter, arm.reward_last_quarter) for arm in run.arms]
+
+
+def reward_difference(record: RunRecord) -> Estimate:
+    """Speculative minus autoregressive reward, of the mean over the last quarter of the steps that both arms made."""
+    arms = {arm.arm: {step.step: step.reward_mean for step in arm.steps} for arm in record.arms}
+    base, spec = arms[Arm.AUTOREGRESSIVE], arms[Arm.SPECULATIVE]
+    steps = last_quarter(sorted(base.keys() & spec.keys()))
+    return bootstrap_difference([base[step] for step in steps], [spec[step] for step in steps])
+
 
 def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict[str, float]:
-    """Every `result/…` metric; what the run lacks (an arm, a second timed step for an interval) is left out."""
-    run = summarise_run(record)
-    metrics = {
-        "hours": hours,
-        "gpu_hours": gpu_hours,
-        "mean_acceptance_length": run.acceptance.mean_acceptance_length if run.acceptance else 1.0,
-        "num_speculative_tokens": float(run.speculative.k if run.speculative else 0),
-    }
-    metrics |= {f"reward_{arm.arm.value}": arm.reward_last_quarter for arm in run.arms}
-    metrics |= {f"tokens_per_s_{arm.arm.value}": arm.generation_tokens_per_s for arm in run.arms}
-    if run.comparison is not None:
-        metrics |= _with_ends("generation_speedup", run.comparison.generation)
-        metrics |= _with_ends("step_speedup", run.comparison.step)
-        metrics |= _with_ends("reward_difference", reward_difference(record))
-    for evaluation in record.evaluations:
-        accuracy = Estimate(value=evaluation.avg_at_k, ci95=(evaluation.ci95[0], evaluation.ci95[1]))
-        metrics |= _with_ends(f"aime24_{evaluation.policy}", accuracy)
-    metrics |= loop_metrics(record)
-    return {f"result/{name}": value for name, value in metrics.items()} | certificate_metrics(record.certificate)
+    """Every `result/…` metric."""
+    metrics = {"result/hours": hours, "result/gpu_hours": gpu_hours}
+    for each in results(record):
+        if each.name:
+            metrics |= metrics_with_ends(f"result/{each.name}", Estimate(value=each.value, ci95=each.interval))
+    return metrics | certificate_metrics(record.certificate)
 
 
 def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
@@ -42,65 +126,122 @@ def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
     return {"result/lossless": float(certificate.verdict == LOSSLESS)}
 
 
-def reward_difference(record: RunRecord) -> Estimate:
-    """Speculative minus autoregressive reward, of the mean over the last quarter of the steps that both arms made."""
-    arms = {arm.arm: arm for arm in record.arms}
-    base, spec = _rewards(arms[Arm.AUTOREGRESSIVE]), _rewards(arms[Arm.SPECULATIVE])
-    shared = sorted(base.keys() & spec.keys())
-    steps = last_quarter(shared)
-    return bootstrap_difference([base[step] for step in steps], [spec[step] for step in steps])
-
-
 def description(record: RunRecord, *, execution_url: str = "") -> str:
-    """The run's description: the verdict in a sentence, and one table of its figures."""
-    run = summarise_run(record)
-    rows = [("figure", "value", "95 % interval"), ("---", "---", "---"), *_rows(record, run)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    """The description of an execution's MLflow run in Markdown: the verdict in a sentence, and a table of results."""
+    rows = [("figure", "value", "95 % interval, or what it is"), ("---", "---", "---")]
+    rows += [(each.label.strip(), each.text, each.uncertainty) for each in results(record) if each.label]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ("losslessness", record.certificate.verdict, "")])
     link = f"\n\n[The execution in Flyte]({execution_url})" if execution_url else ""
-    return f"{verdict(record, run)}\n\n{table}\n\nThe whole report is the artifact `report.html`.{link}"
+    opening = verdict(record, summarise_arms(record.arms))
+    return f"{opening}\n\n{table}\n\nThe whole report is the artifact `report.html`.{link}"
 
 
-def _rows(record: RunRecord, run: RunSummary) -> list[tuple[str, str, str]]:
-    rows = []
-    if run.comparison is not None:
-        difference = reward_difference(record)
-        rows += [
-            ("generation speedup", speedup(run.comparison.generation.value), interval(run.comparison.generation)),
-            ("step speedup", speedup(run.comparison.step.value), interval(run.comparison.step)),
-            ("reward, speculative - autoregressive", f"{difference.value:+.3f}", _ends(difference)),
-        ]
-    rows += [(f"reward, {arm.arm.value}", f"{arm.reward_last_quarter:.3f}", "") for arm in run.arms]
-    rows += _asynchronous_rows(record)
-    for evaluation in record.evaluations:
-        label = f"AIME-2024 avg@{evaluation.k}, {POLICY_LABELS[evaluation.policy]}"
-        rows.append((label, f"{evaluation.avg_at_k:.3f}", f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}"))
-    length = f"{run.acceptance.mean_acceptance_length:.2f}" if run.acceptance else "1.00"
-    rows.append(("mean acceptance length", length, ""))
-    return [*rows, ("losslessness", record.certificate.verdict, "")]
+def terminal_table(record: RunRecord) -> str:
+    """Plain text of 100 columns: step time by stage, then every result; asynchronous arms have blocks of their own."""
+    run, compared = summarise_arms(record.arms), compare_loops(record)
+    shown = [each for each in results(record) if each.label and each.name != "reward_difference"]
+    overlapping = () if compared is None else compared.asynchronous
+    blocks = [line for arm in overlapping for line in _asynchronous_lines(arm, shown)]
+    others = tuple(f", {POLICY_LABELS[arm.name]}" for arm in overlapping)
+    lines = [_row("median seconds a step", *[f"{arm.arm.value}" for arm in run.arms], "ratio"), "-" * _WIDTH]
+    lines += [_stage_row(label, run, stage) for stage, label in STAGE_LABELS.items()]
+    lines += [_stage_row("step (wall time)", run, None), "-" * _WIDTH]
+    lines += [] if run.comparison else ["speedup: one arm alone gives none"]
+    lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
+    weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
+    lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
+    lines += ["-" * _WIDTH, *blocks] if blocks else []
+    if record.numerics is not None:
+        took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
+        lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))
+    if record.logical_gpus:
+        lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _asynchronous_rows(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Of the arms of the other loop, against the synchronous autoregressive one."""
-    compared = compare_loops(record)
+def _result(
+    name: str,
+    value: float | Estimate,
+    *,
+    label: str | None = None,
+    unit: str = "x",
+    reference: float | None = None,
+    note: str = "",
+) -> Result:
+    """A result of one of `KINDS`, or one with a `label` and a `unit` of its own."""
+    estimate = value if isinstance(value, Estimate) else Estimate(value=value, ci95=None)
+    if label is None:
+        label, unit = KINDS[name].label, KINDS[name].unit
+    return Result(name, label, unit, estimate.value, estimate.ci95, reference, note)
+
+
+def _ratio(name: str, ratio: Estimate, *, label: str | None = None, reference: float | None = None) -> Result:
+    note = "" if ratio.ci95 else interval(ratio)
+    return _result(name, ratio, label=label, reference=reference, note=note)
+
+
+def _reward(name: str, first: float, last: float) -> Result:
+    return _result(f"reward_{name}", last, note=f"last quarter; first quarter {first:.3f}")
+
+
+def _asynchronous_results(compared: LoopComparison) -> list[Result]:
+    found = []
+    for arm in compared.asynchronous:
+        assert arm.over_baseline is not None
+        found.append(_ratio("", arm.over_baseline, label=f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"))
+        found.append(_reward(arm.name, arm.reward_first_quarter, arm.reward_last_quarter))
+    return found
+
+
+def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | Estimate]:
+    """Metrics of the asynchronous arms that are not shown with the other results."""
+    metrics: dict[str, float | Estimate] = {}
+    if compared is not None and compared.speculation is not None:
+        metrics["asynchronous_speculation_step_speedup"] = compared.speculation
+    for arm in () if compared is None else compared.asynchronous:
+        assert arm.over_synchronous is not None
+        metrics |= {
+            f"asynchronous_step_speedup_{arm.arm}": arm.over_synchronous,
+            f"exposed_generation_s_{arm.name}": arm.exposed_s,
+            f"hidden_generation_s_{arm.name}": arm.hidden_s,
+            f"engine_idle_fraction_{arm.name}": arm.engine_idle_fraction,
+            f"learner_idle_fraction_{arm.name}": arm.learner_idle_fraction,
+            f"mean_lag_{arm.name}": arm.mean_lag,
+        }
+    return metrics
+
+
+def _row(label: str, *cells: str) -> str:
+    *inner, last = cells
+    return label.ljust(_LABEL_WIDTH) + "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner) + "  " + last
+
+
+def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
+    medians = [(arm.stages[stage] if stage else arm.step).median for arm in run.arms]
+    ratio = speedup(medians[0] / medians[1]) if len(medians) == 2 and medians[1] > 0 else ""
+    timed = zip(run.arms, medians, strict=True)
+    cells = ["left out" if stage in arm.left_out else seconds(median_s) for arm, median_s in timed]
+    return _row(label, *cells, ratio)
+
+
+def _result_row(result: Result, label: str) -> str:
+    if result.interval is None:
+        return _row(label, result.text, result.note)
+    if result.unit == "x":
+        return _row(label, result.text, f"95 % interval {result.uncertainty}")
+    return _row(label, result.text, f"[{result.uncertainty.replace(' to ', ', ')}]", result.note)
+
+
+def _asynchronous_lines(arm: LoopArm, shown: list[Result]) -> list[str]:
+    """The step of an asynchronous arm, what is exposed and hidden of its generation, and its results."""
+    assert arm.over_synchronous is not None
+    own = f", {POLICY_LABELS[arm.name]}"
+    lag = f"{arm.loop}, lag at most {arm.max_off_policy_steps}, mean {arm.mean_lag:.2f}"
+    in_turn, idle = speedup(arm.over_synchronous.value), f"learner idle {percent(arm.learner_idle_fraction)}"
     return [
-        row
-        for arm in (() if compared is None else compared.asynchronous)
-        if arm.over_baseline is not None
-        for row in (
-            (f"step speedup, {POLICY_LABELS[arm.name]}", speedup(arm.over_baseline.value), interval(arm.over_baseline)),
-            (f"reward, {POLICY_LABELS[arm.name]}", f"{arm.reward_last_quarter:.3f}", ""),
-        )
+        _row(f"asynchronous, {arm.arm.value}", f"{seconds(arm.step.median)} s", lag),
+        _row("  speedup over the same arm in turn", in_turn, interval(arm.over_synchronous)),
+        _row("  exposed generation", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"),
+        _row("  engines idle", percent(arm.engine_idle_fraction), idle),
+        *(_result_row(each, f"  {each.label.removesuffix(own)}") for each in shown if each.label.endswith(own)),
     ]
-
-
-def _rewards(arm: ArmRecord) -> dict[int, float]:
-    return {step.step: step.reward_mean for step in arm.steps}
-
-
-def _with_ends(name: str, estimate: Estimate) -> dict[str, float]:
-    ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
-    return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}
-
-
-def _ends(estimate: Estimate) -> str:
-    return "one step, no interval" if estimate.ci95 is None else f"{estimate.ci95[0]:+.3f} to {estimate.ci95[1]:+.3f}"

@@ -1,7 +1,8 @@
-"""The figures of a run, computed once for page, JSON and terminal.
+"""The figures of a run, computed once for every page, JSON and terminal: its arms in turn, and those that overlap.
 
 Times leave out the first step of each arm where there are more: it pays for first allocations and cold caches.
-Counts, rewards and acceptance take all steps.
+Counts, rewards, lags and acceptance take all steps. Medians, spreads and ratios are of steps; parts of an asynchronous
+step are means over the timed steps, so that they add up to it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import numpy as np
 
 from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import EvaluationRecord
-from slipstream.records.steps import AcceptanceStats, ArmRecord, StepRecord
+from slipstream.records.steps import AcceptanceStats, ArmRecord, LagStats, Overlap, StepRecord
 from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
+
+_COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
+_LOST = ("num_awaited", "num_restarted", "num_regenerated")
+_SWEEP_FIELDS = ("k", "batch", "generation_s", "mean_acceptance_length", "speedup")
+_ACCURACY_FIELDS = ("avg_at_k", "k", "ci95", "truncated_fraction")
 
 T = TypeVar("T")
 
@@ -74,22 +79,124 @@ class RunSummary:
         return tuple(arm for arm in (self.autoregressive, self.speculative) if arm is not None)
 
 
-def summarise_run(record: RunRecord) -> RunSummary:
-    """Compute every derived figure of `record`."""
-    return summarise_arms(record.arms)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftTraining:
+    """Training of the draft beside the policy, in an arm whose recipe has it."""
+
+    num_steps: int
+    num_trained: int  # steps that trained the draft: each made another version of it
+    elapsed_s: float
+    share: float  # of the arm's time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopArm:
+    """One arm in one loop, over the timed steps; fractions are of its time."""
+
+    name: str
+    arm: Arm
+    loop: str
+    max_off_policy_steps: int
+    num_speculative_tokens: int  # 0: nothing was drafted
+    step: Spread
+    over_baseline: Estimate | None  # the synchronous autoregressive arm's step over this one's; None: it is that arm
+    over_synchronous: Estimate | None  # the same arm's synchronous step over this one's; None: it is synchronous
+    stages_s: dict[str, float]  # means; of generation what training waited for
+    step_s: float  # mean
+    hidden_s: float  # generation while the learner was at work, mean
+    engine_idle_fraction: float
+    learner_idle_fraction: float
+    exposed_joining_fraction: float | None  # training waited for scores and new weights; None: a synchronous arm
+    hidden_joining_fraction: float | None  # the rest of what those took, which went on beside
+    lags: tuple[LagStats, ...]  # over all steps; tokens of a synchronous arm have none
+    reward_first_quarter: float
+    reward_last_quarter: float
+    num_awaited: int
+    num_restarted: int
+    num_regenerated: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Content of `report.json` about the arm."""
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in ("name", "arm", "step")},
+            "arm": self.arm.value,
+            "step_wall_s": _seconds(self.step),
+            "over_baseline": estimate_json(self.over_baseline),
+            "over_synchronous": estimate_json(self.over_synchronous),
+            "exposed_s": self.exposed_s,
+            "mean_lag": self.mean_lag,
+        }
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Return True if generation and training take turns."""
+        return self.over_synchronous is None
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that training waited for rollouts, mean of a step."""
+        return self.stages_s["generation"]
+
+    @property
+    def reward_gain(self) -> float:
+        """Gain of the last quarter of the steps over the first."""
+        return self.reward_last_quarter - self.reward_first_quarter
+
+    @property
+    def mean_lag(self) -> float:
+        """Versions that the tokens were behind the policy that learned from them."""
+        tokens = sum(lag.num_tokens for lag in self.lags)
+        return sum(lag.lag * lag.num_tokens for lag in self.lags) / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopComparison:
+    """The arms of both loops, the synchronous ones first."""
+
+    arms: tuple[LoopArm, ...]
+    speculation: Estimate | None  # asynchronous: the autoregressive step over the speculative one; None: an arm lacks
+
+    @property
+    def asynchronous(self) -> tuple[LoopArm, ...]:
+        """The arms in which generation and training overlap."""
+        return tuple(arm for arm in self.arms if not arm.is_synchronous)
+
+    def synchronous(self, arm: Arm) -> LoopArm:
+        """The same arm in the synchronous loop."""
+        return next(each for each in self.arms if each.arm is arm and each.is_synchronous)
 
 
 def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
-    """Compute what the arms alone say, for whoever has no whole run."""
+    """Compute every figure of the synchronous arms of a run."""
     arms = {arm.arm: arm for arm in records if arm.steps}
     base, spec = arms.get(Arm.AUTOREGRESSIVE), arms.get(Arm.SPECULATIVE)
     acceptance = pooled_acceptance(spec.steps) if spec is not None else None
-    both = base is not None and spec is not None
     return RunSummary(
-        autoregressive=_summarise_arm(base) if base is not None else None,
-        speculative=_summarise_arm(spec) if spec is not None else None,
-        comparison=_compare(base, spec, acceptance) if both else None,
+        autoregressive=summarise_arm(base) if base is not None else None,
+        speculative=summarise_arm(spec) if spec is not None else None,
+        comparison=_compare(base, spec, acceptance) if base is not None and spec is not None else None,
         acceptance=acceptance,
+    )
+
+
+def summarise_arm(arm: ArmRecord) -> ArmSummary:
+    """Compute every figure of one arm."""
+    steps = arm.timed_steps
+    rewards = tuple(step.reward_mean for step in arm.steps)
+    return ArmSummary(
+        arm=arm.arm,
+        k=arm.num_speculative_tokens,
+        num_steps=len(arm.steps),
+        stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
+        left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
+        step=spread([step.times.step_s for step in steps]),
+        rewards=rewards,
+        reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
+        reward_last_quarter=float(np.mean(last_quarter(rewards))),
+        **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
+        generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
+        / sum(step.times.generation_s for step in steps),
+        engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
 
 
@@ -99,9 +206,61 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
     return combine(parts) if any(part.num_drafts for part in parts) else None
 
 
+def compare_loops(record: RunRecord) -> LoopComparison | None:
+    """Every arm in every loop; None of a run without an asynchronous arm, or whose synchronous ones are not all there.
+
+    Raises:
+        ValueError: an asynchronous step has no record of what overlapped.
+    """
+    synchronous = {arm.arm: arm for arm in record.arms if arm.steps}
+    asynchronous = [arm for arm in record.asynchronous if arm.steps]
+    base = synchronous.get(Arm.AUTOREGRESSIVE)
+    if base is None or not asynchronous or any(arm.arm not in synchronous for arm in asynchronous):
+        return None
+    arms = [_summarise_loop(arm, base, None) for arm in synchronous.values()]
+    arms += [_summarise_loop(arm, base, synchronous[arm.arm]) for arm in asynchronous]
+    by_arm = {arm.arm: arm for arm in asynchronous}
+    return LoopComparison(
+        arms=tuple(arms),
+        speculation=_ratio(by_arm[Arm.AUTOREGRESSIVE], by_arm[Arm.SPECULATIVE]) if len(by_arm) == 2 else None,
+    )
+
+
+def pooled_lags(steps: Sequence[StepRecord]) -> tuple[LagStats, ...]:
+    """The tokens of all steps together by lag, the youngest first; steps without a record of it lag by 0.
+
+    Means are weighted by tokens. Effective sizes are of the weights of each step, and their mean is weighted alike.
+    """
+    of_lag: dict[int, list[LagStats]] = {}
+    for step in steps:
+        for lag in step.lags or (_on_policy(step.num_response_tokens),):
+            of_lag.setdefault(lag.lag, []).append(lag)
+    return tuple(_pooled(lag, of_lag[lag]) for lag in sorted(of_lag))
+
+
+def decided_steps(record: RunRecord) -> list[StepRecord]:
+    """The steps of the speculative arm that decided whether to train the draft."""
+    steps = [step for arm in record.arms if arm.arm is Arm.SPECULATIVE for step in arm.steps]
+    return [step for step in steps if step.draft_decision is not None]
+
+
+def draft_training(record: RunRecord) -> DraftTraining | None:
+    """The cost of training the draft in the speculative arm; None where the draft was fixed."""
+    steps = decided_steps(record)
+    if not steps:
+        return None
+    spent_s = [step.draft_update.elapsed_s for step in steps if step.draft_update is not None]
+    return DraftTraining(
+        num_steps=len(steps),
+        num_trained=len(spent_s),
+        elapsed_s=sum(spent_s),
+        share=sum(spent_s) / sum(step.times.step_s for step in steps),
+    )
+
+
 def summarise(record: RunRecord) -> dict[str, Any]:
-    """What `report.json` holds. Without two arms a speedup's value is null, without two timed steps its interval."""
-    run = summarise_run(record)
+    """Content of `report.json`. Without two arms a speedup's value is null, without two timed steps its interval."""
+    run = summarise_arms(record.arms)
     comparison, acceptance = run.comparison, run.acceptance
     return {
         "recipe": record.recipe,
@@ -122,24 +281,15 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             "mean_acceptance_length": acceptance.mean_acceptance_length if acceptance else 1.0,
             "rate_by_position": list(acceptance.rate_by_position) if acceptance else [],
         },
-        "sweep": [
-            {
-                "k": point.k,
-                "batch": point.batch,
-                "generation_s": point.generation_s,
-                "mean_acceptance_length": point.mean_acceptance_length,
-                "speedup": point.speedup,
-            }
-            for point in record.tuning.points
-        ],
+        "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
-        "aime24": {evaluation.policy: _accuracy(evaluation) for evaluation in record.evaluations},
+        "aime24": {scored.policy: _fields(scored, *_ACCURACY_FIELDS) for scored in record.evaluations},
     }
 
 
 def last_quarter(values: Sequence[T]) -> Sequence[T]:
     """The last quarter of `values`, rounded down, and at least one of them."""
-    return values[-_quarter(values) :]
+    return values[-max(1, len(values) // 4) :]
 
 
 def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
@@ -149,60 +299,101 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
     return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
 
 
-def _quarter(values: Sequence[Any]) -> int:
-    return max(1, len(values) // 4)
-
-
-def _summarise_arm(arm: ArmRecord) -> ArmSummary:
-    steps = arm.timed_steps
-    rewards = tuple(step.reward_mean for step in arm.steps)
-    return ArmSummary(
-        arm=arm.arm,
-        k=arm.num_speculative_tokens,
-        num_steps=len(arm.steps),
-        stages={stage: spread([step.times.by_stage()[stage] for step in steps]) for stage in STAGES},
-        left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
-        step=spread([step.times.step_s for step in steps]),
-        rewards=rewards,
-        reward_first_quarter=float(np.mean(rewards[: _quarter(rewards)])),
-        reward_last_quarter=float(np.mean(last_quarter(rewards))),
-        num_rollouts=sum(step.num_rollouts for step in arm.steps),
-        num_response_tokens=sum(step.num_response_tokens for step in arm.steps),
-        num_truncated=sum(step.num_truncated for step in arm.steps),
-        num_reward_timeouts=sum(step.num_reward_timeouts for step in arm.steps),
-        num_zero_signal_groups=sum(step.num_zero_signal_groups for step in arm.steps),
-        generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
-        / sum(step.times.generation_s for step in steps),
-        engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
-    )
-
-
-def _compare(base: ArmRecord | None, spec: ArmRecord | None, acceptance: AcceptanceStats | None) -> Comparison:
-    assert base is not None and spec is not None
-    base_steps, spec_steps = base.timed_steps, spec.timed_steps
-    paired = [step.step for step in base_steps] == [step.step for step in spec_steps]
-
-    def ratio(value: Callable[[StepRecord], float]) -> Estimate:
-        return bootstrap_ratio([value(s) for s in base_steps], [value(s) for s in spec_steps], paired=paired)
-
-    summary = _summarise_arm(base)
+def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
     return Comparison(
-        generation=ratio(lambda step: step.times.generation_s),
-        step=ratio(lambda step: step.times.step_s),
-        generation_per_token=ratio(lambda step: step.times.generation_s / step.num_response_tokens),
-        step_bound=amdahl(summary.share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0),
-        paired=paired,
+        generation=_ratio(base, spec, lambda step: step.times.generation_s),
+        step=_ratio(base, spec),
+        generation_per_token=_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
+        step_bound=amdahl(
+            summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
+        ),
+        paired=_is_paired(base, spec),
     )
+
+
+def _is_paired(base: ArmRecord, other: ArmRecord) -> bool:
+    return [step.step for step in base.timed_steps] == [step.step for step in other.timed_steps]
+
+
+def _ratio(
+    base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float] = lambda step: step.times.step_s
+) -> Estimate:
+    """The median of `base` over that of `other`; of the whole step where no `value` is named."""
+    values = [[value(step) for step in arm.timed_steps] for arm in (base, other)]
+    return bootstrap_ratio(*values, paired=_is_paired(base, other))
 
 
 def _seconds(times: Spread) -> dict[str, float]:
     return {f"{name}_s": value for name, value in asdict(times).items()}
 
 
-def _accuracy(evaluation: EvaluationRecord) -> dict[str, Any]:
-    return {
-        "avg_at_k": evaluation.avg_at_k,
-        "k": evaluation.k,
-        "ci95": list(evaluation.ci95),
-        "truncated_fraction": evaluation.truncated_fraction,
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | None) -> LoopArm:
+    """An arm; `synchronous` is None if it is a synchronous one itself."""
+    steps, own = arm.timed_steps, summarise_arm(arm)
+    total_s = sum(step.times.step_s for step in steps)
+    all_overlaps = [] if synchronous is None else [_overlap(step) for step in arm.steps]
+    overlaps = all_overlaps[-len(steps) :]
+    exposed_s = sum(each.exposed_score_s + each.exposed_publish_s for each in overlaps)
+
+    def share(value: Callable[[StepRecord], float]) -> float:
+        return sum(value(step) for step in steps) / total_s
+
+    if synchronous is None:
+        engine = 1 - share(lambda step: step.times.generation_s * (1 - step.engine_idle_fraction))
+        learner = 1 - share(lambda step: step.times.logprob_s + step.times.train_s)
+    else:
+        engine = share(lambda step: _overlap(step).engine_idle_fraction * step.times.step_s)
+        learner = share(lambda step: _overlap(step).learner_idle_fraction * step.times.step_s)
+    return LoopArm(
+        name=arm.name,
+        arm=arm.arm,
+        loop=arm.loop,
+        max_off_policy_steps=arm.max_off_policy_steps,
+        num_speculative_tokens=arm.num_speculative_tokens,
+        step=own.step,
+        over_baseline=None if arm is base else _ratio(base, arm),
+        over_synchronous=None if synchronous is None else _ratio(synchronous, arm),
+        stages_s={stage: float(np.mean([step.times.by_stage()[stage] for step in steps])) for stage in STAGES},
+        step_s=total_s / len(steps),
+        hidden_s=float(np.mean([overlap.hidden_s for overlap in overlaps])) if overlaps else 0.0,
+        engine_idle_fraction=engine,
+        learner_idle_fraction=learner,
+        exposed_joining_fraction=exposed_s / total_s if overlaps else None,
+        hidden_joining_fraction=sum(map(_hidden_joining_s, overlaps)) / total_s if overlaps else None,
+        lags=pooled_lags(arm.steps),
+        reward_first_quarter=own.reward_first_quarter,
+        reward_last_quarter=own.reward_last_quarter,
+        **{name: sum(getattr(each, name) for each in all_overlaps) for name in _LOST},
+    )
+
+
+def _overlap(step: StepRecord) -> Overlap:
+    if step.overlap is None:
+        raise ValueError(f"step {step.step} of an asynchronous arm must say what overlapped, got none")
+    return step.overlap
+
+
+def _hidden_joining_s(overlap: Overlap) -> float:
+    """Seconds of scores and new weights beside training, which may wait a moment longer than they take."""
+    hidden = (overlap.score_s - overlap.exposed_score_s, overlap.publish_s - overlap.exposed_publish_s)
+    return sum(max(0.0, each) for each in hidden)
+
+
+def _on_policy(num_tokens: int) -> LagStats:
+    """Tokens of the trained version, which are not corrected."""
+    return LagStats(
+        lag=0, num_tokens=num_tokens, ratio_mean=1.0, ratio_max=1.0, clipped_fraction=0.0, effective_sample_size=1.0
+    )
+
+
+def _pooled(lag: int, parts: Sequence[LagStats]) -> LagStats:
+    tokens = sum(part.num_tokens for part in parts)
+    means = {
+        name: sum(getattr(part, name) * part.num_tokens for part in parts) / tokens if tokens else 0.0
+        for name in ("ratio_mean", "clipped_fraction", "effective_sample_size")
     }
+    return LagStats(lag=lag, num_tokens=tokens, ratio_max=max(part.ratio_max for part in parts), **means)

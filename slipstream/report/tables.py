@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from slipstream.records.certificate import CertificateRecord
-from slipstream.records.run import RunRecord
-from slipstream.records.stages import SweepPoint
-from slipstream.report.formats import POLICY_LABELS, STAGE_LABELS, count, interval, percent, seconds, speedup
+import numpy as np
+
+from slipstream.records.run import DriftRecord, RunRecord
+from slipstream.records.stages import CertificateRecord, EvaluationRecord
+from slipstream.report.formats import (
+    KINDS,
+    POLICY_LABELS,
+    STAGE_LABELS,
+    count,
+    percent,
+    seconds,
+    seconds_band,
+    speedup,
+    speedup_with_interval,
+)
 from slipstream.report.reference import Reference, WorkloadReference
-from slipstream.report.summary import ArmSummary, RunSummary
-from slipstream.statistics import Spread
-from slipstream.types import STAGES, Arm
+from slipstream.report.results import speedups
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary
+from slipstream.statistics import Estimate
+from slipstream.types import STAGES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnGroup:
+class ColumnGroup(NamedTuple):
     """Columns under one heading; `quoted` ones come from a publication and look like it."""
 
     heading: str
@@ -24,8 +36,7 @@ class ColumnGroup:
     quoted: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One line: a label, then the cells of every group in turn."""
 
     label: str
@@ -33,83 +44,118 @@ class Row:
     kind: str = ""  # of "total", "baseline", "loses", "chosen": how the page sets it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """A table; `cells` of each row match the columns of all groups."""
 
     label: str
     groups: tuple[ColumnGroup, ...]
     rows: tuple[Row, ...]
-    quoted: tuple[bool, ...] = field(init=False)  # of each column
 
     def __post_init__(self) -> None:
-        flags = tuple(group.quoted for group in self.groups for _ in group.columns)
-        assert all(len(row.cells) == len(flags) for row in self.rows), self.label
-        object.__setattr__(self, "quoted", flags)
+        assert all(len(row.cells) == len(self.quoted) for row in self.rows), self.label
+
+    @property
+    def quoted(self) -> tuple[bool, ...]:
+        """One flag a column: True for one that comes from a publication."""
+        return tuple(group.quoted for group in self.groups for _ in group.columns)
+
+
+def build_table(label: str, groups: Mapping[str, Sequence[str]], rows: Iterable[Row], *, quoted: str = "-") -> Table:
+    """A table of columns by the heading over them.
+
+    Args:
+        quoted: the heading whose columns come from a publication.
+    """
+    made = (ColumnGroup(heading, tuple(columns), heading == quoted) for heading, columns in groups.items())
+    return Table(label, tuple(made), tuple(rows))
 
 
 def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """Seconds a step by stage: both arms, their ratio, and the reference's own three columns."""
-    groups = [ColumnGroup(heading=arm.arm.value, columns=("median s", "p10 to p90", "share")) for arm in run.arms]
-    groups.append(ColumnGroup(heading="", columns=("ratio",)))
+    groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms} | {"": ("ratio",)}
     if workload is not None:
-        groups.append(ColumnGroup(heading=reference.label, columns=("AR s", "spec s", "ratio"), quoted=True))
-    rows = [_step_row(run, workload, stage) for stage in (*STAGES, None)]
-    return Table(label="stage", groups=tuple(groups), rows=tuple(rows))
+        groups[reference.label] = ("AR s", "spec s", "ratio")
+    rows = [_step_row(run, workload, stage) for stage in (*STAGES, "")]
+    return build_table("stage", groups, rows, quoted=reference.label)
+
+
+def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -> Row:
+    """One stage; the whole step without a name."""
+    cells: list[str] = []
+    times = [arm.stages.get(stage, arm.step) for arm in run.arms]
+    for arm, time in zip(run.arms, times, strict=True):
+        timed = (seconds(time.median), seconds_band(time), percent(time.median / arm.step.median))
+        cells += ("left out", "", "") if stage in arm.left_out else timed
+    cells.append(speedup(times[0].median / times[1].median) if len(times) == 2 and times[1].median > 0 else "")
+    if workload is not None:
+        arms = (workload.autoregressive, workload.speculative)
+        base, spec = (each.by_stage().get(stage, each.step_s) for each in arms)
+        cells += [f"{base:.1f}", f"{spec:.1f}", speedup(base / spec)]
+    return Row(STAGE_LABELS.get(stage, "step (wall time)"), tuple(cells), "" if stage else "total")
 
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """The ratios of the two arms, with their intervals."""
-    comparison = run.comparison
-    assert comparison is not None
-    quoted = [ColumnGroup(heading=reference.label, columns=("speedup",), quoted=True)] if workload else []
-    published = {"generation": workload.generation_speedup, "step": workload.step_speedup} if workload else {}
+    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval")}
+    if workload is not None:
+        groups[reference.label] = ("ratio",)
     rows = []
-    for label, name, estimate in (
-        ("generation", "generation", comparison.generation),
-        ("generation, per generated token", "", comparison.generation_per_token),
-        ("whole step", "step", comparison.step),
-    ):
-        cells = [speedup(estimate.value), interval(estimate)]
-        if workload is not None:
-            cells.append(speedup(published[name]) if name else "")
-        rows.append(Row(label=label, cells=tuple(cells)))
-    groups = (ColumnGroup(heading="this run, measured", columns=("speedup", "95 % interval")), *quoted)
-    return Table(label="speedup of", groups=groups, rows=tuple(rows))
+    for each in speedups(run, workload):
+        quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
+        rows.append(Row(each.label.strip(), (each.text, each.uncertainty, *quoted)))
+    return build_table("of both arms", groups, rows, quoted=reference.label)
 
 
 def sweep_table(record: RunRecord) -> Table:
     """Every configuration that tuning tried, the losing ones too."""
     columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "verdict")
-    points = sorted(record.tuning.points, key=lambda point: (point.batch, point.k))
-    rows = tuple(_sweep_row(point, record.tuning.chosen_k) for point in points)
-    return Table(label="k", groups=(ColumnGroup(heading="this run, measured", columns=columns),), rows=rows)
+    rows = []
+    for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
+        verdict = ["baseline" if point.k == 0 else "loses" if point.speedup < 1 else "wins"]
+        verdict += ["chosen"] if point.k == record.tuning.chosen_k else []
+        cells = (
+            str(point.batch),
+            seconds(point.generation_s),
+            f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
+            str(point.num_repeats),
+            seconds(point.autoregressive_s),
+            speedup(point.speedup),
+            f"{point.mean_acceptance_length:.2f}",
+            ", ".join(verdict),
+        )
+        rows.append(Row(str(point.k), cells, " ".join(each for each in verdict if each != "wins")))
+    return build_table("k", {"this run, measured": columns}, rows)
+
+
+def running_table(record: RunRecord) -> Table:
+    """Speedup of every k over k = 0 at every running batch, and the k of the schedule there."""
+    tuning = record.tuning
+    kinds = sorted({(point.k, point.is_switched_off) for point in tuning.running})
+    known = {(point.batch_from, point.k, point.is_switched_off): point.speedup for point in tuning.running}
+    rows = []
+    for start, end in sorted({(point.batch_from, point.batch_to) for point in tuning.running}):
+        chosen = next(e.num_speculative_tokens for e in tuning.schedule if e.batch_from <= start <= e.batch_to)
+        speedups = [known.get((start, *kind)) for kind in kinds]
+        cells = ("" if value is None else speedup(value) for value in speedups)
+        label = str(start) if start == end else f"{start} to {end}"
+        rows.append(Row(label, (*cells, f"k = {chosen}"), "" if chosen == tuning.chosen_k else "chosen"))
+    columns = ["drafts switched off" if is_off else f"k = {k}" for k, is_off in kinds]
+    return build_table("running batch", {"speedup over k = 0, measured": columns, "": ("schedule",)}, rows)
 
 
 def accuracy_table(record: RunRecord) -> Table:
     """Accuracy before and after, with everything that qualifies it."""
     columns = ("avg@k", "95 % interval", "maj@k", "k", "problems", "truncated", "time-outs", "prompts")
-    rows = tuple(
-        Row(
-            label=POLICY_LABELS[e.policy],
-            cells=(
-                f"{e.avg_at_k:.3f}",
-                f"{e.ci95[0]:.3f} to {e.ci95[1]:.3f}",
-                f"{e.maj_at_k:.3f}",
-                str(e.k),
-                str(e.num_problems),
-                percent(e.truncated_fraction),
-                str(e.num_timeouts),
-                e.prompt_hash,
-            ),
-        )
-        for e in record.evaluations
-    )
-    return Table(label="policy", groups=(ColumnGroup(heading="", columns=columns),), rows=rows)
+    rows = []
+    for e in record.evaluations:
+        problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
+        rows.append(Row(POLICY_LABELS[e.policy], (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
+    return build_table("policy", {"": columns}, rows)
 
 
 def count_table(run: RunSummary) -> Table:
-    """What was lost or taught nothing, counted."""
+    """Counts of all that was lost or taught nothing."""
     labels = {
         "steps": lambda arm: count(arm.num_steps),
         "rollouts": lambda arm: count(arm.num_rollouts),
@@ -123,120 +169,135 @@ def count_table(run: RunSummary) -> Table:
     }
     if any(arm.engine_idle_fraction > 0 for arm in run.arms):  # of several engines: a single one has no such time
         labels["engines idle during generation"] = lambda arm: percent(arm.engine_idle_fraction)
-    rows = tuple(Row(label=label, cells=tuple(value(arm) for arm in run.arms)) for label, value in labels.items())
-    groups = (ColumnGroup(heading="", columns=tuple(arm.arm.value for arm in run.arms)),)
-    return Table(label="over all steps", groups=groups, rows=rows)
+    rows = [Row(label, tuple(value(arm) for arm in run.arms)) for label, value in labels.items()]
+    return build_table("over all steps", {"": [arm.arm.value for arm in run.arms]}, rows)
 
 
 def data_table(record: RunRecord) -> Table:
     """Rows read and kept of each data set, and why the others went."""
     columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out", "empty")
-    rows = tuple(
-        Row(
-            label=d.name,
-            cells=(
-                d.source,
-                *map(count, (d.num_read, d.num_kept, d.num_duplicates, d.num_conflicting)),
-                *map(count, (d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)),
-            ),
-        )
-        for d in record.data
-    )
-    return Table(label="data set", groups=(ColumnGroup(heading="", columns=columns),), rows=rows)
+    rows = []
+    for d in record.data:
+        lost = (d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)
+        rows.append(Row(d.name, (d.source, *map(count, (d.num_read, d.num_kept, *lost)))))
+    return build_table("data set", {"": columns}, rows)
 
 
 def draft_table(record: RunRecord) -> Table:
     """The draft's held-out acceptance, position by position."""
     rates = record.draft.heldout_rate_by_position
-    joint, rows = 1.0, []
-    for position, rate in enumerate(rates, start=1):
-        joint *= rate
-        rows.append(Row(label=str(position), cells=(percent(rate), percent(joint))))
-    columns = ("accepted, given those before", "accepted")
-    return Table(label="draft position", groups=(ColumnGroup(heading="held out", columns=columns),), rows=tuple(rows))
+    both = enumerate(zip(rates, np.cumprod(rates).tolist(), strict=True), start=1)
+    rows = [Row(str(position), (percent(rate), percent(joint))) for position, (rate, joint) in both]
+    return build_table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
 
 
-def quoted_lengths_table(workload: WorkloadReference, reference: Reference) -> Table:
-    """What the reference measured with other draft lengths."""
-    rows = tuple(
-        Row(label=str(length.k), cells=(f"{length.mean_acceptance_length:.2f}", speedup(length.generation_speedup)))
-        for length in workload.draft_lengths
-    )
-    group = ColumnGroup(heading=reference.label, columns=("AL", "generation speedup"), quoted=True)
-    return Table(label="k", groups=(group,), rows=rows)
-
-
-def quoted_drafts_table(workload: WorkloadReference, reference: Reference) -> Table:
-    """What the reference measured with other drafts."""
-    rows = tuple(
-        Row(label=d.draft, cells=(f"{d.mean_acceptance_length:.2f}", speedup(d.generation_speedup)))
-        for d in workload.drafts
-    )
-    group = ColumnGroup(heading=reference.label, columns=("AL", "generation speedup"), quoted=True)
-    return Table(label=f"draft, k = {workload.num_speculative_tokens}", groups=(group,), rows=rows)
-
-
-def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str | None) -> Row:
-    times = [arm.stages[stage] if stage else arm.step for arm in run.arms]
-    cells = [
-        cell
-        for arm, time in zip(run.arms, times, strict=True)
-        for cell in (("left out", "", "") if stage in arm.left_out else _time_cells(arm, time))
+def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
+    """The reference's measurements with other draft lengths, or with other drafts."""
+    label = f"draft, k = {workload.num_speculative_tokens}" if by_draft else "k"
+    lengths = {str(each.k): each for each in workload.draft_lengths}
+    published = {each.draft: each for each in workload.drafts} if by_draft else lengths
+    rows = [
+        Row(name, (f"{each.mean_acceptance_length:.2f}", speedup(each.generation_speedup)))
+        for name, each in published.items()
     ]
-    cells.append(speedup(times[0].median / times[1].median) if len(times) == 2 and times[1].median > 0 else "")
-    if workload is not None:
-        base, spec = (
-            workload.times(arm).by_stage()[stage] if stage else workload.times(arm).step_s
-            for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE)
-        )
-        cells += [f"{base:.1f}", f"{spec:.1f}", speedup(base / spec)]
-    label = STAGE_LABELS[stage] if stage else "step (wall time)"
-    return Row(label=label, cells=tuple(cells), kind="" if stage else "total")
-
-
-def _time_cells(arm: ArmSummary, time: Spread) -> Sequence[str]:
-    return seconds(time.median), f"{seconds(time.p10)} to {seconds(time.p90)}", percent(time.median / arm.step.median)
-
-
-def _sweep_row(point: SweepPoint, chosen_k: int) -> Row:
-    loses = point.k > 0 and point.speedup < 1
-    chosen = point.k == chosen_k
-    verdict = "baseline" if point.k == 0 else "loses" if loses else "wins"
-    kinds = [("baseline", point.k == 0), ("loses", loses), ("chosen", chosen)]
-    cells = (
-        str(point.batch),
-        seconds(point.generation_s),
-        f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}",
-        str(point.num_repeats),
-        seconds(point.autoregressive_s),
-        speedup(point.speedup),
-        f"{point.mean_acceptance_length:.2f}",
-        f"{verdict}, chosen" if chosen else verdict,
-    )
-    return Row(label=str(point.k), cells=cells, kind=" ".join(kind for kind, holds in kinds if holds))
+    return build_table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
 
 
 def certificate_table(certificate: CertificateRecord) -> Table:
     """Every test of the losslessness certificate, and the control's beside it."""
-    control = {finding.name: finding for finding in certificate.control}
-    rows = tuple(
-        Row(
-            label=finding.name,
-            cells=(
-                count(finding.num_observations),
-                f"{finding.statistic:.3g}",
-                f"{finding.p_value:.2g}",
-                f"{finding.p_value_corrected:.2g}",
-                "rejects" if finding.reject else "passes",
-                f"{control[finding.name].p_value:.2g}" if finding.name in control else "",
-            ),
-            kind="loses" if finding.reject else "",
-        )
-        for finding in certificate.findings
-    )
+    control = {finding.name: f"{finding.p_value:.2g}" for finding in certificate.control}
+    rows = []
+    for each in certificate.findings:
+        figures = (f"{each.statistic:.3g}", f"{each.p_value:.2g}", f"{each.p_value_corrected:.2g}")
+        verdict, kind = ("rejects", "loses") if each.reject else ("passes", "")
+        cells = (count(each.num_observations), *figures, verdict, control.get(each.name, ""))
+        rows.append(Row(each.name, cells, kind))
     columns = ("observations", "statistic", "p", "p, Holm", "verdict")
-    groups = (
-        ColumnGroup(heading="speculative engine", columns=columns),
-        ColumnGroup(heading="autoregressive, as control", columns=("p",)),
-    )
-    return Table(label="test", groups=groups, rows=rows)
+    return build_table("test", {"speculative engine": columns, "autoregressive, as control": ("p",)}, rows)
+
+
+def drift_table(drift: DriftRecord) -> Table:
+    """A row a result: its value, the band of the executions before, how many these are, and the verdict."""
+
+    def number(value: float) -> str:
+        return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
+
+    rows = []
+    for each in drift.findings:
+        band = " to ".join(map(number, each.band or ()))
+        cells = (number(each.value), band, str(each.num_executions), each.verdict)
+        rows.append(Row(KINDS[each.name].label, cells, "loses" if each in drift.outside else ""))
+    return build_table("result", {"": ("this execution", "band", "executions before", "verdict")}, rows)
+
+
+def loop_table(compared: LoopComparison) -> Table:
+    """Parts of a step's time in every arm, and its speedups."""
+    groups = {
+        "step": ("median s", "p10 to p90"),
+        "step speedup over": ("the baseline", "the same arm in turn"),
+        "generation": ("exposed s", "hidden s"),
+        "idle": ("engines", "learner"),
+        "scores and new weights": ("exposed", "hidden"),
+    }
+    rows = []
+    for arm in compared.arms:
+        hidden = "" if arm.is_synchronous else seconds(arm.hidden_s)
+        step = (
+            seconds(arm.step.median),
+            seconds_band(arm.step),
+            _ratio(arm.over_baseline),
+            _ratio(arm.over_synchronous),
+        )
+        idle = (percent(arm.engine_idle_fraction), percent(arm.learner_idle_fraction))
+        joining = ("" if x is None else percent(x) for x in (arm.exposed_joining_fraction, arm.hidden_joining_fraction))
+        kind = "baseline" if arm.over_baseline is None else ""
+        rows.append(Row(POLICY_LABELS[arm.name], (*step, seconds(arm.exposed_s), hidden, *idle, *joining), kind))
+    return build_table("arm", groups, rows)
+
+
+def lag_table(compared: LoopComparison) -> Table:
+    """The tokens that the asynchronous arms were trained on, by how far they lag, and how they were corrected."""
+    columns = ("tokens", "share", "ratio, mean", "ratio, largest", "weights changed", "effective sample size")
+    rows = []
+    for arm in compared.asynchronous:
+        total = sum(lag.num_tokens for lag in arm.lags)
+        for lag in arm.lags:
+            tokens = (count(lag.num_tokens), percent(lag.num_tokens / total))
+            ratios = (f"{lag.ratio_mean:.3f}", f"{lag.ratio_max:.2f}", percent(lag.clipped_fraction))
+            cells = (*tokens, *ratios, percent(lag.effective_sample_size))
+            rows.append(Row(f"{arm.arm.value}, {lag.lag}", cells))
+    return build_table("arm, lag", {"": columns}, rows)
+
+
+def loop_learning_table(compared: LoopComparison, evaluations: tuple[EvaluationRecord, ...]) -> Table:
+    """Reward and accuracy of all arms, and what became of rollouts in the asynchronous ones."""
+    groups = {
+        "reward": ("first quarter", "last quarter", "gain", "of gain in turn"),
+        "AIME-2024-like": ("avg@k", "95 % interval"),
+        "rollouts": ("waited for", "begun anew", "lost"),
+    }
+    accuracies = {evaluation.policy: _accuracy(evaluation) for evaluation in evaluations}
+    rows = [
+        Row(POLICY_LABELS[arm.name], (*_learning(arm, compared), *accuracies.get(arm.name, ("", "")), *_lost(arm)))
+        for arm in compared.arms
+    ]
+    return build_table("arm", groups, rows)
+
+
+def _learning(arm: LoopArm, compared: LoopComparison) -> tuple[str, ...]:
+    gain = compared.synchronous(arm.arm).reward_gain
+    share = f"{arm.reward_gain / gain:.2f}" if not arm.is_synchronous and gain > 0 else ""
+    return f"{arm.reward_first_quarter:.3f}", f"{arm.reward_last_quarter:.3f}", f"{arm.reward_gain:+.3f}", share
+
+
+def _lost(arm: LoopArm) -> tuple[str, ...]:
+    numbers = (arm.num_awaited, arm.num_restarted, arm.num_regenerated)
+    return tuple("" if arm.is_synchronous else str(number) for number in numbers)
+
+
+def _accuracy(evaluation: EvaluationRecord) -> tuple[str, str]:
+    return f"{evaluation.avg_at_k:.3f}", f"{evaluation.ci95[0]:.3f} to {evaluation.ci95[1]:.3f}"
+
+
+def _ratio(estimate: Estimate | None) -> str:
+    return "" if estimate is None else speedup_with_interval(estimate)

@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from slipstream.catalog import section_names
 from slipstream.config import require
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
-from slipstream.simulator.cost.data_files import section_names
-from slipstream.simulator.fit.ensemble import CalibrationRecord
-from slipstream.simulator.fit.observed import CheckRecord, calibrate_run
-from slipstream.simulator.fit.paper import calibrate_paper, read_simulator_reference
-from slipstream.simulator.project.balance import BalanceRecord, BalanceRow, balance
-from slipstream.simulator.project.projection import ProjectedPoint
-from slipstream.simulator.project.published import RequestedProjection, project_request
-from slipstream.simulator.project.run_projection import PAPER_SOURCE, known_layout, project_run, run_setting, swept_ks
-from slipstream.simulator.project.scenarios import PUBLISHED_MODEL, ProjectionRequest
+from slipstream.simulator.balance import BalanceRecord, BalanceRow, balance
+from slipstream.simulator.calibration import CalibrationRecord
+from slipstream.simulator.observed import CheckRecord, calibrate_run, known_layout, run_setting
+from slipstream.simulator.paper import calibrate_paper, read_simulator_reference
+from slipstream.simulator.projection import (
+    PUBLISHED_MODEL,
+    ProjectedPoint,
+    ProjectionRequest,
+    RequestedProjection,
+    project_request,
+)
+from slipstream.simulator.projection_record import PAPER_SOURCE, project_run, swept_ks
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
 
@@ -69,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
 
 
 def _add_run_options(parser: argparse.ArgumentParser, fetch_run: FetchRun) -> argparse._MutuallyExclusiveGroup:
-    """Where a command reads a run from."""
+    """Add the options that say where a command reads a run from."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="run_path", help=f"directory of a run or of its report, or {_RUN_FILE}")
     source.add_argument("--mlflow-run", help="execution whose report logged its records, as its parent run is called")

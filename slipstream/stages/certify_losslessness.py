@@ -17,8 +17,8 @@ from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import CertificateRecord
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages.context import RunContext
 from slipstream.stages.execution import end_execution

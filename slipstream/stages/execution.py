@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from slipstream.drafts.length import DraftLength
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.run import DriftRecord, RunRecord
+from slipstream.records.stages import CertificateRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
 from slipstream.report.results import certificate_metrics, description, result_metrics
 from slipstream.stages.context import RunContext

@@ -1,21 +1,20 @@
-"""What is done for an execution that failed: its runs are ended, and what it knows is kept in one page."""
+"""The end of an execution that failed: its runs are ended, and what it knows is kept in one page."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.recipe import Recipe, load_recipe
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_atomic, write_record
-from slipstream.records.stages import EvaluationRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, EvaluationRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, by_loop
-from slipstream.report.summary import summarise_arms
+from slipstream.report.formats import POLICY_LABELS, seconds
+from slipstream.report.results import speedups
+from slipstream.report.summary import summarise_arm, summarise_arms
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.runs import execution_run
-from slipstream.statistics import spread
 from slipstream.tracking import RunStatus, end_open_runs
 from slipstream.types import Arm, ArmLoop, arm_name
 
@@ -27,7 +26,7 @@ _MAX_TAG_CHARACTERS = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """How an execution failed."""
+    """Failure of an execution: where, why, and what is done."""
 
     execution: str
     node: str  # of the workflow that failed
@@ -62,7 +61,7 @@ def fail_run(root: Path, execution: str, *, node: str, message: str) -> Path | N
 
 
 def _endings(recipe: Recipe) -> dict[str, str]:
-    """What each stage of the execution leaves when it is done."""
+    """The file that each stage of the execution leaves when it is done."""
     loops = [ArmLoop.SYNCHRONOUS] if recipe.loop.is_synchronous else list(ArmLoop)
     arms = [(arm, loop) for loop in loops for arm in Arm]
     return {
@@ -110,7 +109,9 @@ def _results(record: FailureRecord, directory: Path) -> list[str]:
         lines.append(read_record(TuningRecord, directory / "tune_draft_length" / "tuning.json").reason)
     arms = [name for name in record.finished if name.startswith("train_grpo")]
     synchronous, asynchronous = by_loop(read_record(ArmRecord, directory / name / "arm.json") for name in arms)
-    lines += [*_arm_results(synchronous), *map(_asynchronous_result, asynchronous)]
+    lines += [_arm_result(arm) for arm in (*synchronous, *asynchronous) if arm.steps]
+    ratios = speedups(summarise_arms(synchronous))
+    lines += [f"{each.label.strip()}: {each.text}, {each.uncertainty}" for each in ratios]
     for name in (name for name in record.finished if name.startswith("evaluate_aime")):
         scored = read_record(EvaluationRecord, directory / name / "evaluation.json")
         lines.append(f"{scored.policy}: avg@{scored.k} {scored.avg_at_k:.3f}")
@@ -120,20 +121,8 @@ def _results(record: FailureRecord, directory: Path) -> list[str]:
     return lines or ["none yet"]
 
 
-def _arm_results(arms: Sequence[ArmRecord]) -> list[str]:
-    """Of the synchronous arms."""
-    lines = []
-    summary = summarise_arms(arms)
-    for arm in summary.arms:
-        reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
-        lines.append(f"{arm.arm.value}, k={arm.k}: {arm.num_steps} steps of {arm.step.median:.2f} s (median), {reward}")
-    if summary.comparison is not None:
-        generation, step = summary.comparison.generation, summary.comparison.step
-        lines.append(f"speculative against autoregressive: generation {generation.value:.2f}x, step {step.value:.2f}x")
-    return lines
-
-
-def _asynchronous_result(arm: ArmRecord) -> str:
-    step_s = spread([step.times.step_s for step in arm.timed_steps]).median
-    reward = f"last reward {arm.steps[-1].reward_mean:.3f}"
-    return f"{arm.arm.value}, {arm.loop}: {len(arm.steps)} steps of {step_s:.2f} s (median), {reward}"
+def _arm_result(record: ArmRecord) -> str:
+    arm = summarise_arm(record)
+    reward = f"reward {arm.reward_first_quarter:.3f} to {arm.reward_last_quarter:.3f}"
+    name = f"{POLICY_LABELS[record.name]}, k={arm.k}"
+    return f"{name}: {arm.num_steps} steps of {seconds(arm.step.median)} s (median), {reward}"

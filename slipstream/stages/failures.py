@@ -13,9 +13,9 @@ from collections.abc import Iterator
 PERMANENT = frozenset(
     {
         "slipstream.config.ConfigError",
-        "slipstream.learner.errors.CheckpointError",
-        "slipstream.learner.errors.CheckpointStorageError",
-        "slipstream.learner.errors.CheckpointWriteError",
+        "slipstream.learner.checkpoint.CheckpointError",
+        "slipstream.learner.checkpoint.CheckpointStorageError",
+        "slipstream.learner.checkpoint.CheckpointWriteError",
         "slipstream.refit.config.RefitError",
         "slipstream.stages.certify_losslessness.LosslessnessError",
         "slipstream.train.acceptance_guard.AcceptanceCollapse",

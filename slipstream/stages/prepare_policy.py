@@ -13,8 +13,7 @@ from slipstream.data.synthetic import pretraining_corpus
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner.architecture import MIMO, QWEN3
 from slipstream.learner.config import SCRATCH
-from slipstream.learner.policy_pretraining import pretrain
-from slipstream.learner.policy_source import resolve
+from slipstream.learner.policy_source import pretrain, resolve
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record

@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
 from slipstream.drafts.length import DraftLength, constant, length_of
 from slipstream.drafts.methods import TRAITS, Weights, speculative_config
-from slipstream.engine.protocol import Engine
+from slipstream.engine.protocol import Engines
 from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record
@@ -47,7 +47,7 @@ def swept_engine(recipe: Recipe, policy: Path, draft: Path, k: int) -> AbstractC
     return recipe_engine(recipe, policy, draft, k, schedule=constant(k) if k and drafts_by_batch(recipe) else ())
 
 
-def switch_length(engine: Engine, k: int) -> None:
+def switch_length(engine: Engines, k: int) -> None:
     """Have an engine that started with a table draft k tokens, at every running batch."""
     assert isinstance(engine, RemoteEngine)
     engine.draft_by(constant(k))

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
-from slipstream.records.certificate import CertificateRecord
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.page import write_report
 from slipstream.report.summary import summarise
-from slipstream.simulator.project.run_projection import ProjectionRecord
+from slipstream.simulator.projection_record import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.execution import end_reported_execution

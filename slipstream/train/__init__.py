@@ -1,1 +1,1 @@
-"""GRPO: the loop, one arm of it from start or checkpoint to end, and what watches over it."""
+"""GRPO: the loops, one arm from its start or last checkpoint to its end, and the guards around it."""

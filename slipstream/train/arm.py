@@ -1,4 +1,4 @@
-"""One arm of GRPO training from start, or from its last checkpoint, to end: what stands around the loop."""
+"""One arm of GRPO training from start, or from its last checkpoint, to end: builds the loop and all that it needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
 from slipstream.progress import progress
 from slipstream.recipe import Recipe
@@ -16,15 +18,15 @@ from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.asynchronous.meeting import Meeting
-from slipstream.train.asynchronous.pending import Pending, Tally
-from slipstream.train.attempt import Attempt
+from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.draft import FixedDraft, TrainedDraft
+from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.train.metrics import StageClock, metrics_of, step_line
-from slipstream.train.recovery import WeightsLostError
-from slipstream.train.turns import Alone, Turn
-from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
+from slipstream.train.pending import Pending, Submitted
+from slipstream.train.queues import ThreadGroup
+from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
+from slipstream.train.turns import Turn
+from slipstream.types import Arm, FinishReason, LoopMode, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.cores import shared_cores
 from slipstream.workers.engines import RemoteEngine
@@ -42,7 +44,7 @@ _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engine and the seeds of its rollouts, nothing else."""
+    """What sets one arm apart from the other: its engines and the seeds of its rollouts, nothing else."""
 
     arm: Arm
     num_speculative_tokens: int
@@ -54,7 +56,7 @@ class ArmPlan:
 
     @property
     def title(self) -> str:
-        """In progress and in the log."""
+        """Its name in progress and in the log."""
         return f"train_grpo {self.label or self.arm.value}"
 
 
@@ -76,25 +78,23 @@ def train(
         log: gets the metrics of each step.
         turn: a step begins when it has come; None: no other arm is trained meanwhile.
     """
-    checkpoints = Checkpoints(directory=directory / "checkpoints", recipe=recipe.fingerprint())
-    with plan.start_engine() as engine, Verifier(recipe.reward) as verifier:
-        run = _Run(
+    with plan.start_engine() as engines, Verifier(recipe.reward) as verifier:
+        run = Run(
             recipe=recipe,
             plan=plan,
             policy=policy,
             prompts=tuple(prompts),
-            score=lambda groups: score(groups, verifier, decode),
+            score=partial(score, verifier=verifier, decode=decode),
             directory=directory,
-            checkpoints=checkpoints,
             log=log,
-            turn=turn or Alone(),
+            turn=turn,
         )
-        history = _with_restarts(run, engine)
-        machine = machines(engine.engines)
+        steps = run.with_restarts(engines)
+        machine = machines(engines.engines)
     return ArmRecord(
         arm=plan.arm,
         num_speculative_tokens=plan.num_speculative_tokens,
-        steps=tuple(history),
+        steps=tuple(steps),
         schedule=plan.schedule,
         machine=machine,
         loop=recipe.loop.mode.value,
@@ -103,8 +103,8 @@ def train(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What every attempt at an arm starts from."""
+class Run:
+    """The training of an arm, in as many attempts as it takes."""
 
     recipe: Recipe
     plan: ArmPlan
@@ -112,105 +112,177 @@ class _Run:
     prompts: tuple[Prompt, ...]
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     directory: Path
-    checkpoints: Checkpoints
     log: LogMetrics
-    turn: Turn
+    turn: Turn | None = None
 
+    def with_restarts(self, engines: RemoteEngine) -> list[StepRecord]:
+        """Train; an attempt that lost a rank of the learner, or weights, is followed by one from the last checkpoint.
 
-def _with_restarts(run: _Run, engine: RemoteEngine) -> list[StepRecord]:
-    """Train; an attempt that lost a rank of the learner, or weights, is followed by one from the last checkpoint."""
-    num_learners = num_engines = 0  # restarts for the one and for the other
-    config = run.recipe
-    while True:
-        meeting = Meeting()
-        try:
-            with start_learner(config.learner, layout=config.layout) as learner:
-                return _train(run, engine, learner, meeting)
-        except LostWorkerError as error:
-            num_learners += 1
-            is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engine.engines}
-            if is_engine or num_learners > config.learner.max_restarts:
-                raise
-            logger.error(
-                "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
-                error,
-                num_learners,
-                config.learner.max_restarts,
+        Returns all steps.
+        """
+        num_learners = num_engines = 0  # restarts for the one and for the other
+        config = self.recipe
+        checkpoints = Checkpoints(directory=self.directory / "checkpoints", recipe=config.fingerprint())
+        while True:
+            threads = ThreadGroup()
+            try:
+                with start_learner(config.learner, layout=config.layout) as learner:
+                    return self._attempt(engines, learner, checkpoints, threads)
+            except LostWorkerError as error:
+                num_learners += 1
+                is_engine = {worker.name for worker in error.workers} & {worker.name for worker in engines.engines}
+                if is_engine or num_learners > config.learner.max_restarts:
+                    raise
+                logger.error(
+                    "%s; the learner starts anew from its last checkpoint, restart %d of at most %d in this run",
+                    error,
+                    num_learners,
+                    config.learner.max_restarts,
+                )
+            except WeightsLostError as error:
+                num_engines += 1
+                if num_engines > config.engine.max_restarts:
+                    raise
+                logger.error("%s; training goes on from its last checkpoint", error)
+            threads.join()  # the engines are the next attempt's
+
+    def _attempt(
+        self, engines: RemoteEngine, learner: RemoteLearner, checkpoints: Checkpoints, threads: ThreadGroup
+    ) -> list[StepRecord]:
+        """Train from the last checkpoint to the end, and write the final policy; returns all steps."""
+        recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
+        if recipe.placement.takes_turns:
+            engines.rest()  # they have just started, or an attempt before this one failed in their turn
+        learner.load(self.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
+        if draft is not None and self._trains_draft:
+            learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)
+        restored = checkpoints.restore(learner)
+        history = restored.steps
+        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
+        with (
+            checkpoints.finished(learner),
+            open_channel(recipe.refit, learner, engines) as channel,
+            shared_cores(own_node(), engines, learner) if recipe.loop.max_off_policy_steps else nullcontext(),
+            progress(title, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
+        ):
+            gate = RefitGate(
+                engines,
+                learner,
+                channel=channel,
+                draft=draft,
+                trains_draft=self._trains_draft,
+                config=recipe.refit,
+                probes=[prompt.token_ids for prompt in self.prompts[:_NUM_PROBES]],
             )
-        except WeightsLostError as error:
-            num_engines += 1
-            if num_engines > config.engine.max_restarts:
-                raise
-            logger.error("%s; training goes on from its last checkpoint", error)
-        meeting.settle()  # the engines are the next attempt's
 
+            def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
+                history.append(record)
+                self.log(metrics_of(record), record.step)
+                bar.advance(text=f"reward {record.reward_mean:.3f}")
+                words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
+                logger.info("%s: %s", title, ", ".join(words))
+                if recipe.grpo.is_checkpoint_due(record.step):
+                    checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
+                if self.turn is not None:
+                    self.turn.end()
 
-def _train(run: _Run, engine: RemoteEngine, learner: RemoteLearner, meeting: Meeting) -> list[StepRecord]:
-    """From the last checkpoint to the end, with the final policy written; returns all steps."""
-    recipe, draft = run.recipe, run.plan.draft
-    trains_draft = draft is not None and recipe.draft.online is not DraftOnline.OFF
-    name = run.plan.title
-    if recipe.placement.takes_turns:
-        engine.rest()  # they have just started, or an attempt before this one failed in their turn
-    learner.load(run.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
-    if draft is not None and trains_draft:
-        learner.continue_draft(draft, run.policy, recipe.draft, recipe.engine.dtype)
-    restored = run.checkpoints.restore(learner)
-    history, pending = restored.steps, Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
-    with (
-        run.checkpoints.finished(learner),
-        open_channel(recipe.refit, learner, engine) as channel,
-        shared_cores(own_node(), engine, learner) if recipe.loop.max_off_policy_steps else nullcontext(),
-        progress(name, total=recipe.grpo.num_steps, unit="step", done=len(history), in_log=False) as bar,
-    ):
-        gate = RefitGate(
-            engine,
-            learner,
-            channel=channel,
-            draft=draft,
-            trains_draft=trains_draft,
-            config=recipe.refit,
-            probes=[prompt.token_ids for prompt in run.prompts[:_NUM_PROBES]],
-        )
+            trainer = Trainer(
+                learner=learner,
+                config=recipe.grpo,
+                temperature=recipe.sampling.temperature,
+                draft=self._draft(history),
+                guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+                max_lag=recipe.loop.max_off_policy_steps,
+            )
+            tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
+            self.loop(tolerant, trainer, on_step, pending, threads).run(start_step=len(history))
+            if self.turn is not None:
+                self.turn.begin()
+            learner.save_hf(self.directory / "policy", self.policy)
+            if self._trains_draft:
+                learner.save_draft(self.directory / "draft")
+        return history
 
-        def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
-            history.append(record)
-            run.log(metrics_of(record), record.step)
-            bar.advance(text=f"reward {record.reward_mean:.3f}")
-            words = filter(None, (step_line(record, recipe.grpo.num_steps), bar.left()))
-            logger.info("%s: %s", name, ", ".join(words))
-            if recipe.grpo.is_checkpoint_due(record.step):
-                run.checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
-            run.turn.end()
-
-        def start_clock() -> StageClock:
-            run.turn.begin()
-            return StageClock()
-
-        attempt = Attempt(
-            recipe=recipe,
-            arm=run.plan.arm,
-            schedule=run.plan.schedule if run.plan.num_speculative_tokens else None,
-            prompts=run.prompts,
-            score=run.score,
-            learner=learner,
-            engines=engine,
-            gate=gate,
-            draft=TrainedDraft(recipe.draft, reference=run.plan.draft_length, history=history)
-            if trains_draft
-            else FixedDraft(version=0 if draft is not None else None),
-            guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+    def loop(
+        self,
+        engines: FaultTolerantEngines,
+        trainer: Trainer,
+        on_step: Callable[..., None],
+        pending: Pending,
+        threads: ThreadGroup,
+    ) -> SyncLoop | AsyncLoop:
+        """The loop that the recipe trains with."""
+        recipe = self.recipe
+        grpo = recipe.grpo
+        prompts = PromptStream(prompts=self.prompts, batch_size=grpo.prompts_per_step, seed=grpo.seed)
+        if recipe.loop.is_synchronous:
+            return SyncLoop(
+                arm=self.plan.arm,
+                engine=engines,
+                learner=trainer.learner,
+                gate=engines,
+                prompts=prompts,
+                score=self.score,
+                config=grpo,
+                sampling=recipe.sampling,
+                on_step=on_step,
+                draft=trainer.draft,
+                guard=trainer.guard,
+                start_clock=self._start_clock,
+            )
+        return AsyncLoop(
+            arm=self.plan.arm,
+            engines=engines,
+            prompts=prompts,
+            score=self.score,
+            trainer=trainer,
+            sampling=recipe.sampling,
+            loop=recipe.loop,
             on_step=on_step,
-            start_clock=start_clock,
-            meeting=meeting,
-            tally=Tally(run.directory / "submitted"),
+            start_clock=self._start_clock,
+            threads=threads,
+            pending=pending,
+            submitted=Submitted(self.directory / "submitted"),
         )
-        attempt.run(history, pending)
-        run.turn.begin()
-        learner.save_hf(run.directory / "policy", run.policy)
-        if trains_draft:
-            learner.save_draft(run.directory / "draft")
-    return history
+
+    def fault_tolerant(
+        self,
+        engines: RemoteEngine,
+        gate: RefitGate,
+        learner: RemoteLearner,
+        history: Sequence[StepRecord],
+        pending: Pending,
+    ) -> FaultTolerantEngines:
+        """The engines and the gate as the loop sees them."""
+        recipe, k = self.recipe, self.plan.num_speculative_tokens
+        steps = [record.autopilot for record in history] + [each.result.autopilot for each in pending.scored]
+        in_flight = recipe.loop.mode is LoopMode.IN_FLIGHT
+        if in_flight:
+            engines.run_in_flight(recipe.loop.kv_cache)  # and forget what an earlier attempt left under way
+        watches = k > 0 and recipe.draft.autopilot.enabled and not in_flight
+        return FaultTolerantEngines(
+            engines,
+            gate,
+            sampling=recipe.sampling,
+            max_restarts=recipe.engine.max_restarts,
+            is_beside_training=not recipe.loop.is_synchronous,
+            memory_sharer=learner if recipe.placement.takes_turns else None,
+            autopilot=Autopilot(recipe.draft.autopilot, self.plan.schedule, steps) if watches else None,
+        )
+
+    @property
+    def _trains_draft(self) -> bool:
+        return self.plan.draft is not None and self.recipe.draft.online is not DraftOnline.OFF
+
+    def _draft(self, history: Sequence[StepRecord]) -> Draft:
+        if self._trains_draft:
+            return TrainedDraft(self.recipe.draft, reference=self.plan.draft_length, history=history)
+        return Draft(version=None if self.plan.draft is None else 0)
+
+    def _start_clock(self) -> StageClock:
+        if self.turn is not None:
+            self.turn.begin()
+        return StageClock()
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Decode) -> RewardResult:

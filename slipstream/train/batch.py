@@ -13,6 +13,9 @@ from slipstream.types import Rollout, RolloutGroup, TrainBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Versions = tuple[int, int | None]
+"""Versions of policy and draft that engines hold together."""
+
 
 def assemble(
     groups: Sequence[RolloutGroup],
@@ -22,7 +25,7 @@ def assemble(
     draft_version: int | None,
     scale_by_std: bool,
     max_lag: int = 0,
-    published: Collection[tuple[int, int | None]] | None = None,
+    published: Collection[Versions] | None = None,
 ) -> TrainBatch:
     """Join prompts and responses and centre the rewards of each group.
 
@@ -39,7 +42,7 @@ def assemble(
     """
     import torch
 
-    from slipstream.grpo.advantages import group_advantages
+    from slipstream.grpo.loss import group_advantages
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     versions = range(max(policy_version - max_lag, 0), policy_version + 1)
@@ -59,9 +62,7 @@ def assemble(
     )
 
 
-def _require_versions(
-    rollouts: Sequence[Rollout], *, versions: range, published: Collection[tuple[int, int | None]]
-) -> None:
+def _require_versions(rollouts: Sequence[Rollout], *, versions: range, published: Collection[Versions]) -> None:
     """Every token must come from one of `versions`, with a draft that was published with it."""
     for rollout in rollouts:
         known, num_tokens = sum(span.num_tokens for span in rollout.spans), len(rollout.token_ids)

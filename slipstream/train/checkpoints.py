@@ -8,19 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.config import from_mapping
-from slipstream.learner.directories import (
+from slipstream.learner.checkpoint import CheckpointError
+from slipstream.records.files import write_atomic
+from slipstream.records.steps import StepRecord
+from slipstream.storage import (
     existing_directory,
     remove,
     step_directories,
     step_directory,
     step_of,
 )
-from slipstream.learner.errors import CheckpointError
-from slipstream.records.files import write_atomic
-from slipstream.records.steps import StepRecord
+from slipstream.train.loop import Learner
 
 logger = logging.getLogger(__name__)
 
@@ -28,31 +29,6 @@ _KEPT = 2
 _PENDING = ".pending"
 _REMAINS = (_PENDING, ".partial", ".old")
 _GRACE_S = 60.0  # after an error the learner may be the one that hangs
-
-
-class Restorable(Protocol):
-    """The learner, as far as checkpoints need it."""
-
-    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write all that a resumed run needs, whole or not at all; may go on in the background, one at a time."""
-        ...
-
-    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
-        """Wait until what `save_checkpoint` began is written, or raise why it could not be or has taken too long."""
-        ...
-
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Restore it; returns its `extra`.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint, whatever else lies there.
-            CheckpointError: it is damaged.
-        """
-        ...
-
-    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
-        """Its `extra`, if it is whole. Errors as of `load_checkpoint`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +55,7 @@ class Checkpoints:
     _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _damaged: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False, compare=False)
 
-    def save(self, learner: Restorable, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
+    def save(self, learner: Learner, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
         """Write the checkpoint after `len(history)` steps, then drop what is older than the newest `keep` whole ones.
 
         One that is written in the background counts when it is whole: until then the `keep` before it stay. A damaged
@@ -97,7 +73,7 @@ class Checkpoints:
         self._drop_oldest(learner, writing=path)
 
     @contextmanager
-    def finished(self, learner: Restorable) -> Iterator[None]:
+    def finished(self, learner: Learner) -> Iterator[None]:
         """At the end of the block the last checkpoint is written, also if the block fails and the learner lives."""
         try:
             yield
@@ -110,7 +86,7 @@ class Checkpoints:
         learner.finish_checkpoint()
         self._drop_oldest(learner)
 
-    def restore(self, learner: Restorable) -> Restored:
+    def restore(self, learner: Learner) -> Restored:
         """Load the newest whole checkpoint into the learner, if there is one; returns what else it holds.
 
         Raises:
@@ -141,7 +117,7 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
         return Restored(steps=[])
 
-    def _drop_oldest(self, learner: Restorable, *, writing: Path | None = None) -> None:
+    def _drop_oldest(self, learner: Learner, *, writing: Path | None = None) -> None:
         older: list[Path] = []
         whole: list[Path] = []
         for path in reversed(self._paths()):
@@ -168,7 +144,7 @@ class Checkpoints:
             if step is not None and step < first and is_left:
                 remove(path)
 
-    def _is_whole(self, learner: Restorable, path: Path) -> bool | None:
+    def _is_whole(self, learner: Learner, path: Path) -> bool | None:
         """Return True if a run could be resumed from it, and None if it is no checkpoint."""
         try:
             _pending(path, learner.inspect_checkpoint(path))

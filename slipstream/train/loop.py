@@ -1,35 +1,135 @@
-"""Synchronous GRPO: generate with the newest policy, learn from it, repeat.
+"""Synchronous GRPO: generate with the newest policy, learn from it, repeat; and the step that all loops share.
 
 `SyncLoop.run` is the whole algorithm. What it needs is behind protocols and the refit gate; timing, checkpoints and
 records stand around it, not in it. Scoring counts as stage `data`: it turns rollouts into training data on the CPU. A
-draft may learn beside the policy, from the same forward pass: `draft` says in which steps.
+draft may learn beside the policy, from the same forward pass: `draft` says in which steps. `Trainer` goes from scored
+rollouts to new weights, in the asynchronous loop too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from slipstream.data.prompts import PromptStream
+from slipstream.drafts.config import DraftConfig, DraftOnline
+from slipstream.drafts.controller import Staleness
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine
-from slipstream.grpo.config import GrpoConfig
-from slipstream.records.steps import RefitCheck, StepRecord
+from slipstream.engine.protocol import Engines, GenerationResult
+from slipstream.grpo.config import Correction, GrpoConfig
+from slipstream.grpo.lags import lag_stats
+from slipstream.grpo.update import Trained, Update, combined, minibatches
+from slipstream.records.steps import DraftDecision, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.draft import FixedDraft
-from slipstream.train.metrics import StageClock
-from slipstream.train.step import Draft, Learner, Trainer, engine_seed
-from slipstream.types import Arm, RolloutGroup
+from slipstream.train.batch import Versions, assemble, mismatch
+from slipstream.train.metrics import StageClock, step_record
+from slipstream.types import Arm, RolloutGroup, StageTimes, TrainBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Gate(Protocol):
-    """The way of new weights into the engine."""
+    """The way of new weights into the engines."""
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        """Bring the engine to the learner's present weights, and to its draft if that changed, or raise."""
+        """Bring the engines to the learner's present weights, and to its draft if that changed, or raise."""
         ...
+
+
+class Learner(Protocol):
+    """The policy under training, and its checkpoints."""
+
+    def logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]]:
+        """Trainer logprobs of each sequence's response tokens."""
+        ...
+
+    def ref_logprobs(self, batch: TrainBatch, temperature: float) -> list[NDArray[np.float32]] | None:
+        """The same under the reference policy, None without one."""
+        ...
+
+    def train_step(self, update: Update) -> Trained:
+        """One optimizer update, of the draft too if `update` says so; with its own logprobs if `update` has none."""
+        ...
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write all that a resumed run needs, whole or not at all; may go on in the background, one at a time."""
+        ...
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Wait until what `save_checkpoint` began is written, or raise why it could not be or has taken too long."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Restore it; returns its `extra`.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, whatever else lies there.
+            CheckpointError: it is damaged.
+        """
+        ...
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        """Its `extra`, if it is whole. Errors as of `load_checkpoint`."""
+        ...
+
+
+class Draft:
+    """The draft of an arm from step to step; this one stays as it was pretrained, or there is none.
+
+    Attributes:
+        version: of the draft that the next rollouts are sampled with; None without one.
+    """
+
+    def __init__(self, version: int | None = None) -> None:
+        self.version = version
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        """Decide whether the step of these rollouts trains the draft; None: no step does. Each step is asked once.
+
+        Args:
+            num_steps_left: after this one.
+        """
+
+    def note(self, record: StepRecord) -> None:
+        """Take note of what the step did."""
+
+
+class TrainedDraft(Draft):
+    """A draft that learns beside the policy: 0 is the pretrained version, each step that trains it makes the next."""
+
+    def __init__(self, config: DraftConfig, *, reference: float | None, history: Iterable[StepRecord] = ()) -> None:
+        """Go on after the steps of `history`.
+
+        Args:
+            reference: mean acceptance length that it reached before RL; None where nobody knows.
+        """
+        super().__init__(version=0)
+        self._always = config.online is DraftOnline.ALWAYS
+        self._horizon_steps = config.online_horizon_steps
+        self._staleness = Staleness(reference=reference)
+        for record in history:
+            generation_s = 0.0 if record.draft_decision is None else record.draft_decision.generation_s
+            self._staleness = self._staleness.observed(record.acceptance, generation_s)
+            self.note(record)
+
+    def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
+        """Decide by staleness, or always to train."""
+        self._staleness = self._staleness.observed(result.acceptance, result.generation_s)
+        horizon_steps = min(self._horizon_steps, num_steps_left)
+        decision = self._staleness.decide(generation_s=result.generation_s, horizon_steps=horizon_steps)
+        return replace(decision, trains=True, reason="always") if self._always else decision
+
+    def note(self, record: StepRecord) -> None:
+        """Count what the step did."""
+        if record.draft_update is not None:
+            self._staleness = self._staleness.trained(record.draft_update.elapsed_s)
+            self.version = (self.version or 0) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +137,7 @@ class SyncLoop:
     """Synchronous GRPO over `num_steps` steps; both arms run this same code."""
 
     arm: Arm
-    engine: Engine
+    engine: Engines
     learner: Learner
     gate: Gate
     prompts: PromptStream
@@ -45,7 +145,7 @@ class SyncLoop:
     config: GrpoConfig
     sampling: SamplingConfig
     on_step: Callable[[StepRecord], None]
-    draft: Draft = field(default_factory=FixedDraft)
+    draft: Draft = field(default_factory=Draft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     start_clock: Callable[[], StageClock] = StageClock
 
@@ -75,3 +175,149 @@ class SyncLoop:
                 rewards = self.score(result.groups)
             learned = trainer.learn(step, result, rewards, clock=clock)
             self.on_step(trainer.record(step, clock.times(), refit, learned))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """A step that has trained, and whose end is not timed yet."""
+
+    result: GenerationResult
+    rewards: RewardResult
+    batch: TrainBatch
+    trained: Trained
+    before: Sequence[NDArray[np.float32]]
+    decision: DraftDecision | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """From scored rollouts to new weights, and to the step's record.
+
+    Attributes:
+        temperature: at which the rollouts were sampled.
+        max_lag: number of versions by which they may be older than the policy that learns from them.
+    """
+
+    learner: Learner
+    config: GrpoConfig
+    temperature: float
+    draft: Draft = field(default_factory=Draft)
+    guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
+    max_lag: int = 0
+
+    def learn(
+        self,
+        step: int,
+        result: GenerationResult,
+        rewards: RewardResult,
+        *,
+        clock: StageClock,
+        published: Collection[Versions] | None = None,
+    ) -> Learned:
+        """Train version `step` of the policy on the rollouts, and the draft if it is its turn.
+
+        Args:
+            published: see `assemble`.
+        Raises:
+            AcceptanceCollapse: of the rollouts.
+        """
+        if result.acceptance is not None:
+            self.guard.check(result.acceptance, policy_version=result.groups[0].rollouts[0].policy_version)
+        with clock.stage("data"):
+            batch = assemble(
+                result.groups,
+                rewards.rewards,
+                policy_version=step,
+                draft_version=self.draft.version,
+                scale_by_std=self.config.scale_advantages_by_std,
+                max_lag=self.max_lag,
+                published=published,
+            )
+        decision = self.draft.decide(result, num_steps_left=self.config.num_steps - step - 1)
+        trained, before = learn(
+            self.learner,
+            batch,
+            config=self.config,
+            temperature=self.temperature,
+            trains_draft=decision is not None and decision.trains,
+            clock=clock,
+        )
+        return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
+
+    def record(
+        self, step: int, times: StageTimes, refit: RefitCheck, learned: Learned, *, overlap: Overlap | None = None
+    ) -> StepRecord:
+        """The record of the step, of which the draft takes note."""
+        batch, before, loss = learned.batch, learned.before, self.config.loss
+        is_corrected = loss.corrects is not Correction.NONE or self.max_lag > 0
+        record = step_record(
+            step,
+            times,
+            refit,
+            result=learned.result,
+            rewards=learned.rewards,
+            trained=learned.trained,
+            mismatch=mismatch(batch.rollout_logprobs, before, band=self.config.mismatch_band),
+            has_logprob_pass=self.config.needs_logprob_pass,
+        )
+        record = replace(
+            record,
+            draft_decision=learned.decision,
+            lags=lag_stats(learned.result.groups, batch, before, policy_version=step, loss=loss)
+            if is_corrected
+            else (),
+            overlap=overlap,
+        )
+        self.draft.note(record)
+        return record
+
+
+def learn(
+    learner: Learner,
+    batch: TrainBatch,
+    *,
+    config: GrpoConfig,
+    temperature: float,
+    trains_draft: bool,
+    clock: StageClock,
+) -> tuple[Trained, Sequence[NDArray[np.float32]]]:
+    """Train one step on `batch`: what it did, and the logprobs of the policy before its first update.
+
+    Args:
+        temperature: at which the rollouts were sampled.
+        trains_draft: beside the policy, from the same forward pass.
+    """
+    update = Update(
+        batch=batch,
+        trainer_logprobs=None,
+        ref_logprobs=None,
+        loss=config.loss,
+        temperature=temperature,
+        trains_draft=trains_draft,
+    )
+    if config.needs_logprob_pass:
+        with clock.stage("logprob"):
+            update = replace(
+                update,
+                trainer_logprobs=learner.logprobs(batch, temperature),
+                ref_logprobs=learner.ref_logprobs(batch, temperature),
+            )
+    with clock.stage("train"):
+        parts = minibatches(update, config.updates_per_step)
+        trained = combined([learner.train_step(part) for part in parts])
+    before = trained.own_logprobs if update.trainer_logprobs is None else update.trainer_logprobs
+    assert before is not None, "the learner returns what it was not given"
+    return trained, before
+
+
+def engine_seed(seed: int, arm: Arm, batch: int) -> int:
+    """Engine seed of a batch: the same after a resume, different for each batch of each recipe seed and each arm.
+
+    Arms that shared their seeds would share their first samples, so that their results would not be independent.
+    """
+    return int(np.random.SeedSequence([seed, list(Arm).index(arm), batch]).generate_state(1)[0])
+
+
+def recent(published: Collection[Versions], step: int, max_lag: int) -> tuple[Versions, ...]:
+    """The published versions that rollouts of later steps than this may come from."""
+    return tuple(each for each in published if each[0] > step - max_lag)

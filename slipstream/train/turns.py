@@ -6,32 +6,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
-class Turn(Protocol):
-    """When one of several trainers may work."""
-
-    def begin(self) -> None:
-        """Wait until the turn has come; it is still there after a step that failed."""
-        ...
-
-    def end(self) -> None:
-        """The step is done: it is the next one's turn."""
-        ...
-
-
-class Alone:
-    """The turns of one that shares them with nobody."""
-
-    def begin(self) -> None:
-        """At once."""
-
-    def end(self) -> None:
-        """Nobody waits."""
-
-
-class Stopped(RuntimeError):  # noqa: N818  # what happened to the others
+class Stopped(BaseException):  # an interrupt: nothing may take it for a failure
     """The whole was interrupted, so no turn will come."""
 
 
@@ -45,7 +23,7 @@ class Turns:
         self._is_stopped = False
 
     def wait(self, name: str) -> None:
-        """Until it is the turn of `name`.
+        """Wait until it is the turn of `name`.
 
         Raises:
             Stopped: `stop` was called.
@@ -58,44 +36,44 @@ class Turns:
                 raise Stopped(f"{name} waits for a turn that will not come")
 
     def pass_on(self, name: str) -> None:
-        """The turn of `name` is over."""
+        """End the turn of `name`."""
         with self._changed:
             assert self._ring[0] == name, f"it is the turn of {self._ring[0]}, not of {name}"
             self._ring.append(self._ring.pop(0))
             self._changed.notify_all()
 
     def leave(self, name: str) -> None:
-        """`name` takes no more turns."""
+        """Take `name` out of the ring."""
         with self._changed:
             self._ring.remove(name)
             self._expected.discard(name)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody takes another turn."""
+        """End the waits of all members: there is no further turn."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnTurn:
-    """The turns of one member."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The turns of one member of a ring."""
 
     turns: Turns
     name: str
 
     def begin(self) -> None:
-        """See `Turn.begin`."""
+        """Wait until the turn has come; it is still there after a step that failed."""
         self.turns.wait(self.name)
 
     def end(self) -> None:
-        """See `Turn.end`."""
+        """Pass the turn on to the next member: the step is done."""
         self.turns.pass_on(self.name)
 
 
 def in_turn(members: Mapping[str, Callable[[Turn], Any]]) -> dict[str, Any]:
-    """Run all members, each in a thread of its own; what each returned, or the error that ended it, by name.
+    """Run all members, each in a thread of its own; returns results, or the errors that ended them, by name.
 
     A member that fails takes no more turns; the others go on.
 
@@ -106,7 +84,7 @@ def in_turn(members: Mapping[str, Callable[[Turn], Any]]) -> dict[str, Any]:
 
     def run(name: str) -> Any:
         try:
-            return members[name](OwnTurn(turns=turns, name=name))
+            return members[name](Turn(turns, name))
         finally:
             turns.leave(name)
 

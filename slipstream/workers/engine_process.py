@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_arguments import without_gpu
-from slipstream.engine.vllm_engine import VllmEngine
+from slipstream.engine.vllm_engine import VllmEngine, without_gpu
 from slipstream.refit.config import EngineState
 from slipstream.workers.cores import CoreShare, CoreSlot
 from slipstream.workers.engine_control import node_address

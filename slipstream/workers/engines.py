@@ -16,8 +16,7 @@ from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.engine.requests import group_requests
-from slipstream.engine.vllm_arguments import device_arguments
-from slipstream.engine.vllm_engine import process_environment
+from slipstream.engine.vllm_engine import device_arguments, process_environment
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel.choice import Location

@@ -13,9 +13,9 @@ import numpy as np
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import (
-    Draft,
     HeldChats,
     IndexedChats,
+    LearnerDraft,
     layer_ids,
     start_training,
     train_beside,
@@ -76,8 +76,8 @@ class LearnerProcess(SendingRank):
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
-        self._draft: Draft | None = None
-        self._online: tuple[Draft, DraftConfig] | None = None  # one that is trained beside the policy
+        self._draft: LearnerDraft | None = None
+        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # one that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._share: CoreShare | None = None
 
@@ -183,7 +183,7 @@ class LearnerProcess(SendingRank):
 
     def conditionals(self, part: Learned, sampling: SamplingConfig, *, seed: int) -> list[np.ndarray]:
         """What the policy says about each response token: a sequence's are [N, columns of `policy.conditionals`]."""
-        from slipstream.learner.conditionals import COLUMNS, conditionals
+        from slipstream.learner.logprobs import COLUMNS, conditionals
 
         sequences, prompt_lengths = part
         function = partial(
@@ -200,7 +200,7 @@ class LearnerProcess(SendingRank):
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """The distribution that is sampled after each prefix, [prefixes, vocabulary]."""
-        from slipstream.learner.conditionals import processed_logprobs
+        from slipstream.learner.logprobs import processed_logprobs
 
         def function(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
             del labels_N
@@ -243,7 +243,7 @@ class LearnerProcess(SendingRank):
 
     def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
         """The `extra` of a checkpoint that is whole, which is not restored; rank 0 alone is asked."""
-        from slipstream.learner.checkpoint.reader import inspect_checkpoint
+        from slipstream.learner.checkpoint.on_disk import inspect_checkpoint
 
         return inspect_checkpoint(path)["extra"]
 
@@ -339,7 +339,7 @@ class LearnerProcess(SendingRank):
         return self._policy
 
     @property
-    def _drafting(self) -> Draft:
+    def _drafting(self) -> LearnerDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 

@@ -11,7 +11,7 @@ import ray
 from ray._private.state import available_resources_per_node  # the public API sums over all nodes
 
 from slipstream.config import require
-from slipstream.workers.placement.cluster import Cluster, Node
+from slipstream.workers.placement.plan import Cluster, Node
 
 NVLINK_LABEL = "ray.io/gpu-domain"
 """Ray's own label of nodes that share an NVLink domain: its topology strategies read it too."""

@@ -20,9 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slipstream.config import ConfigError
-from slipstream.workers.placement.cluster import Cluster
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.placement.plan import Plan, Slot, make_plan, replanned
+from slipstream.workers.placement.plan import Cluster, Plan, Slot, make_plan, replanned
 from slipstream.workers.ray_nodes import RayNode, as_cluster, ray_nodes
 from slipstream.workers.session import actor_environment
 

@@ -15,7 +15,7 @@ from slipstream.refit.snapshot import Snapshot, SnapshotWriter
 from slipstream.types import Dtype
 
 if TYPE_CHECKING:
-    from slipstream.drafts.learner_draft import Draft
+    from slipstream.drafts.learner_draft import LearnerDraft
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.refit.channel.sender import EngineControl, Sender, Sent, StreamSettings
     from slipstream.refit.channel.source import WeightSource
@@ -40,7 +40,7 @@ class SendingRank(ABC):
 
     @property
     @abstractmethod
-    def _drafting(self) -> Draft:
+    def _drafting(self) -> LearnerDraft:
         """The draft."""
 
     @abstractmethod

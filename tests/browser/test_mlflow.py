@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.report.comparison import comparison_table
-from slipstream.report.comparison_page import write_comparison
+from slipstream.report.comparison import comparison_table, write_comparison
 from slipstream.tracking import experiment_names, read_executions, view_addresses
 from slipstream.types import Arm
 from tests.browser.server import Served, log_execution, served

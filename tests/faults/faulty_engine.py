@@ -22,13 +22,13 @@ class FaultyEngine(VllmEngine):
         from vllm.v1.sample import rejection_sampler
         from vllm.v1.spec_decode import llm_base_proposer
 
-        from slipstream.engine import vllm_sampler
+        from slipstream.engine import vllm_plugin
 
-        vllm_sampler.install()
+        vllm_plugin.install()
         if "no sampler fix" in faults:
-            rejection_sampler.expand_batch_to_tokens = vllm_sampler.SHIPPED_EXPAND
+            rejection_sampler.expand_batch_to_tokens = vllm_plugin.SHIPPED_EXPAND
         if "drafts ignore seeds" in faults:
-            llm_base_proposer.compute_probs_and_sample_next_token = vllm_sampler.SHIPPED_DRAFTS
+            llm_base_proposer.compute_probs_and_sample_next_token = vllm_plugin.SHIPPED_DRAFTS
         genuine = _genuine(rejection_sampler)
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from slipstream.learner import parallel
 from slipstream.learner.checkpoint.boxes import Box
-from slipstream.learner.checkpoint.ranks import LearnerRanks
-from slipstream.learner.checkpoint.reader import open_checkpoint
-from slipstream.learner.checkpoint.writer import CheckpointWriter, Part
+from slipstream.learner.checkpoint.on_disk import LearnerRanks
+from slipstream.learner.checkpoint.on_disk import open_checkpoint
+from slipstream.learner.checkpoint.on_disk import CheckpointWriter, Part
 from slipstream.learner.config import ParallelConfig
-from slipstream.learner.errors import CheckpointWriteError
+from slipstream.learner.checkpoint import CheckpointWriteError
 
 parallel.initialize(ParallelConfig())
 path, ranks = Path(sys.argv[1]), LearnerRanks()

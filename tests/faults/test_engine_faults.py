@@ -23,7 +23,7 @@ from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
 from slipstream.ragged import Ragged
-from slipstream.records.certificate import CertificateRecord
+from slipstream.records.stages import CertificateRecord
 from slipstream.refit.channel.driver import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL, Turn, weight_totals

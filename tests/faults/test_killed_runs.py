@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from slipstream.data.prompts import render
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
 from slipstream.types import Arm, LoopMode, Prompt

@@ -24,8 +24,7 @@ from slipstream.refit.channel.driver import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
-from slipstream.train.in_turn import EnginesInTurn, GateInTurn
-from slipstream.train.recovery import LastingEngines
+from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.types import Dtype, Prompt, TrainBatch
 
 pytestmark = [
@@ -151,7 +150,7 @@ def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], r
         config = RefitConfig(bucket_mib=1.0)
         with open_channel(config, learner, engines) as channel:
             gate = RefitGate(engines, learner, channel=channel, trains_draft=False, draft=None, config=config)
-            turns: Any = LastingEngines(EnginesInTurn(engines, engines), GateInTurn(gate, learner), max_restarts=0)
+            turns = FaultTolerantEngines(engines, gate, sampling=SAMPLING, max_restarts=0, memory_sharer=learner)
             for step in range(3):
                 assert turns.refit(step, draft_version=None).num_tensors > 0
                 result = turns.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=step)

@@ -41,16 +41,16 @@ def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
 
     page = root / "bake" / "bake_off"
     record = json.loads((page / "bake_off.json").read_text())
-    results = {_name(result["entrant"]): result for result in record["results"]}
+    results = {_name(row): row["outcomes"][0] for row in record["rows"]}
     assert set(results) == {"eagle3 in_domain off", "eagle3 in_domain always", "ngram None off"}
     assert {result["num_steps"] for result in results.values()} == {3}
     assert results["eagle3 in_domain off"]["pretraining_s"] == results["eagle3 in_domain always"]["pretraining_s"] > 0
     trained = {name for name, result in results.items() if result["training_s"] > 0}
     assert trained == {"eagle3 in_domain always"}
-    dropouts = {_name(dropout["entrant"]): dropout["reason"] for dropout in record["dropouts"]}
+    dropouts = {_name(failure["variant"]): failure["reason"] for failure in record["failures"]}
     assert set(dropouts) == {"eagle3 general off", "eagle3 general always"}
     assert all("must be <= 5" in reason for reason in dropouts.values())
-    assert "Dropped out" in (page / "bake_off.html").read_text()
+    assert "must be &lt;= 5" in (page / "bake_off.html").read_text()
     assert len(list((root / "store" / "pretrain_draft").iterdir())) == 1  # shared by both trainings in RL
     arm = read_record(ArmRecord, root / "bake" / "eagle3-in_domain-always" / "train_grpo" / "arm.json")
     assert [step.draft_version for step in arm.steps] == [0, 1, 2]
@@ -61,8 +61,9 @@ def test_drafters_are_compared_in_turn_and_one_that_fails_is_shown(
     assert read_executions(store_uri(TrackingConfig(), root), experiment=None, names=[]) == []  # it is none of two arms
 
 
-def _name(entrant: dict[str, Any]) -> str:
-    return f"{entrant['method']} {entrant['init']} {entrant['online']}"
+def _name(variant: dict[str, Any]) -> str:
+    setting = variant["setting"]
+    return f"{setting['method']} {setting['init']} {setting['online']}"
 
 
 def _metrics(root: Path, run: str) -> dict[str, float]:

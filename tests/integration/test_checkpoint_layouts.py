@@ -16,10 +16,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
 from slipstream.learner import parallel
+from slipstream.learner.checkpoint import CheckpointWriteError
 from slipstream.learner.checkpoint.policy import PolicyCheckpoints
 from slipstream.learner.config import LearnerConfig, ParallelConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.errors import CheckpointWriteError
 from slipstream.learner.layers import TORCH_DTYPES
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype

@@ -14,8 +14,8 @@ from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
-from slipstream.learner.capture import Capture
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
+from slipstream.learner.forward_passes import Capture
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged

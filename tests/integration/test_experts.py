@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import parallel
-from slipstream.learner.checkpoint.reader import open_checkpoint
+from slipstream.learner.checkpoint.on_disk import open_checkpoint
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards

@@ -14,173 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import ConfigError
-from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
 from slipstream.records.files import append_line, is_torn, read_record, write_atomic, write_record
-from slipstream.records.run import RunRecord
-from slipstream.records.stages import (
-    DataSetRecord,
-    DraftRecord,
-    EvaluationRecord,
-    PolicyRecord,
-    SweepPoint,
-    TuningRecord,
-)
-from slipstream.records.steps import (
-    AcceptanceStats,
-    ArmRecord,
-    Mismatch,
-    RefitCheck,
-    ScheduleEntry,
-    StepRecord,
-    TrainStats,
-)
-from slipstream.types import Arm, StageTimes
+from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
+from tests.unit.report.handmade import ASYNCHRONOUS, RECORD
 
-ACCEPTANCE = AcceptanceStats(
-    num_drafts=10,
-    num_draft_tokens=30,
-    num_accepted_tokens=15,
-    accepted_by_position=(8, 5, 2),
-    mean_acceptance_length=2.5,
-    acceptance_rate=0.5,
-    rate_by_position=(0.8, 0.5, 0.2),
-)
-
-STEP = StepRecord(
-    step=0,
-    times=StageTimes(data_s=0.01, prepare_s=0.05, generation_s=1.5, logprob_s=0.25, train_s=0.75, step_s=2.57),
-    reward_mean=0.125,
-    num_rollouts=64,
-    num_response_tokens=3520,
-    num_truncated=1,
-    num_reward_timeouts=0,
-    num_reward_crashes=0,
-    num_zero_signal_groups=2,
-    train=TrainStats(loss=-0.03, grad_norm=0.7, kl=0.0, clip_fraction=0.01, num_tokens=0, learning_rate=1e-4),
-    mismatch=Mismatch(k1=1e-4, k3=2e-4, mean=0.01, largest=0.02, outside_fraction=0.0),
-    acceptance=ACCEPTANCE,
-    policy_version=0,
-    draft_version=0,
-    refit=RefitCheck(num_tensors=300, elapsed_s=0.02),
-)
-
-ARM = ArmRecord(arm=Arm.SPECULATIVE, num_speculative_tokens=3, steps=(STEP, replace(STEP, step=1, acceptance=None)))
-
-RUN = RunRecord(
-    recipe="tiny",
-    workload="rl_zero",
-    execution="local",
-    tracking_uri="sqlite:///mlflow.db",
-    versions={"torch": "2.13.0+cpu"},
-    machine="2 cores",
-    policy=PolicyRecord(
-        model="tiny-qwen3",
-        architecture="Qwen3ForCausalLM",
-        num_parameters=3_600_000,
-        vocab_size=64,
-        max_position_embeddings=512,
-        eos_token_id=2,
-        pretrain_steps=2,
-        pretrain_loss=0.17,
-        pretrain_losses=(4.1, 0.17),
-        elapsed_s=120.0,
-    ),
-    data=(
-        DataSetRecord(
-            name="train",
-            source="synthetic",
-            num_read=100,
-            num_kept=95,
-            num_duplicates=2,
-            num_conflicting=1,
-            num_unparseable=1,
-            num_too_long=0,
-            num_held_out=1,
-        ),
-    ),
-    draft=DraftRecord(
-        method="eagle3",
-        init="in_domain",
-        num_parameters=400_000,
-        num_training_tokens=80_000,
-        num_steps=1,
-        losses=(1.5,),
-        heldout_rate_by_position=(0.8,),
-        heldout_mean_acceptance_length=1.8,
-        elapsed_s=75.0,
-    ),
-    tuning=TuningRecord(
-        chosen_k=3,
-        reason="fastest",
-        points=(
-            SweepPoint(
-                k=3,
-                batch=64,
-                generation_s=1.0,
-                generation_p10_s=0.9,
-                generation_p90_s=1.1,
-                num_repeats=3,
-                autoregressive_s=1.7,
-                speedup=1.7,
-                mean_acceptance_length=2.8,
-                rate_by_position=(0.8, 0.6, 0.4),
-            ),
-        ),
-        schedule=(ScheduleEntry(batch_from=1, batch_to=64, num_speculative_tokens=3),),
-    ),
-    arms=(ARM,),
-    evaluations=(
-        EvaluationRecord(
-            policy="start",
-            num_problems=2,
-            k=4,
-            avg_at_k=0.25,
-            maj_at_k=0.5,
-            ci95=(0.0, 0.5),
-            truncated_fraction=0.1,
-            num_timeouts=0,
-            prompt_hash="abc",
-            correct_by_problem=(2, 0),
-        ),
-    ),
-    certificate=CertificateRecord(
-        verdict="lossless",
-        reason="none rejects",
-        claim="tokens follow the policy",
-        family_level=0.01,
-        power=0.9,
-        max_detectable_bias=0.1,
-        num_speculative_tokens=3,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        seed=0,
-        num_tokens=20_000,
-        num_baseline_tokens=20_010,
-        findings=(
-            Finding(name="pit", num_observations=9, statistic=1.0, p_value=0.5, p_value_corrected=1.0, reject=False),
-        ),
-        control=(),
-        detectable=(Power(alternative="sharper", detectable_total_variation=0.01, detectable_fraction=0.1),),
-        greedy=GreedyRecord(num_responses=8, num_equal=8, num_near_ties=0, largest_gap_nats=0.0, near_tie_nats=0.25),
-        pit_histograms={"bonus token": (3, 4)},
-        policy_fingerprint="aa",
-        draft_fingerprint="bb",
-        versions={"vllm": "0.32.0"},
-        elapsed_s=60.0,
-    ),
-)
+ARM = RECORD.arms[1]
+STEP = ARM.steps[1]
+assert STEP.acceptance is not None
+ACCEPTANCE = STEP.acceptance
 
 
-@pytest.mark.parametrize("record", [ACCEPTANCE, STEP, ARM, RUN], ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", [ACCEPTANCE, STEP, ARM, ASYNCHRONOUS], ids=lambda record: type(record).__name__)
 def test_record_comes_back_equal(record: Any, tmp_path: Path):
     assert read_record(type(record), write_record(record, tmp_path / "record.json")) == record
 
 
 def test_file_is_plain_json_with_enums_as_values(tmp_path: Path):
-    written = json.loads(write_record(ARM, tmp_path / "arm.json").read_text())
+    arm = replace(ARM, steps=(STEP, replace(STEP, acceptance=None)))
+    written = json.loads(write_record(arm, tmp_path / "arm.json").read_text())
     assert written["arm"] == "speculative"
-    assert written["steps"][0]["acceptance"]["accepted_by_position"] == [8, 5, 2]
+    assert written["steps"][0]["acceptance"]["accepted_by_position"] == [8, 4]
     assert written["steps"][1]["acceptance"] is None
 
 
@@ -316,10 +169,5 @@ def test_cut_file_is_refused(tmp_path: Path):
 
 
 def test_stage_times_are_given_in_the_order_of_the_stages():
-    assert list(STEP.times.by_stage().items()) == [
-        ("data", 0.01),
-        ("prepare", 0.05),
-        ("generation", 1.5),
-        ("logprob", 0.25),
-        ("train", 0.75),
-    ]
+    names = ["data", "prepare", "generation", "logprob", "train"]
+    assert list(STEP.times.by_stage().items()) == list(zip(names, (0.1, 0.2, 3.0, 0.5, 1.2), strict=True))

@@ -1,6 +1,20 @@
 """The learner's checkpoints: slices of logical tensors in safetensors files, JSON beside them, nothing unpickled.
 
-`boxes` says which part of which logical tensor a rank holds, `rank_state` what a model and its optimizer consist of,
-`on_disk` and `index` how that lies on disk, `writer` how all ranks write it in the background, `reader` how one is
-verified and read under any layout.
+`boxes` says which part of which logical tensor a rank holds, `policy` what a model and its optimizer consist of,
+`on_disk` how all ranks write that in the background, verify it and read it under any layout. The errors are here, so
+that catching one needs no Megatron import.
 """
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be resumed from: it is damaged, or of another run."""
+
+
+class CheckpointStorageError(OSError):
+    """The learner's ranks do not see the same checkpoints: their directory is not on shared storage."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; the one before it is as it was."""

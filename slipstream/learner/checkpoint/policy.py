@@ -1,42 +1,233 @@
-"""Saving and restoring a policy: its weights, its optimizer and the random state, under any layout."""
+"""Saving and restoring a policy: its weights, its optimizer and the random state, under any layout.
+
+Each parameter has its `weight`, a float32 master `main` where the weight is of lower precision, and the optimizer's
+moments: `exp_avg` and `exp_avg_sq` of AdamW, `momentum_buffer` of Muon. All have the parameter's shape, so that what
+holds for the weight's layout holds for them. A logical tensor is named `kind/Hugging Face name`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint.boxes import Box, Patch, patches, pieces
-from slipstream.learner.checkpoint.copying import copy_numbers
-from slipstream.learner.checkpoint.on_disk import SAFETENSORS_DTYPES
-from slipstream.learner.checkpoint.rank_state import (
-    MAIN,
-    WEIGHT,
-    HeldParameter,
-    Run,
-    held_parameters,
-    owned,
-    runs,
+from slipstream.learner.checkpoint.boxes import Band, Box, Patch, bands, patches, pieces
+from slipstream.learner.checkpoint.on_disk import (
+    DTYPES,
+    CheckpointWriter,
+    LearnerRanks,
+    Part,
+    Reader,
+    copy_numbers,
+    open_checkpoint,
 )
-from slipstream.learner.checkpoint.ranks import LearnerRanks
-from slipstream.learner.checkpoint.reader import Reader, open_checkpoint
-from slipstream.learner.checkpoint.writer import CheckpointWriter, Part
-from slipstream.learner.weights import Shard, mappings
+from slipstream.learner.optimizer import BatchedMuon
+from slipstream.learner.weights import Layout, ParameterMapping, Shard, mappings
+
+WEIGHT, MAIN = "weight", "main"
+Table = Callable[[Architecture, Shard], Iterable[ParameterMapping]]
+"""The parameters of a model that a rank holds."""
 
 logger = logging.getLogger(__name__)
-
 _BESIDE = "beside/"
 _RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A parameter as an optimizer steps it: a tensor of its shape, or the run [start, stop) of it laid out flat."""
+
+    main: Tensor
+    start: int
+    stop: int
+    optimizer: torch.optim.Optimizer
+    is_sharded: bool  # over the data-parallel ranks
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The state that the optimizer keeps beside its count of steps, once it has stepped."""
+        return ("momentum_buffer",) if isinstance(self.optimizer, BatchedMuon) else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def counts_by_parameter(self) -> bool:
+        """True if the count of steps is a tensor of each parameter, as torch has it, and no number of the group."""
+        return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+    def restore(self, moments: dict[str, Tensor], num_updates: int) -> None:
+        """Give the optimizer the moments that it had after so many updates; before the first there are none."""
+        state = self.optimizer.state
+        state.pop(self.main, None)
+        if num_updates:
+            state[self.main] = moments
+        if num_updates and self.counts_by_parameter:
+            moments["step"] = torch.tensor(float(num_updates), device=self.main.device)
+        elif not self.counts_by_parameter and "exp_avg" in self.moments:
+            for group in self.optimizer.param_groups:
+                group["step"] = num_updates
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameter:
+    """A parameter of this rank."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    bands: list[Band]
+    stepped: Stepped | None  # None without an optimizer, or where other data-parallel ranks step all of it
+    is_first_copy: bool  # of those that tensor-parallel ranks and pipeline stages hold
+    is_expert: bool = False
+    is_data_copy: bool = False  # a data-parallel rank before this one holds it too
+
+    @property
+    def has_main(self) -> bool:
+        """True if the optimizer steps a float32 copy."""
+        return self.parameter.dtype is not torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The numbers [start, stop) of one kind of a parameter laid out flat."""
+
+    kind: str
+    held: HeldParameter
+    numbers: Tensor
+    start: int
+    stop: int
+    is_sharded: bool
+
+
+def held_parameters(
+    model: torch.nn.Module,
+    optimizer: MegatronOptimizer | None,
+    arch: Architecture,
+    shard: Shard,
+    *,
+    table: Table = mappings,
+) -> list[HeldParameter]:
+    """A rank's parameters in model order, which are those that `table` names."""
+    parameters = dict(model.named_parameters())
+    steppers = None if optimizer is None else _Steppers(optimizer)
+    found = [
+        HeldParameter(
+            name=mapping.megatron,
+            parameter=parameters[mapping.megatron],
+            bands=bands(mapping, tuple(parameters[mapping.megatron].shape), arch, shard),
+            stepped=None if steppers is None else steppers.of(mapping.megatron, parameters[mapping.megatron]),
+            is_first_copy=_is_first_copy(mapping, shard),
+            is_expert=mapping.is_expert,
+            is_data_copy=shard.is_copy(mapping),
+        )
+        for mapping in table(arch, shard)
+    ]
+    assert parameters.keys() == {held.name for held in found}
+    return found
+
+
+def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
+    """All that the next update of a parameter depends on.
+
+    Raises:
+        ValueError: the optimizer keeps a state that this module does not know, or has counted other updates.
+    """
+    parameter, stepped = held.parameter, held.stepped
+    yield Run(WEIGHT, held, parameter.detach(), 0, parameter.numel(), is_sharded=False)
+    if stepped is None:
+        return
+    if held.has_main:
+        yield Run(MAIN, held, stepped.main.detach(), stepped.start, stepped.stop, stepped.is_sharded)
+    if num_updates == 0:
+        return  # no optimizer has a state before its first update
+    state = stepped.optimizer.state[stepped.main]
+    if state.keys() - {"step"} != set(stepped.moments):
+        unknown = sorted(state.keys() - {"step"} ^ set(stepped.moments))
+        raise ValueError(
+            f"the optimizer's state of {held.name} must be {sorted(stepped.moments)} to be saved, differs in {unknown}"
+        )
+    _require_count(stepped, held.name, num_updates)
+    for moment in stepped.moments:
+        yield Run(moment, held, state[moment], stepped.start, stepped.stop, stepped.is_sharded)
+
+
+def owned(found: list[Run], *, data_rank: int, data_size: int) -> Iterator[Run]:
+    """Choose the runs that this rank writes: every number once over all ranks, and equally many bytes on each.
+
+    The data-parallel ranks hold equal runs in equal order, except those that a distributed optimizer has dealt out, and
+    experts, which the first that has one writes: the one with the fewest bytes takes the next.
+    """
+    num_bytes = [0] * data_size
+    for run in found:
+        if not run.held.is_first_copy:
+            continue
+        if run.is_sharded:
+            yield run
+            continue
+        if run.held.is_expert:
+            if not run.held.is_data_copy:
+                yield run
+            continue
+        owner = num_bytes.index(min(num_bytes))
+        num_bytes[owner] += run.numbers.nbytes
+        if owner == data_rank:
+            yield run
+
+
+class _Steppers:
+    """The chained optimizers by the parameters that they step."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        self._sharded = [each for each in chained if isinstance(each, DistributedOptimizer)]
+        self._whole = {
+            id(main): each.optimizer
+            for each in chained
+            if not isinstance(each, DistributedOptimizer)
+            for group in each.optimizer.param_groups
+            for main in group["params"]
+        }
+
+    def of(self, name: str, parameter: torch.nn.Parameter) -> Stepped | None:
+        for each in self._sharded:
+            if parameter in each.model_param_gbuf_map:
+                extent = each._get_model_param_range_map(parameter)["param"]
+                group, position = each.model_param_group_index_map[parameter]
+                main = each.optimizer.param_groups[group]["params"][position]
+                return Stepped(main, extent.start, extent.end, each.optimizer, is_sharded=True)
+        main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+        if id(main) in self._whole:
+            return Stepped(main, 0, main.numel(), self._whole[id(main)], is_sharded=False)
+        assert self._sharded, f"{name} is stepped by no optimizer"
+        return None
+
+
+def _is_first_copy(mapping: ParameterMapping, shard: Shard) -> bool:
+    if mapping.layout is Layout.REPLICATED:
+        return shard.tensor_rank == 0
+    is_tied_output = mapping.megatron == "output_layer.weight" and mapping.hf == ("model.embed_tokens.weight",)
+    return not is_tied_output
+
+
+def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
+    """A moment is corrected for its age: a count that differs would go on with other updates."""
+    if isinstance(stepped.optimizer, BatchedMuon):
+        return
+    if stepped.counts_by_parameter:
+        counts = [float(stepped.optimizer.state[stepped.main]["step"])]
+    else:
+        counts = [float(group["step"]) for group in stepped.optimizer.param_groups if group["params"]]
+    if any(count != num_updates for count in counts):
+        raise ValueError(f"the optimizer of {name} must have made the policy's {num_updates} updates, got {counts}")
 
 
 class PolicyCheckpoints:
@@ -64,7 +255,7 @@ class PolicyCheckpoints:
         self._writer.save(path, itertools.chain(self._parts(num_updates), _parts_beside(beside)), state)
 
     def wait(self) -> None:
-        """Until nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             CheckpointWriteError: the last checkpoint could not be written.
@@ -143,9 +334,9 @@ class PolicyCheckpoints:
         for name, (shape, dtype) in expected.items():
             entry = reader.index.get(name)
             got = None if entry is None else (entry.shape, entry.dtype)
-            if got != (shape, SAFETENSORS_DTYPES[dtype]):
+            if got != (shape, DTYPES[dtype]):
                 raise ValueError(
-                    f"the checkpoint is of another model or optimizer: {name} must be {SAFETENSORS_DTYPES[dtype]} "
+                    f"the checkpoint is of another model or optimizer: {name} must be {DTYPES[dtype]} "
                     f"{shape}, got {got}"
                 )
         known = {name for mapping in mappings(self._arch, Shard()) for name in mapping.hf}
@@ -200,7 +391,8 @@ def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
     def read(kind: str, like: Tensor, start: int, stop: int) -> Tensor:
         numbers = torch.empty(stop - start, dtype=like.dtype)
         for piece in pieces(held.bands, shape, start, stop):
-            reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[piece.start : piece.stop].view(piece.box.shape))
+            ((first, end),) = piece.spans
+            reader.read(f"{kind}/{piece.name}", piece.box, into=numbers[first:end].view(piece.box.shape))
         return numbers.view(like.shape)
 
     copy_numbers(read(WEIGHT, parameter, 0, parameter.numel()), into=parameter)
@@ -209,15 +401,6 @@ def _restore(held: HeldParameter, reader: Reader, num_updates: int) -> None:
     main = stepped.main
     if held.has_main:
         copy_numbers(read(MAIN, main, stepped.start, stepped.stop), into=main)
-    state = stepped.optimizer.state
-    state.pop(main, None)
-    if num_updates == 0:
-        return
-    state[main] = {
-        moment: read(moment, main, stepped.start, stepped.stop).to(main.device) for moment in stepped.moments
-    }
-    if stepped.counts_by_parameter:
-        state[main]["step"] = torch.tensor(float(num_updates), device=main.device)
-    elif "exp_avg" in stepped.moments:
-        for group in stepped.optimizer.param_groups:
-            group["step"] = num_updates
+    moments = stepped.moments if num_updates else ()
+    found = {moment: read(moment, main, stepped.start, stepped.stop).to(main.device) for moment in moments}
+    stepped.restore(found, num_updates)

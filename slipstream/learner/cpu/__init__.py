@@ -1,1 +1,1 @@
-"""What only a host without CUDA needs. Nothing in here does anything when CUDA is present."""
+"""Parts that only a host without CUDA needs. Nothing in here does anything when CUDA is present."""

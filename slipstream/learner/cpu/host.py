@@ -1,8 +1,9 @@
-"""What Megatron-Core lacks on a host without CUDA. Nothing here does anything when CUDA is present.
+"""Parts that Megatron-Core lacks on a host without CUDA. Nothing here does anything when CUDA is present.
 
 Megatron names the device "cuda" in a few places that its own gloo code paths reach: scalars of the schedules and of
 gradient clipping, buffers of the gradient all-reduce, and the names of tensor types in the optimizers. Its arithmetic
-does not care. So the learner answers those questions with "cpu", but only inside `cuda_as_cpu`, never at import.
+does not care. So the learner answers those questions with "cpu", but only inside `cuda_as_cpu`, never at import. Its
+dispatcher of tokens to experts waits for no stream, and its splits are lists.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
 def is_cpu_only() -> bool:
-    """Whether the learner runs without CUDA."""
+    """Return True if the learner runs without CUDA."""
     return not torch.cuda.is_available()
 
 
@@ -99,3 +104,27 @@ class _CpuRngTracker(megatron_random.CudaRNGStatesTracker):
         finally:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+
+def use_cpu_dispatchers(model: torch.nn.Module) -> None:
+    """Give the layers of experts the dispatcher below."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = _CpuDispatcher(
+                layer.num_local_experts,
+                layer.local_expert_indices,
+                config=layer.config,
+                pg_collection=get_default_pg_collection(),
+            )
+
+
+class _CpuDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher with counts of tokens as gloo's all-to-all takes them."""
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:  # type: ignore[override]  # declared to return a tensor always
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits: Tensor | None = getattr(self, name)
+                if splits is not None:
+                    setattr(self, name, splits.tolist())
+        return tokens_per_expert

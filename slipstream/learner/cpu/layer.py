@@ -23,7 +23,7 @@ from slipstream.learner.packing import plan_rectangles
 
 
 class _Parameters(NamedTuple):
-    """Of one layer, in the order in which the operation takes them and returns their gradients."""
+    """Parameters of one layer, in the order in which the operation takes them and returns their gradients."""
 
     input_norm_H: Tensor
     qkv_QH: Tensor  # Q = G * (R + 2) * D: for each group its queries, its key, its value
@@ -53,7 +53,7 @@ class _Rectangle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """Where the `N` tokens of a micro-batch are, sequence by sequence, and what depends on their positions alone.
+    """Places of the `N` tokens of a micro-batch, sequence by sequence, and what depends on their positions alone.
 
     All but the attention itself runs over the real tokens only.
     """
@@ -227,7 +227,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _norm_backward(grad: Tensor, normed: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """With n = x / rms: dx = (g w - n mean(g w n)) / rms, dw = sum(g n). `weight` may have more dimensions than one."""
+    """Gradients of n = x / rms: dx = (g w - n mean(g w n)) / rms, dw = sum(g n). `weight` may have many dimensions."""
     by_normed = grad * normed
     grad_weight = by_normed.flatten(0, -1 - weight.dim()).sum(0)
     mean = by_normed.mul_(weight).mean(-1, keepdim=True)

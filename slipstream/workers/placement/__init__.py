@@ -1,1 +1,1 @@
-"""Where a run's processes belong: which learner rank and which engine on which GPU, and whether their memory holds."""
+"""Placement of a run's processes: learner ranks and engines on GPUs, and an estimate of the GPUs' memory."""

@@ -1,4 +1,4 @@
-"""On how many nodes and GPUs a run lies, and what the planner must know of learner and engines."""
+"""Nodes and GPUs of a run, and what the planner must know of learner and engines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slipstream.learner.config import ParallelConfig
 
 
 class PlacementMode(StrEnum):
-    """Whether learner and engines share GPUs."""
+    """Sharing of GPUs between learner and engines."""
 
     COLOCATED = "colocated"  # rank i of the learner and worker i of the engines share a GPU, in turn
     SPLIT = "split"  # nodes of their own
 
 
 class MemoryUse(StrEnum):
-    """What a learner and engines that share GPUs keep of their memory while the others work."""
+    """Memory that a learner and engines that share GPUs keep while the others work."""
 
     SHARED = "shared"  # all of it
     IN_TURN = "in_turn"  # their weights: gradients and optimizer go while engines generate, caches while it trains
@@ -106,7 +106,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All that decides which process lies on which GPU. A role fills the GPUs of its nodes.
+    """Everything that decides which process lies on which GPU. A role fills the GPUs of its nodes.
 
     `num_engine_sets` and `num_learners` may live on the same GPUs at once, only one of each at work: tuning compares
     engines of several draft lengths, and processes are kept warm between stages.

@@ -1,131 +1,251 @@
-"""Memory of one GPU by part, from the model's shape: what the learner and an engine hold at their peak.
+"""Memory of one GPU by part: one estimate, which `slipstream check` prints and warns by.
 
-Estimates, not measurements: every formula counts the tensors that the code named in its docstring keeps, and
-`RUNTIME_RATE` leaves room for what no formula counts. Legend: `h` hidden size, `f` feed-forward width, `A` query
-heads x head dim, `K` key-value heads x head dim, `V` vocabulary, `b` bytes of a weight, `t` tensor-parallel ranks,
-`p` pipeline stages. All sizes are bytes.
+Every formula counts the tensors that the code named in its docstring keeps, `RUNTIME_RATE` leaves room for what no
+formula counts, and nothing of it was measured on a GPU. So a recipe is refused only for what cannot fit however small
+the batch: weights, gradients and optimizer. Legend: `h` hidden size, `f` feed-forward width, `A` query heads x head
+dim, `K` key-value heads x head dim, `V` vocabulary, `b` bytes of a weight, `t` tensor-parallel ranks. All sizes are
+bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from slipstream.catalog import Hardware, ModelShape, SimulatorConfig, load_hardware, load_model
+from slipstream.config import require
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import DraftMethod
 from slipstream.engine.config import EngineConfig
-from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.learner.shape import Shape
+from slipstream.learner.architecture import Architecture, Shape, require_divisible, require_even_experts
+from slipstream.learner.config import LearnerConfig, ParallelConfig, PolicyConfig, Recompute
+from slipstream.refit.config import Channel
 from slipstream.types import Dtype
+from slipstream.workers.placement.config import Layout, PlacementMode
+from slipstream.workers.placement.table import table
 
 RUNTIME_RATE = 0.05
 """Share of a GPU for CUDA contexts, NCCL's buffers and fragmentation. Assumed: nothing of it was measured here."""
 
 WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
-"""Of one weight; `auto` may turn out as either, and is counted as the larger."""
+"""Bytes of one weight; `auto` may turn out as either, and is counted as the larger."""
 
 _FLOAT32 = 4
+_TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
+_KEPT = ("weights", "reference")  # by a learner that gives memory back while engines generate
+_CACHE = "KV cache"  # which an engine gives back while the learner trains
+_STATES = ("weights", "gradients", "optimizer", "reference")
+
+
+def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
+    """The policy's shape as far as the recipe knows it; None for a model of the hub that no data file describes."""
+    if policy.scratch is not None:
+        return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
+    path = Path(policy.model)
+    if (path / "config.json").is_file():
+        return Architecture.from_hf(path)
+    published = None if simulator is None else load_model(simulator.model)
+    return None if published is None or published.num_experts else published
+
+
+def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
+    """Refuse layouts that do not divide the policy.
+
+    Raises:
+        ConfigError: heads, layers, vocabulary or experts do not divide.
+
+    Source: vLLM 0.32, `config/model.py verify_with_parallel_config` and `model_executor/models/qwen2.py`: query heads
+    divide; key-value heads divide, or are copied evenly; every matrix of the feed-forward divides.
+    """
+    experts = shape.experts if isinstance(shape, Architecture) else None
+    require_divisible(shape, tensor=parallel.tensor, pipeline=parallel.pipeline)
+    require_even_experts(experts, parallel)
+    tensor, field = engine_tensor, "engine.tensor_parallel_size"
+    for name, size in (("query heads", shape.num_attention_heads), ("ffn hidden size", shape.ffn_hidden_size)):
+        require(size % tensor == 0, field, f"must divide the policy's {size} {name}", tensor)
+    groups = shape.num_query_groups
+    rule = f"must divide the policy's {groups} key-value heads, or be a multiple of them"
+    require(groups % tensor == 0 or tensor % groups == 0, field, rule, tensor)
+    require(tensor == 1 or experts is None, field, "must be 1 for a mixture of experts", tensor)
+
+
+def resolved_channel(wanted: Channel, layout: Layout) -> Channel:
+    """Resolve `auto` on GPUs; a channel that the placement rules out is refused now, not when it is opened.
+
+    Raises:
+        ConfigError: the recipe names it.
+    """
+    if not layout.has_gpus:
+        rule = "must do without CUDA: placement.gpus_per_node is 0"
+        require(wanted not in (Channel.NCCL, Channel.IPC), "refit.channel", rule, wanted.value, "set auto")
+        return wanted
+    is_colocated, num_nodes = layout.placement.mode is PlacementMode.COLOCATED, layout.placement.nodes
+    fits, other = (Channel.IPC, Channel.NCCL) if is_colocated else (Channel.NCCL, Channel.IPC)
+    if wanted is Channel.AUTO:
+        return fits
+    fix, crosses_hosts = f"set auto, or {fits.value}", num_nodes > 1 and wanted is Channel.SHARED_MEMORY
+    require(not crosses_hosts, "refit.channel", f"must cross {num_nodes} nodes", wanted.value, fix)
+    rule = "must join two processes on one GPU" if is_colocated else "must join processes on different GPUs"
+    require(wanted is not other, "refit.channel", rule, wanted.value, fix)
+    return wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerMemory:
-    """Of the rank that holds most."""
+class MemoryEstimate:
+    """Bytes by part of the learner's fullest rank and of an engine's worker, which share a GPU where colocated."""
 
-    weights: float
-    gradients: float
-    optimizer: float
-    reference: float  # frozen weights for the KL, if the loss has one
-    activations: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        """All parts together."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def kept(self) -> float:
-        """What a learner keeps on the GPU that gives memory back while engines generate: weights."""
-        return self.weights + self.reference
-
-    @property
-    def hosted(self) -> float:
-        """What of it waits in the host's memory meanwhile; gradients are zeros afterwards."""
-        return self.optimizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineMemory:
-    """Of one worker of an engine; the key-value cache takes what the others leave of the engine's share."""
-
-    weights: float
-    draft: float
-    activations: float
-    kv_cache: float
+    hardware: Hardware
+    layout: Layout
+    learner: dict[str, float]
+    engine: dict[str, float]
     kv_bytes_per_token: float
+    max_model_len: int
+    microbatch_tokens: int  # of the recipe
+    growing: float  # what grows with the micro-batch: activations, and logits that are not taken in chunks
+    refit_bytes: float  # into each engine
+    uncounted: str = ""  # what the estimate leaves out
 
     @property
-    def total(self) -> float:
-        """What the engine takes of the GPU."""
-        return self.weights + self.draft + self.activations + self.kv_cache
+    def takes_turns(self) -> bool:
+        """Whether each of the two gives memory back while the other works."""
+        return self.layout.placement.takes_turns
 
     @property
-    def kept(self) -> float:
-        """What an engine keeps that gives its cache back while the learner trains.
+    def kinds(self) -> dict[str, dict[str, float]]:
+        """Parts that lie on one GPU at once, by the GPU's role or by who is at work."""
+        if self.layout.placement.mode is not PlacementMode.COLOCATED:
+            return {"training GPU": self.learner, "generation GPU": self.engine}
+        if not self.takes_turns:
+            return {"GPU": {**self.learner, **self.engine}}
+        resting = {part: size for part, size in self.engine.items() if part != _CACHE}
+        return {
+            "generating": {**{part: self.learner[part] for part in _KEPT if part in self.learner}, **self.engine},
+            "training": {**self.learner, **resting},
+        }
 
-        Source: vLLM 0.32, `v1/worker/gpu_worker.py`: the cache alone has the tag that is discarded.
-        """
-        return self.total - self.kv_cache
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU that the parts may take: all but what is set aside for the runtime."""
+        return (1 - RUNTIME_RATE) * self.hardware.memory_bytes
+
+    @property
+    def max_microbatch_tokens(self) -> int:
+        """Tokens of the longest micro-batch that would fit."""
+        training = next(held for held in self.kinds.values() if "gradients" in held)
+        room = self.usable - sum(training.values()) + self.growing
+        return max(0, int(room * self.microbatch_tokens / self.growing))
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of context that the cache holds."""
-        return max(0, int(self.kv_cache / self.kv_bytes_per_token))
+        """Tokens of context that an engine's cache holds."""
+        return max(0, int(self.engine[_CACHE] / self.kv_bytes_per_token))
+
+    def require_states(self) -> None:
+        """Refuse what no micro-batch and no cache is small enough for: weights, gradients and optimizer state alone.
+
+        Raises:
+            ConfigError: they are larger than the GPU.
+        """
+        has, name = self.hardware.memory_bytes, self.hardware.name
+        weights = self.engine["engine weights"]
+        rule = f"must split the engine's weights further: {_gb(weights)} GB, a {name} has {_gb(has)} GB"
+        field, tensor = "engine.tensor_parallel_size", self.layout.engine_tensor
+        require(weights <= has, field, rule, tensor, "raise it, and lower engine.num_engines with it")
+        beside = weights if self.layout.placement.mode is PlacementMode.COLOCATED else 0.0
+        states = sum(self.learner.get(part, 0.0) for part in _STATES)
+        words = f" beside the engine's weights of {_gb(beside)} GB" if beside else ""
+        rule = f"must split the learner further: weights, gradients and optimizer take {_gb(states)} GB{words}, "
+        fix = "raise it or pipeline, or set learner.distributed_optimizer"
+        parallel = self.layout.parallel.tensor
+        require(states + beside <= has, "learner.parallel.tensor", f"{rule}a {name} has {_gb(has)} GB", parallel, fix)
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each way in which the estimate says that the run may end for want of memory."""
+        for kind, held in self.kinds.items():
+            needed = sum(held.values())
+            if needed > self.usable:
+                longest = self.max_microbatch_tokens
+                is_larger = "gradients" in held and longest > 0
+                lower = [f"learner.max_tokens_per_microbatch to {longest}"] if is_larger else []
+                lower += ["engine.gpu_memory_utilization or engine.kv_cache_gib"] if _CACHE in held else []
+                fix = f"lower {', or '.join(lower)}, or split further" if lower else "split further"
+                yield f"{kind}: {_gb(needed)} GB are more than the {_gb(self.usable)} GB to give: {fix}"
+        if self.uncounted:
+            yield self.uncounted
+        if self.kv_tokens < self.max_model_len:
+            yield (
+                f"an engine's cache holds {self.kv_tokens:,} tokens, less than one sequence of engine.max_model_len "
+                f"{self.max_model_len:,}: raise engine.gpu_memory_utilization or engine.tensor_parallel_size"
+            )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposer:
-    """What an engine holds to propose tokens: parameters, and layers whose keys and values are cached."""
+def estimate(  # one parameter a section that decides it
+    shape: Shape,
+    hardware: str,
+    *,
+    learner: LearnerConfig,
+    engine: EngineConfig,
+    draft: DraftConfig,
+    layout: Layout,
+    longest_k: int,
+    has_reference: bool,
+) -> MemoryEstimate:
+    """Estimate the memory of a GPU named in configs/sim/hardware.yaml.
 
-    parameters: float
-    num_layers: int
-    num_query_groups: int
-    head_dim: int
+    Args:
+        longest_k: draft tokens of a request; without any there is no draft.
+        has_reference: whether the loss has a KL to frozen weights.
+    """
+    found = load_hardware(hardware)
+    held = learner_memory(shape, learner, has_reference=has_reference)
+    worker, per_token = engine_memory(
+        shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft if longest_k else None
+    )
+    chunked = learner.logprob_chunk_tokens is not None
+    is_unknown = draft.method is DraftMethod.DRAFT_MODEL and _draft_model(shape, draft) is None
+    return MemoryEstimate(
+        hardware=found,
+        layout=layout,
+        learner=held,
+        engine=worker,
+        kv_bytes_per_token=per_token,
+        max_model_len=engine.max_model_len,
+        microbatch_tokens=learner.max_tokens_per_microbatch,
+        growing=held["activations"] + (0.0 if chunked else held["logits"]),
+        refit_bytes=num_parameters(shape) * WEIGHT_BYTES[learner.dtype],
+        uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
+    )
 
 
-NOTHING_PROPOSED = Proposer(parameters=0.0, num_layers=0, num_query_groups=0, head_dim=0)
-"""Of no draft, and of one that is looked up on the host."""
-
-
-def learner_memory(shape: Shape, learner: LearnerConfig, *, with_reference: bool) -> LearnerMemory:
+def learner_memory(shape: Shape, learner: LearnerConfig, *, has_reference: bool) -> dict[str, float]:
     """The learner's peak, in the backward pass of its largest micro-batch, on the first or the last stage.
 
     Source: `learner/optimizer.py`: gradients accumulate in float32 (`grad_reduce_in_fp32`), AdamW keeps two float32
     moments and, beside weights in bfloat16, float32 masters (`Float16OptimizerWithFloat16Params`); a distributed
     optimizer splits moments and masters. Muon keeps one moment of a matrix; two are counted.
     """
-    ends = {0, learner.parallel.pipeline - 1}
-    stages = [_stage_memory(shape, learner, stage, with_reference) for stage in ends]
-    return max(stages, key=lambda memory: memory.total)
-
-
-def _stage_memory(shape: Shape, learner: LearnerConfig, stage: int, with_reference: bool) -> LearnerMemory:
-    parameters, width = stage_parameters(shape, learner, stage), WEIGHT_BYTES[learner.dtype]
+    width, where, tokens = WEIGHT_BYTES[learner.dtype], learner.parallel, learner.max_tokens_per_microbatch
     masters = _FLOAT32 if learner.dtype is Dtype.BFLOAT16 else 0
-    where, tokens = learner.parallel, learner.max_tokens_per_microbatch
-    in_flight = where.pipeline - stage  # micro-batches whose backward pass is still to come
-    layers = shape.num_layers // where.pipeline
-    is_last = stage == where.pipeline - 1
     shards = where.data if learner.distributed_optimizer else 1
-    return LearnerMemory(
-        weights=parameters * width,
-        gradients=parameters * _FLOAT32,
-        optimizer=parameters * (2 * _FLOAT32 + masters) / shards,
-        reference=parameters * width if with_reference else 0.0,
-        activations=tokens
-        * (
-            in_flight * layers * activation_bytes(shape, learner, learner.recompute)
-            + recomputed_bytes(shape, learner, learner.recompute)
-        ),
-        logits=min(tokens, learner.logprob_chunk_tokens or tokens) * logit_bytes(shape, learner) if is_last else 0.0,
-    )
+    kept, whole = activation_bytes(shape, learner, learner.recompute), activation_bytes(shape, learner)
+
+    def of_stage(stage: int) -> dict[str, float]:
+        parameters, is_last = stage_parameters(shape, learner, stage), stage == where.pipeline - 1
+        # Micro-batches whose backward pass is still to come, times layers; and the one layer that is recomputed.
+        layers = (where.pipeline - stage) * (shape.num_layers // where.pipeline)
+        counted = min(tokens, learner.logprob_chunk_tokens or tokens) if is_last else 0
+        return {
+            "weights": parameters * width,
+            "gradients": parameters * _FLOAT32,
+            "optimizer": parameters * (2 * _FLOAT32 + masters) / shards,
+            **({"reference": parameters * width} if has_reference else {}),
+            "activations": tokens * (layers * kept + whole - kept),
+            "logits": counted * logit_bytes(shape, learner),
+        }
+
+    return max((of_stage(stage) for stage in {0, where.pipeline - 1}), key=lambda parts: sum(parts.values()))
 
 
 def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
@@ -138,15 +258,14 @@ def stage_parameters(shape: Shape, learner: LearnerConfig, stage: int) -> float:
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     matrices = shape.hidden_size * (2 * heads + 2 * groups + 3 * shape.ffn_hidden_size)
     layer = matrices / where.tensor + 2 * shape.hidden_size + 2 * shape.head_dim
-    table = shape.vocab_size * shape.hidden_size / where.tensor
     first, last = stage == 0, stage == where.pipeline - 1
     has_own_head = last and not (first and shape.tie_word_embeddings)
-    ends = table * (first + has_own_head) + (shape.hidden_size if last else 0)
-    return shape.num_layers // where.pipeline * layer + ends
+    ends = shape.vocab_size * shape.hidden_size / where.tensor * (first + has_own_head)
+    return shape.num_layers // where.pipeline * layer + ends + (shape.hidden_size if last else 0)
 
 
 def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute = Recompute.NONE) -> float:
-    """What one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
+    """Bytes that one layer keeps of one token for the backward pass: b (4h / s + (4f + 4A + 3K) / t).
 
     `s` is t with sequence parallelism, else 1. Both norms keep their input and the two projections behind them their
     own: 4h, on every rank without sequence parallelism. Attention keeps queries and keys before and after their norms,
@@ -160,23 +279,15 @@ def activation_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute 
     where, width = learner.parallel, WEIGHT_BYTES[learner.dtype]
     heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
     hidden = shape.hidden_size / (where.tensor if where.sequence_parallel else 1)
-    match recompute:
-        case Recompute.FULL:
-            return width * hidden
-        case Recompute.SELECTIVE:
-            return width * (4 * hidden + (3 * heads + 3 * groups) / where.tensor)
-        case Recompute.NONE:
-            split = 4 * shape.ffn_hidden_size + 4 * heads + 3 * groups
-            return width * (4 * hidden + split / where.tensor)
-
-
-def recomputed_bytes(shape: Shape, learner: LearnerConfig, recompute: Recompute) -> float:
-    """What the one layer that is being recomputed holds of one token, beside what it had kept."""
-    return activation_bytes(shape, learner) - activation_bytes(shape, learner, recompute)
+    split = {
+        Recompute.SELECTIVE: 3 * heads + 3 * groups,
+        Recompute.NONE: 4 * shape.ffn_hidden_size + 4 * heads + 3 * groups,
+    }
+    return width * (hidden if recompute is Recompute.FULL else 4 * hidden + split[recompute] / where.tensor)
 
 
 def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
-    """What the logits of one token take at the peak: (b + 12) V / t.
+    """Bytes of the logits of one token at the peak: (b + 12) V / t.
 
     The logits themselves, and three float32 arrays of their size: the softmax that the loss keeps, its gradient, and
     that before the temperature.
@@ -187,44 +298,83 @@ def logit_bytes(shape: Shape, learner: LearnerConfig) -> float:
 
 
 def engine_memory(
-    shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, proposer: Proposer
-) -> EngineMemory:
-    """One worker's share: `gpu_memory_utilization` of the GPU, or the named cache beside what it needs.
+    shape: Shape, engine: EngineConfig, *, gpu_bytes: float, longest_k: int, draft: DraftConfig | None
+) -> tuple[dict[str, float], float]:
+    """One worker's parts, and the bytes of a cached token: the cache takes what the rest leaves of the worker's share.
 
-    Args:
-        longest_k: draft tokens of a request; without any there is no draft.
-        proposer: the draft; its weights are split over the engine's ranks as the policy's are.
+    Weights are split over the engine's ranks, the draft's too. Activations are those of one pass over the most tokens
+    that vLLM batches (residual and input, 2h, gate, up and product, 3f / t), or of the sampler over every request's
+    k + 1 rows (three float32 arrays of [rows, V] on every worker).
 
-    Source: vLLM 0.32, `v1/worker/gpu_worker.py determine_available_memory`: the cache is what the share leaves after
-    weights and the peak of a profiling pass.
+    Source: vLLM 0.32, `v1/worker/gpu_worker.py determine_available_memory` (the cache is what the share leaves after
+    weights and the peak of a profiling pass; a sleeping engine discards it alone) and `engine/arg_utils.py
+    get_batch_defaults` (16,384 tokens offline on GPUs from 70 GiB on).
     """
     width, tensor = WEIGHT_BYTES[engine.dtype], engine.tensor_parallel_size
-    weights = num_parameters(shape) * width / tensor
-    held = proposer if longest_k else NOTHING_PROPOSED
-    draft = held.parameters * width / tensor
-    activations = _engine_activations(shape, engine, longest_k)
-    if engine.kv_cache_gib is None:
-        cache = engine.gpu_memory_utilization * gpu_bytes - weights - draft - activations
-    else:
-        cache = engine.kv_cache_gib * 2**30
-    cached = sum(each.num_layers * max(1.0, each.num_query_groups / tensor) * each.head_dim for each in (shape, held))
-    per_token = 2 * cached * width  # keys and values
-    return EngineMemory(
-        weights=weights, draft=draft, activations=activations, kv_cache=cache, kv_bytes_per_token=per_token
-    )
-
-
-def _engine_activations(shape: Shape, engine: EngineConfig, longest_k: int) -> float:
-    """Of one pass over the most tokens that vLLM batches, or of the sampler over every request's k + 1 rows.
-
-    Source: vLLM 0.32, `engine/arg_utils.py get_batch_defaults`: 16,384 tokens offline on GPUs from 70 GiB on. A layer
-    holds residual and input (2h), gate and up (2f / t) and their product (f / t); the sampler three float32 arrays of
-    [rows, vocabulary], on every worker.
-    """
-    width, tensor = WEIGHT_BYTES[engine.dtype], engine.tensor_parallel_size
+    parameters, draft_elements = (0.0, 0.0) if draft is None else draft_sizes(shape, draft, tensor)
     layer = 16_384 * width * (2 * shape.hidden_size + 3 * shape.ffn_hidden_size / tensor)
     sampler = engine.max_num_seqs * (longest_k + 1) * shape.vocab_size * 3 * _FLOAT32
-    return max(layer, sampler)
+    parts = {
+        "engine weights": num_parameters(shape) * width / tensor,
+        "draft": parameters * width / tensor,
+        "engine activations": max(layer, sampler),
+    }
+    share = engine.gpu_memory_utilization * gpu_bytes - sum(parts.values())
+    parts[_CACHE] = share if engine.kv_cache_gib is None else engine.kv_cache_gib * 2**30
+    return parts, 2 * (_cached_elements(shape, shape.num_layers, tensor) + draft_elements) * width  # keys and values
+
+
+def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, float]:
+    """Parameters of the draft, and elements of its keys that a worker caches a token; zeros where it holds none.
+
+    An EAGLE-3 draft is counted as it is saved, without the embedding, which is the policy's; an MTP layer like it.
+
+    Source: `drafts/eagle3.py`: three hidden states fused into one (3h x h), one layer whose attention reads twice the
+    width, an output layer over the whole vocabulary; norms left out.
+    """
+    match config.method:
+        case DraftMethod.EAGLE3 | DraftMethod.MTP:
+            hidden = shape.hidden_size
+            heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+            layer = 2 * hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * shape.ffn_hidden_size
+            parameters = 3 * hidden * hidden + layer + hidden * shape.vocab_size
+            return parameters, _cached_elements(shape, 1, tensor)
+        case DraftMethod.DRAFT_MODEL:
+            small = _draft_model(shape, config)
+            if small is None:
+                return 0.0, 0.0
+            return num_parameters(small), _cached_elements(small, small.num_layers, tensor)
+        case DraftMethod.NGRAM | DraftMethod.SUFFIX:  # looked up on the host
+            return 0.0, 0.0
+
+
+def _draft_model(shape: Shape, config: DraftConfig) -> ModelShape | None:
+    """The shape of a draft model; None of one of the hub whose files are not at hand."""
+    sizes = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"}
+    if config.model is None:
+        values = {"vocab_size": shape.vocab_size, **{name: getattr(config.scratch, name) for name in sizes}}
+    else:
+        file = Path(config.model) / "config.json"
+        if not file.is_file():
+            return None
+        given = json.loads(file.read_text())
+        heads = given["num_attention_heads"]
+        values = {
+            "vocab_size": given["vocab_size"],
+            "hidden_size": given["hidden_size"],
+            "num_layers": given["num_hidden_layers"],
+            "num_attention_heads": heads,
+            "num_query_groups": given.get("num_key_value_heads", heads),
+            "head_dim": given.get("head_dim") or given["hidden_size"] // heads,
+            "ffn_hidden_size": given["intermediate_size"],
+            "tie_word_embeddings": given.get("tie_word_embeddings", False),
+        }
+    return ModelShape(name="draft", draft_ffn_hidden_size=0, draft_vocab_size=0, source="", draft_source="", **values)
+
+
+def _cached_elements(shape: Shape, num_layers: int, tensor: int) -> float:
+    """Elements of the keys that one worker caches a token; key-value heads are copied where there are fewer."""
+    return num_layers * max(1.0, shape.num_query_groups / tensor) * shape.head_dim
 
 
 def num_parameters(shape: Shape) -> float:
@@ -232,13 +382,31 @@ def num_parameters(shape: Shape) -> float:
     return stage_parameters(shape, LearnerConfig(), 0)
 
 
-def draft_parameters(shape: Shape) -> float:
-    """Parameters of the EAGLE-3 draft as it is saved: without the embedding, which is the policy's.
+def memory_text(found: MemoryEstimate, channel: Channel) -> str:
+    """Memory by part, in GB a GPU, and what follows from it."""
+    kinds, layout = found.kinds, found.layout
+    runtime = RUNTIME_RATE * found.hardware.memory_bytes
+    rows = [["part", *(f"{kind}, GB" for kind in kinds)]]
+    for part in {**found.learner, **found.engine}:
+        rows.append([part, *(_gb(held[part]) if part in held else "-" for held in kinds.values())])
+    rows.append(["runtime (assumed)", *(_gb(runtime) for _ in kinds)])
+    rows.append(["together", *(_gb(sum(held.values()) + runtime) for held in kinds.values())])
+    rows.append([f"{found.hardware.name} has", *(_gb(found.hardware.memory_bytes) for _ in kinds)])
+    lines = [
+        f"longest micro-batch that fits: {found.max_microbatch_tokens:,} tokens",
+        f"an engine's cache holds {found.kv_tokens:,} tokens of context, "
+        f"{found.kv_tokens // found.max_model_len} of the longest sequences",
+        f"a refit moves {_gb(found.refit_bytes)} GB into each of {layout.num_engines} engines, "
+        f"{_gb(found.refit_bytes * layout.num_engines)} GB in all, by {channel.value}",
+    ]
+    if found.takes_turns:
+        hosted = found.learner["optimizer"]
+        lines.append(
+            f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: "
+            f"{_gb(hosted * layout.placement.gpus_per_node)} GB a node"
+        )
+    return "\n".join([table(rows), "", *lines])
 
-    Source: `drafts/eagle3.py`: three hidden states fused into one (3h x h), one layer whose attention reads twice the
-    width, an output layer over the whole vocabulary; norms left out.
-    """
-    hidden = shape.hidden_size
-    heads, groups = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    layer = 2 * hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * shape.ffn_hidden_size
-    return 3 * hidden * hidden + layer + hidden * shape.vocab_size
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""Which rank of the learner and which worker of an engine lies on which GPU: a pure function of layout and cluster.
+"""Placement of learner ranks and engine workers on GPUs: a pure function of layout and cluster.
 
 Order is (node, GPU). Tensor-parallel ranks are neighbours, or those that share experts, then data-parallel ones, then
 pipeline stages, as Megatron numbers them (`parallel_state.initialize_model_parallel`, order "tp-cp-ep-dp-pp"); worker j
@@ -8,15 +8,68 @@ of engine e is number e * tensor_parallel_size + j.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.config import require
-from slipstream.workers.placement.cluster import Cluster, Node
 from slipstream.workers.placement.config import Layout, PlacementMode
 
 _EXPERT_FIELD = "learner.parallel.expert"
 _ENGINE_FIELD = "engine.tensor_parallel_size"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One host. Labels are None or empty where nobody gave them."""
+
+    name: str  # its address, where it has one
+    num_gpus: int
+    nvlink_domain: str | None = None  # nodes of one domain reach each other's GPUs over NVLink
+    numa: tuple[int, ...] = ()  # NUMA node of each GPU
+
+    def __post_init__(self) -> None:
+        known = len(self.numa)
+        require(known in (0, self.num_gpus), f"node {self.name}: numa", f"must name {self.num_gpus} GPUs", self.numa)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Hosts that run now, or that are meant to."""
+
+    nodes: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        """Count nodes by their GPUs, as in `8x4, 1x0`."""
+        counts = [node.num_gpus for node in self.nodes]
+        return ", ".join(f"{counts.count(gpus)}x{gpus}" for gpus in sorted(set(counts), reverse=True)) or "no nodes"
+
+
+def parse_cluster(text: str, *, domain_nodes: int | None = None) -> Cluster:
+    """The cluster that `8x4` (8 nodes of 4 GPUs) describes.
+
+    Args:
+        domain_nodes: so many neighbouring nodes are one NVLink domain; None: no label says so.
+    Raises:
+        ConfigError: another form, or no GPUs.
+    """
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,3})", text, re.ASCII)
+    require(match is not None, "--cluster", "must read NODESxGPUS", text, "as in 8x4: 8 nodes of 4 GPUs")
+    assert match is not None
+    num_nodes, num_gpus = int(match[1]), int(match[2])
+    require(num_nodes > 0 and num_gpus > 0, "--cluster", "must have nodes and GPUs", text)
+    require(domain_nodes is None or domain_nodes > 0, "--domain-nodes", "must be >= 1", domain_nodes)
+    width = len(str(num_nodes - 1))
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=f"node{index:0{width}d}",
+                num_gpus=num_gpus,
+                nvlink_domain=None if domain_nodes is None else f"domain{index // domain_nodes}",
+            )
+            for index in range(num_nodes)
+        )
+    )
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -29,7 +82,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Where everything lies.
+    """Placement of every rank and worker.
 
     Attributes:
         nodes: those that the run takes, in order.
@@ -119,7 +172,7 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
 
 
 def _learner_field(layout: Layout) -> str:
-    """What decides how many neighbours a group of the learner has."""
+    """Field that decides how many neighbours a group of the learner has."""
     return _EXPERT_FIELD if layout.parallel.expert > 1 else "learner.parallel.tensor"
 
 

@@ -22,9 +22,9 @@ from slipstream.drafts.distill import (
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
 from slipstream.grpo.config import OptimizerMethod
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.errors import CheckpointError
-from slipstream.learner.policy_pretraining import learning_rate_at
+from slipstream.learner.policy_source import learning_rate_at
 from tests.unit.drafts.small import model
 
 

@@ -36,7 +36,7 @@ from slipstream.drafts.length import (
     sweep,
 )
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engine, GenerationResult, RunningTime
+from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, AutopilotStep, ScheduleEntry
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
@@ -123,7 +123,7 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
         engines.append(TimedEngine(k, SECONDS, calls))
         yield engines[-1]
 
-    def switch(engine: Engine, k: int) -> None:
+    def switch(engine: Engines, k: int) -> None:
         assert isinstance(engine, TimedEngine)
         switched.append((engine.k, k, len(calls)))
 

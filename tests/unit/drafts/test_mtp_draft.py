@@ -19,8 +19,8 @@ from slipstream.drafts.learner_draft import MtpDraft
 from slipstream.drafts.methods import DraftMethod
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, PolicyConfig
-from slipstream.learner.errors import CheckpointError
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.policy_source import Needs, write_policy_tokenizer
 from slipstream.ragged import Ragged

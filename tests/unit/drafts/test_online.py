@@ -17,20 +17,19 @@ from safetensors.torch import load_file
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.learner_draft import Draft, States, sample_parts
+from slipstream.drafts.learner_draft import LearnerDraft, States, sample_parts
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
 from slipstream.learner import numerics
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Recompute
-from slipstream.learner.errors import CheckpointError
 from slipstream.records.steps import AcceptanceStats, RefitCheck, StepRecord
 from slipstream.refit.fingerprint import ALL, Turn, file_fingerprints, weight_totals
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.checkpoints import Checkpoints
-from slipstream.train.draft import FixedDraft, TrainedDraft
-from slipstream.train.loop import SyncLoop
+from slipstream.train.loop import Draft, SyncLoop, TrainedDraft
 from slipstream.types import Arm, Dtype, FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers import cores
 from slipstream.workers.learner_process import LearnerProcess
@@ -133,7 +132,7 @@ def run(
         config=grpo,
         sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
         on_step=on_step,
-        draft=FixedDraft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
+        draft=Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history),
     )
     with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
         loop.run(start_step=len(history))
@@ -394,7 +393,7 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
 
     config = replace(ALWAYS, tokens_per_step=12, online_tokens_per_update=cap, online_updates=3)
     noted = Noted.__new__(Noted)
-    Draft.__init__(noted, config, is_online=True, writes=True)
+    LearnerDraft.__init__(noted, config, is_online=True, writes=True)
     chats = [[1, 0], [2, 0]] * 12
     states = [(torch.zeros(2, 1), torch.zeros(2, 1))] * len(chats)
     assert noted.learn(chats, [tokens[0] for tokens in chats], states, temperature=1.0, num_ranks=num_ranks) == 2.0

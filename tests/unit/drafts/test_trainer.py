@@ -18,7 +18,7 @@ from slipstream.drafts.learner_draft import States
 from slipstream.drafts.passes import pack_chats
 from slipstream.drafts.trainer import DraftOptimizer, DraftTrainer
 from slipstream.grpo.config import OptimizerMethod
-from slipstream.learner.errors import CheckpointError
+from slipstream.learner.checkpoint import CheckpointError
 from slipstream.ragged import Ragged
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 

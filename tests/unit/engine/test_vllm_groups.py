@@ -1,4 +1,4 @@
-"""Groups under way in an engine that finishes what it is told to."""
+"""Groups under way in an engine that finishes what it is told to, its table of draft lengths, and its memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.engine.requests import GroupRequest
-from slipstream.engine.vllm_groups import Drawn, GroupsUnderWay
+from slipstream.engine.vllm_groups import CacheMemory, Drafting, Drawn, GroupsUnderWay
+from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt
 
 
@@ -59,9 +61,7 @@ def test_each_rollout_is_asked_for_with_its_own_seed() -> None:
 
 def test_a_group_comes_out_whole_in_the_order_of_its_seeds() -> None:
     engine = Scheduled([2], [1, 3], [0])
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    for index in (0, 1):
-        groups.start(request(index, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2), request(1, 1, 2))
     assert groups.step() == []
     second, first = groups.step(), groups.step()
     assert [(done.index, [each.output.number for each in drawn]) for done, drawn in second] == [(1, [2, 3])]
@@ -88,8 +88,7 @@ def test_drafts_that_were_proposed_before_are_forgotten() -> None:
 
 def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> None:
     engine = Scheduled([0])
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     groups.step()
     groups.drop()
     groups.drop()
@@ -97,6 +96,13 @@ def test_what_was_left_behind_is_aborted_once_and_names_are_not_used_again() -> 
     assert groups.is_empty()
     groups.start(request(1, 1, 2), lambda seed: seed)
     assert len({name for name, _, _ in engine.added}) == 4
+
+
+def under_way(engine: Any, *requests: GroupRequest) -> GroupsUnderWay:
+    groups = GroupsUnderWay(engine, max_num_seqs=8)
+    for each in requests:
+        groups.start(each, lambda seed: seed)
+    return groups
 
 
 class Decoding:
@@ -133,8 +139,7 @@ class Decoding:
 
 def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_prompt() -> None:
     engine = Decoding((1, 1), (3, 2), (4, 4), (5, None), ends=5)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in range(4):
         groups.step()
     running = groups.take_running()
@@ -147,8 +152,7 @@ def test_steps_are_counted_by_how_many_rollouts_ran_in_them_but_those_of_a_promp
 @pytest.mark.parametrize("steps", [((1, 0), (2, 1), (3, 2)), ((0, 1), (1, 2), (2, 3))], ids=["second", "first"])
 def test_a_step_in_which_another_rollout_got_its_first_token_is_left_out(steps: tuple[tuple[int, int], ...]) -> None:
     engine = Decoding(*steps, ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in steps:
         groups.step()
     assert [(time.num_running, time.num_tokens) for time in groups.take_running()] == [(2, 2)]
@@ -179,8 +183,7 @@ def test_tokens_carry_the_versions_that_drew_them_and_the_windows_that_they_came
 
 def test_a_step_that_gives_a_rollout_no_token_is_no_window_of_it() -> None:
     engine = Decoding((1, 1), (3, 2), (3, 4), (5, 5), ends=5)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     for _ in range(3):
         assert groups.step() == []
     ((_, (first, second)),) = groups.step()
@@ -189,8 +192,7 @@ def test_a_step_that_gives_a_rollout_no_token_is_no_window_of_it() -> None:
 
 def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> None:
     engine = Decoding((1, 0), ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1, 2), lambda seed: seed)
+    groups = under_way(engine, request(0, 1, 2))
     groups.step()
     groups.leave_cached_prefixes()
     groups.start(request(1, 3), lambda seed: seed)
@@ -203,9 +205,7 @@ def test_a_new_salt_keeps_what_starts_later_and_what_waits_from_old_blocks() -> 
 
 def test_unfinished_rollouts_start_anew_with_the_seeds_of_their_places() -> None:
     engine = Decoding((4, 1, 1), ends=4)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(7, 1, 2), lambda seed: seed)
-    groups.start(request(8, 5), lambda seed: seed)
+    groups = under_way(engine, request(7, 1, 2), request(8, 5))
     groups.step()
     groups.adopt((1, None))
     assert groups.restart(7, (21, 22)) == 1
@@ -219,8 +219,7 @@ def test_unfinished_rollouts_start_anew_with_the_seeds_of_their_places() -> None
 
 def test_steps_that_compute_a_cache_anew_are_no_decoding() -> None:
     engine = Decoding((1,), (2,), (3,), (4,), ends=9)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1), lambda seed: seed)
+    groups = under_way(engine, request(0, 1))
     groups.step()
     groups.step()
     groups.expect_recomputation()
@@ -231,8 +230,7 @@ def test_steps_that_compute_a_cache_anew_are_no_decoding() -> None:
 
 def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
     engine = Decoding((2, 1), (None, 2), ends=2)
-    groups = GroupsUnderWay(engine, max_num_seqs=8)
-    groups.start(request(0, 1), lambda seed: seed)
+    groups = under_way(engine, request(0, 1))
     (answer,) = groups.aside([{"prompt_token_ids": [2]}], {"max_tokens": 2})
     assert answer.request_id == engine.names[1]
     assert (engine.prompts[1], engine.seeds[1]) == ({"prompt_token_ids": [2]}, {"max_tokens": 2})
@@ -240,3 +238,133 @@ def test_what_is_asked_beside_the_rollouts_costs_none_of_them() -> None:
     ((done, _),) = groups.step()
     assert done.index == 0
     assert groups.is_empty()
+
+
+def drafting_llm(k: int, lookup: list[int] | None) -> Any:
+    """vLLM's `LLM` as far as it is used; up to 4 rollouts at once."""
+    scheduler = SimpleNamespace(dynamic_sd_lookup=lookup, scheduler_config=SimpleNamespace(max_num_seqs=4))
+    metrics = [
+        SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value, values=[2, 1])
+        for name, value in (("drafts", 3), ("draft_tokens", 5), ("accepted_tokens", 3), ("accepted_tokens_per_pos", 0))
+    ]
+    return SimpleNamespace(
+        get_metrics=lambda: metrics,
+        llm_engine=SimpleNamespace(
+            vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=k)),
+            logger_manager=SimpleNamespace(stat_loggers=[]),
+            engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        ),
+    )
+
+
+def lookup(llm: Any) -> list[int]:
+    return llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+
+
+def entry(start: int, end: int, k: int) -> ScheduleEntry:
+    return ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k)
+
+
+def test_a_table_is_spread_over_all_running_batches_and_carried_on_beyond_its_end() -> None:
+    llm = drafting_llm(5, [0, 5, 5, 5, 5])
+    Drafting(llm).draft_by([entry(1, 2, 5), entry(3, 3, 1)])
+    assert lookup(llm) == [0, 5, 5, 1, 1]  # the first is for no rollout at all
+    Drafting(llm).draft_by([entry(1, 1, 0)])
+    assert lookup(llm) == [0, 0, 0, 0, 0]
+
+
+def test_an_engine_that_started_without_a_table_cannot_change_its_length() -> None:
+    with pytest.raises(ConfigError, match=r"draft.length can be changed only in an engine that started with a table"):
+        Drafting(drafting_llm(5, None)).draft_by([entry(1, 1, 0)])
+
+
+def test_a_table_with_longer_drafts_than_the_engine_has_room_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"draft.length must be at most 5, got 7"):
+        Drafting(drafting_llm(5, [0, 5, 5, 5, 5])).draft_by([entry(1, 1, 7)])
+
+
+def test_drafts_are_counted_by_position_over_the_steps() -> None:
+    llm = drafting_llm(2, None)
+    drafting = Drafting(llm)
+    (logger,) = llm.llm_engine.logger_manager.stat_loggers
+    for counts in ([1, 1], [2, 1]):
+        logger.record(
+            SimpleNamespace(spec_decoding_stats=SimpleNamespace(num_draft_tokens_per_pos=counts)), None, engine_idx=0
+        )
+    logger.record(SimpleNamespace(spec_decoding_stats=None), None, engine_idx=0)  # a step that verified nothing
+    counters = drafting.counters()
+    assert counters.drafted_by_position == (3, 2)
+    assert counters.accepted_by_position == (2, 1)
+
+
+class Llm:
+    """vLLM with steps left over of a generation that has ended, which refuses as vLLM does."""
+
+    def __init__(self, *, num_steps: int = 2, num_begun: int = 1, wakes: bool = True, refuses: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.wakes, self.refuses = wakes, refuses
+        self._num_steps = num_steps
+        self._begun = [object()] * num_begun
+        scheduler = SimpleNamespace(has_requests=lambda: self._num_steps > 0)
+        core = SimpleNamespace(scheduler=scheduler, batch_queue=self._begun)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core), step=self._step)
+
+    def _step(self) -> list[Any]:
+        self.calls.append("step")
+        if self._num_steps:
+            self._num_steps -= 1
+        else:
+            self._begun.pop()
+        return []
+
+    def sleep(self, *, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def release_kv_cache_memory(self) -> None:
+        if self._num_steps or self._begun:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        self.calls.append("release")
+        if self.refuses:
+            raise RuntimeError("not on this device")
+
+    def wake_up(self) -> bool:
+        self.calls.append("wake")
+        return self.wakes
+
+
+def test_memory_is_given_back_when_no_step_is_left_of_what_has_finished() -> None:
+    llm = Llm()
+    memory = CacheMemory(llm)
+    memory.sleep()
+    memory.sleep()
+    assert memory.is_asleep
+    assert llm.calls == ["step", "step", "step", ("sleep", 0), "release"]  # level 0 pauses, and frees nothing
+    memory.wake()
+    memory.wake()
+    assert not memory.is_asleep
+    assert llm.calls[5:] == ["wake"]
+
+
+def test_an_engine_that_never_schedules_ahead_has_no_queue() -> None:
+    llm = Llm(num_steps=0)
+    llm.llm_engine.engine_core.engine_core.batch_queue = None
+    llm._begun.clear()
+    CacheMemory(llm).sleep()
+    assert llm.calls == [("sleep", 0), "release"]
+
+
+def test_an_engine_that_was_paused_in_vain_is_woken_before_it_generates() -> None:
+    llm = Llm(num_steps=0, num_begun=0, refuses=True)
+    memory = CacheMemory(llm)
+    with pytest.raises(RuntimeError, match="not on this device"):
+        memory.sleep()
+    memory.wake()
+    assert llm.calls == [("sleep", 0), "release", "wake"]
+
+
+def test_an_engine_without_its_cache_does_not_generate() -> None:
+    memory = CacheMemory(Llm(wakes=False))
+    memory.sleep()
+    with pytest.raises(RuntimeError, match="did not take its key-value cache again"):
+        memory.wake()
+    assert memory.is_asleep

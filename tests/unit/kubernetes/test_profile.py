@@ -111,6 +111,10 @@ def test_a_sound_profile_is_read(tmp_path: Path) -> None:
             {"schedules": {"slack": ["#runs"]}},
             "schedules.slack must hold e-mail addresses, got ['#runs']; Slack shows a channel's",
         ),
+        ({"storage": {"group": -1}}, "storage.group must be >= 0, got -1"),
+        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be at most 2147483647, got 2147483648"),
+        ({"labels": {"pool": True}}, "labels.pool must be of type str, got True; put it in quotes"),
+        ({"labels": {2024: "a"}}, "a key of labels must be of type str, got 2024; put it in quotes"),
         ({"name": "other"}, "name must be the file's name 'mine', got 'other'"),
     ],
 )
@@ -163,21 +167,6 @@ def test_a_profile_in_which_something_stands_twice_or_nothing_is_refused(
     with pytest.raises(ConfigError) as caught:
         read_profile(str(path))
     assert str(caught.value).startswith(f"cluster profile {path} {message}")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"storage": {"group": -1}}, "storage.group must be >= 0, got -1"),
-        ({"cpu": {"memory_gib": 2**31}}, "cpu.memory_gib must be at most 2147483647, got 2147483648"),
-        ({"labels": {"pool": True}}, "labels.pool must be of type str, got True; put it in quotes"),
-        ({"labels": {2024: "a"}}, "a key of labels must be of type str, got 2024; put it in quotes"),
-    ],
-)
-def test_a_profile_of_values_that_no_cluster_has_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    assert refusal(tmp_path, changes) == message
 
 
 def test_the_profile_is_local_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

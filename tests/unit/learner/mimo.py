@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.initial import initial_weights
+from slipstream.learner.weights import initial_weights
 from slipstream.types import Dtype
 
 VOCAB = 32

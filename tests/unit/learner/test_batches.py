@@ -1,12 +1,16 @@
-"""Micro-batches by hand: padded and packed, they hold the same tokens, labels and values."""
+"""Micro-batches by hand: padded and packed, they hold the same tokens, labels and values; and how they are planned."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slipstream.learner import parallel
+from slipstream.learner import packing, parallel
 from slipstream.learner.batches import Batching, ByToken
 from slipstream.learner.config import LearnerConfig
+from slipstream.learner.packing import plan_microbatches, plan_packed_microbatches
 
 CPU = torch.device("cpu")
 SEQUENCES = [[1, 2, 3], [4, 5, 6, 7]]  # two and three predicted tokens
@@ -63,3 +67,68 @@ def test_values_by_token_come_back_in_the_callers_order_however_they_were_batche
         for batch in Batching(max_tokens=8, packs=packs).microbatches(SEQUENCES, LOSS_STARTS, CPU):
             values.keep(batch.labels_BT.float(), batch)
         assert [row.tolist() for row in values.collected()] == [[2, 3], [6, 7]]
+
+
+LENGTHS = st.lists(st.integers(1, 32), min_size=1, max_size=40)
+
+
+def test_neighbours_in_length_share_a_microbatch() -> None:
+    # sorted: 9 (index 1), 8 (3), 4 (0), 4 (2), 1 (4). Three at least fit 16: 9 | 8 | 4 4 1 pads to 9 + 8 + 12 tokens,
+    # 9 | 8 4 | 4 1 to 9 + 16 + 8.
+    assert plan_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1,), (3,), (0, 2, 4)]
+
+
+def test_another_microbatch_is_worth_it_when_it_saves_more_padding_than_it_costs() -> None:
+    # Together 4 x 400 = 1,600; apart 400 + 3 and the cost of one more, 300.
+    assert plan_microbatches([1, 400, 1, 1], max_tokens=2000) == [(1,), (0, 2, 3)]
+    # Together 4 x 100 = 400; apart 100 + 3 + 300.
+    assert plan_microbatches([1, 100, 1, 1], max_tokens=2000) == [(1, 0, 2, 3)]
+
+
+def test_attention_over_like_lengths_shares_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One rectangle: 4 x 100; two: 2 x 100 + 2 x 9, and 10 more for the second.
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 10)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
+    # 1 x 9 + 1 x 4 and 10 more would cost more than 2 x 9.
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 181)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 2), (2, 4)]
+    monkeypatch.setattr(packing, "_RECTANGLE_COST", 182)
+    assert packing.plan_rectangles([10, 10, 3, 2]) == [(0, 4)]
+
+
+@pytest.mark.parametrize("lengths", [[3, 17], [0]])
+def test_a_sequence_that_does_not_fit_is_named(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"sequence {len(lengths) - 1} must have 1 to 16 .* got {lengths[-1]}"):
+        plan_microbatches(lengths, max_tokens=16)
+
+
+@given(LENGTHS, st.integers(32, 128))
+def test_every_sequence_is_in_one_microbatch_within_the_bound(lengths: list[int], max_tokens: int) -> None:
+    plan = plan_microbatches(lengths, max_tokens=max_tokens)
+    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
+    assert all(len(batch) * max(lengths[index] for index in batch) <= max_tokens for batch in plan)
+
+
+def test_packed_microbatches_are_few_and_about_equally_full() -> None:
+    # 26 tokens need two of at most 16: 9, then 8 to the other, 4 to that with 8, 4 to that with 9, 1 to that with 12.
+    assert plan_packed_microbatches([4, 9, 4, 8, 1], max_tokens=16) == [(1, 2), (3, 0, 4)]
+    # 24 tokens would fill two of 12, but three of 8 fit only one each.
+    assert plan_packed_microbatches([8, 8, 8], max_tokens=12) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("lengths", [[4, 17], [4, 0]])
+def test_a_sequence_that_does_not_fit_is_named_when_packed(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 must have 1 to 16 \(max_tokens_per_microbatch\) tokens"):
+        plan_packed_microbatches(lengths, max_tokens=16)
+
+
+@given(LENGTHS, st.integers(32, 128))
+def test_packed_every_sequence_is_in_one_microbatch_within_the_bound_the_longest_first(
+    lengths: list[int], max_tokens: int
+) -> None:
+    plan = plan_packed_microbatches(lengths, max_tokens=max_tokens)
+    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
+    for batch in plan:
+        assert sum(lengths[index] for index in batch) <= max_tokens
+        assert lengths[batch[0]] == max(lengths[index] for index in batch)
+    assert len(plan) <= 2 * -(-sum(lengths) // max_tokens)  # no two of them would fit into one

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slipstream.learner import weights
 from slipstream.learner.architecture import Architecture
-from slipstream.learner.checkpoint.boxes import Box, Patch, Piece, bands, patches, pieces
-from slipstream.learner.weights import Layout, Mapping, Shard
+from slipstream.learner.checkpoint.boxes import Box, Patch, bands, patches, pieces
+from slipstream.learner.weights import Layout, ParameterMapping, Shard
 
 ARCH = Architecture(
     vocab_size=8,
@@ -28,60 +28,62 @@ ARCH = Architecture(
     tie_word_embeddings=False,
     eos_token_id=1,
 )
-QKV = Mapping("qkv", ("q", "k", "v"), Layout.QKV)
-GATE_UP = Mapping("fc1", ("gate", "up"), Layout.GATE_UP)
-ROW = Mapping("fc2", ("down",), Layout.ROW)
+QKV = ParameterMapping("qkv", ("q", "k", "v"), Layout.QKV)
+GATE_UP = ParameterMapping("fc1", ("gate", "up"), Layout.GATE_UP)
+ROW = ParameterMapping("fc2", ("down",), Layout.ROW)
 
 
-def whole_run(mapping: Mapping, shape: tuple[int, ...], shard: Shard) -> list[Piece]:
+def whole_run(mapping: ParameterMapping, shape: tuple[int, ...], shard: Shard) -> list[Patch]:
     return list(pieces(bands(mapping, shape, ARCH, shard), shape, 0, math.prod(shape)))
 
 
 def test_a_fused_attention_matrix_is_queries_keys_and_values_of_each_group_in_turn() -> None:
     # Rows of the parameter: q0 q1 k0 v0 | q2 q3 k1 v1.
     assert whole_run(QKV, (8, 2), Shard()) == [
-        Piece("q", (4, 2), Box((0, 0), (2, 2)), 0, 4),
-        Piece("q", (4, 2), Box((2, 0), (2, 2)), 8, 12),
-        Piece("k", (2, 2), Box((0, 0), (1, 2)), 4, 6),
-        Piece("k", (2, 2), Box((1, 0), (1, 2)), 12, 14),
-        Piece("v", (2, 2), Box((0, 0), (1, 2)), 6, 8),
-        Piece("v", (2, 2), Box((1, 0), (1, 2)), 14, 16),
+        Patch("q", (4, 2), Box((0, 0), (2, 2)), ((0, 4),)),
+        Patch("q", (4, 2), Box((2, 0), (2, 2)), ((8, 12),)),
+        Patch("k", (2, 2), Box((0, 0), (1, 2)), ((4, 6),)),
+        Patch("k", (2, 2), Box((1, 0), (1, 2)), ((12, 14),)),
+        Patch("v", (2, 2), Box((0, 0), (1, 2)), ((6, 8),)),
+        Patch("v", (2, 2), Box((1, 0), (1, 2)), ((14, 16),)),
     ]
 
 
 def test_the_second_of_two_tensor_ranks_holds_the_second_group() -> None:
     assert whole_run(QKV, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Piece("q", (4, 2), Box((2, 0), (2, 2)), 0, 4),
-        Piece("k", (2, 2), Box((1, 0), (1, 2)), 4, 6),
-        Piece("v", (2, 2), Box((1, 0), (1, 2)), 6, 8),
+        Patch("q", (4, 2), Box((2, 0), (2, 2)), ((0, 4),)),
+        Patch("k", (2, 2), Box((1, 0), (1, 2)), ((4, 6),)),
+        Patch("v", (2, 2), Box((1, 0), (1, 2)), ((6, 8),)),
     ]
 
 
 def test_a_rank_holds_its_part_of_gate_above_its_part_of_up() -> None:
     assert whole_run(GATE_UP, (4, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Piece("gate", (4, 2), Box((2, 0), (2, 2)), 0, 4),
-        Piece("up", (4, 2), Box((2, 0), (2, 2)), 4, 8),
+        Patch("gate", (4, 2), Box((2, 0), (2, 2)), ((0, 4),)),
+        Patch("up", (4, 2), Box((2, 0), (2, 2)), ((4, 8),)),
     ]
 
 
 def test_a_matrix_split_by_columns_keeps_its_rows() -> None:
     assert whole_run(ROW, (2, 2), Shard(tensor_rank=1, tensor_size=2)) == [
-        Piece("down", (2, 4), Box((0, 2), (2, 2)), 0, 4)
+        Patch("down", (2, 4), Box((0, 2), (2, 2)), ((0, 4),))
     ]
 
 
 def test_a_flat_run_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
-    parts = bands(Mapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
+    parts = bands(ParameterMapping("m", ("m",), Layout.COLUMN), (4, 3), ARCH, Shard())
     assert list(pieces(parts, (4, 3), 2, 10)) == [
-        Piece("m", (4, 3), Box((0, 2), (1, 1)), 0, 1),
-        Piece("m", (4, 3), Box((1, 0), (2, 3)), 1, 7),
-        Piece("m", (4, 3), Box((3, 0), (1, 1)), 7, 8),
+        Patch("m", (4, 3), Box((0, 2), (1, 1)), ((0, 1),)),
+        Patch("m", (4, 3), Box((1, 0), (2, 3)), ((1, 7),)),
+        Patch("m", (4, 3), Box((3, 0), (1, 1)), ((7, 8),)),
     ]
 
 
 def test_a_flat_run_of_a_vector_is_one_piece() -> None:
-    parts = bands(Mapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2))
-    assert list(pieces(parts, (5,), 1, 4)) == [Piece("norm", (5,), Box((1,), (3,)), 0, 3)]
+    parts = bands(
+        ParameterMapping("norm", ("norm",), Layout.REPLICATED), (5,), ARCH, Shard(tensor_rank=1, tensor_size=2)
+    )
+    assert list(pieces(parts, (5,), 1, 4)) == [Patch("norm", (5,), Box((1,), (3,)), ((0, 3),))]
     assert list(pieces(parts, (5,), 3, 3)) == []
 
 
@@ -107,13 +109,19 @@ def test_boxes_apart_have_nothing_in_common() -> None:
 
 @given(
     mapping=st.sampled_from(
-        [QKV, GATE_UP, ROW, Mapping("e", ("e",), Layout.COLUMN), Mapping("n", ("n",), Layout.REPLICATED)]
+        [
+            QKV,
+            GATE_UP,
+            ROW,
+            ParameterMapping("e", ("e",), Layout.COLUMN),
+            ParameterMapping("n", ("n",), Layout.REPLICATED),
+        ]
     ),
     tensor_size=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, 32), max_size=3),
 )
 def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
-    mapping: Mapping, tensor_size: int, cuts: list[int]
+    mapping: ParameterMapping, tensor_size: int, cuts: list[int]
 ) -> None:
     """The same numbers as `shard_from_hf` puts into a rank's parameter, found back by piece."""
     shapes = {
@@ -137,9 +145,10 @@ def test_pieces_of_all_ranks_however_cut_make_the_logical_tensors(
             run = local.flatten()[start:stop]
             for piece in pieces(parts, tuple(local.shape), start, stop):
                 assert piece.whole == shapes[piece.name]
-                found[piece.name][piece.box.slices()] = run[piece.start : piece.stop].view(piece.box.shape)
+                ((first, end),) = piece.spans
+                found[piece.name][piece.box.slices()] = run[first:end].view(piece.box.shape)
     assert all(torch.equal(found[name], logical[name]) for name in mapping.hf)
 
 
-def _local(mapping: Mapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+def _local(mapping: ParameterMapping, logical: dict[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     return weights._split(mapping.layout, [logical[name] for name in mapping.hf], ARCH, shard)

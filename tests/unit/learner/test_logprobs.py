@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies in chunks of tokens, against all logits at once."""
+"""Log-probabilities and entropies in chunks of tokens, against all logits at once; conditionals by hand."""
 
 from __future__ import annotations
 
@@ -14,30 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
-from slipstream.config import ConfigError
-from slipstream.grpo.config import LossConfig, OptimizerConfig
-from slipstream.grpo.update import Update
+from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import logprobs
 from slipstream.learner.batches import Batching, MicroBatch
-from slipstream.learner.config import LearnerConfig, ScratchConfig
-from slipstream.learner.logprobs import OutputHead, TokenScores
+from slipstream.learner.config import LearnerConfig
+from slipstream.learner.logprobs import OutputHead, TokenScores, conditionals, processed_logprobs
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.types import Dtype, TrainBatch
+from slipstream.types import Dtype
+from tests.unit.learner.policies import LEARNER, SCRATCH, VOCAB, new_policy, update_of
 
-VOCAB = 32
-SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=2, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
-)
-LOSS = LossConfig()
-WHOLE = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+WHOLE = LEARNER
 CHUNKED = dataclasses.replace(WHOLE, logprob_chunk_tokens=7)
 SEQUENCES = tuple(tuple(np.random.default_rng(i).integers(0, VOCAB, 5 + 3 * (i % 7)).tolist()) for i in range(9))
 
 
 def _policy(learner: LearnerConfig, *, tied: bool = False) -> MegatronPolicy:
-    scratch = dataclasses.replace(SCRATCH, tie_word_embeddings=tied)
-    optimizer = OptimizerConfig(learning_rate=1e-3, clip_grad=0.5)
-    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
+    scratch = dataclasses.replace(SCRATCH, num_layers=2, tie_word_embeddings=tied)
+    return new_policy(scratch, learner, OptimizerConfig(learning_rate=1e-3, clip_grad=0.5))
 
 
 def _head(chunk_tokens: int | None, weight_VH: torch.Tensor) -> OutputHead:
@@ -152,15 +145,9 @@ def test_an_update_in_chunks_is_that_of_all_logits_at_once(tied: bool) -> None:
     found = []
     for learner in (WHOLE, CHUNKED):
         policy = _policy(learner, tied=tied)
-        before = policy.logprobs(SEQUENCES, [2] * 9, 0.8)
-        batch = TrainBatch(
-            token_ids=SEQUENCES,
-            prompt_lengths=[2] * 9,
-            rollout_logprobs=[row.tolist() for row in before],
-            advantages=np.linspace(-1.0, 1.0, 9).tolist(),
-            policy_version=0,
-        )
-        update = Update(batch=batch, trainer_logprobs=before, ref_logprobs=None, loss=LOSS, temperature=0.8)
+        update = update_of(policy, SEQUENCES, start=2, advantages=np.linspace(-1.0, 1.0, 9).tolist())
+        before = update.trainer_logprobs
+        assert before is not None
         stats = [policy.train_step(update).stats for _ in range(2)]
         found.append((before, stats, policy.lm_step(SEQUENCES, [2] * 9), policy.logprobs(SEQUENCES, [2] * 9, 0.8)))
     (before, stats, loss, after), (chunked_before, chunked_stats, chunked_loss, chunked_after) = found
@@ -177,17 +164,7 @@ def test_an_update_in_chunks_is_that_of_all_logits_at_once(tied: bool) -> None:
 
 def test_the_first_update_in_chunks_is_exactly_on_policy_in_bfloat16() -> None:
     policy = _policy(dataclasses.replace(CHUNKED, dtype=Dtype.BFLOAT16))
-    logprobs_before = policy.logprobs(SEQUENCES, [2] * 9, 0.8)
-    batch = TrainBatch(
-        token_ids=SEQUENCES,
-        prompt_lengths=[2] * 9,
-        rollout_logprobs=[row.tolist() for row in logprobs_before],
-        advantages=[1.0] * 9,
-        policy_version=0,
-    )
-    update = Update(
-        batch=batch, trainer_logprobs=logprobs_before, ref_logprobs=None, loss=LossConfig(), temperature=0.8
-    )
+    update = update_of(policy, SEQUENCES, start=2, advantages=[1.0] * 9)
     assert policy.train_step(update).stats.loss == pytest.approx(-1.0, abs=1e-6)
 
 
@@ -202,6 +179,35 @@ def test_a_function_of_the_logits_sees_every_response_token_once_whatever_the_ch
     assert whole[:, 1].tolist() == [token for sequence in SEQUENCES for token in sequence[2:]]
 
 
-def test_a_chunk_without_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"learner.logprob_chunk_tokens must be > 0 or null, got 0"):
-        LearnerConfig(logprob_chunk_tokens=0)
+def test_conditionals_of_three_tokens_by_hand() -> None:
+    """p = (0.5, 0.3, 0.2); token 1 has 0.5 before it."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    row = conditionals(logits, torch.tensor([1]), temperature=1.0, top_p=1.0, top_k=0, generator=generator)[0]
+
+    mean = 0.5 * np.log(0.5) + 0.3 * np.log(0.3) + 0.2 * np.log(0.2)
+    variance = 0.5 * np.log(0.5) ** 2 + 0.3 * np.log(0.3) ** 2 + 0.2 * np.log(0.2) ** 2 - mean**2
+    squares = np.array([0.25, 0.09, 0.04]) / 0.38
+    assert row[:4].tolist() == pytest.approx([0.5, 0.3, mean, variance], abs=1e-6)
+    assert float(row[6]) == pytest.approx(0.5 * np.abs(squares - [0.5, 0.3, 0.2]).sum(), abs=1e-6)
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_it_and_top_k_the_k_likeliest() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+
+    nucleus = processed_logprobs(logits, temperature=1.0, top_p=0.6, top_k=0).exp()[0]
+    first = processed_logprobs(logits, temperature=1.0, top_p=1.0, top_k=1).exp()[0]
+
+    assert nucleus.tolist() == pytest.approx([0.625, 0.375, 0.0], abs=1e-6)
+    assert first.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_token_that_cannot_be_drawn_has_no_place() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    row = conditionals(logits, torch.tensor([2]), temperature=1.0, top_p=0.6, top_k=0, generator=generator)[0]
+
+    assert np.isnan(float(row[0]))
+    assert float(row[1]) == 0.0

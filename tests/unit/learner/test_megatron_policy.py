@@ -9,87 +9,47 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen3ForCausalLM
 
 from slipstream.grpo.config import Correction, Level, LossConfig, OptimizerConfig, OptimizerMethod
-from slipstream.grpo.update import Update
-from slipstream.learner import muon, packing
+from slipstream.learner import optimizer as optimizers
+from slipstream.learner import packing
 from slipstream.learner.batches import Batching, forward
-from slipstream.learner.capture import Capture
-from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig
+from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
+from slipstream.learner.forward_passes import Capture
+from slipstream.learner.layers import packed_attention
 from slipstream.learner.megatron import MegatronPolicy
-from slipstream.learner.policy_pretraining import learning_rate_at, pretrain
+from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
-from slipstream.types import Dtype, TrainBatch
-
-VOCAB = 32
-SCRATCH = ScratchConfig(
-    hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
+from slipstream.types import Dtype
+from tests.unit.learner.policies import (
+    LEARNER,
+    OPTIMIZER,
+    SCRATCH,
+    VOCAB,
+    new_policy,
+    random_sequences,
+    save,
+    update_of,
 )
-LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
-OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
-
-
-def _policy(
-    scratch: ScratchConfig = SCRATCH, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
-) -> MegatronPolicy:
-    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
-
-
-def _sequences(count: int = 9, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    rng = np.random.default_rng(seed)
-    return tuple(tuple(rng.integers(0, VOCAB, rng.integers(5, 30)).tolist()) for _ in range(count))
-
-
-def _batch(policy: MegatronPolicy, seed: int = 0) -> tuple[TrainBatch, list[np.ndarray]]:
-    sequences = _sequences(seed=seed)
-    prompt_lengths = tuple(3 for _ in sequences)
-    logprobs = policy.logprobs(sequences, prompt_lengths, 0.8)
-    batch = TrainBatch(
-        token_ids=sequences,
-        prompt_lengths=prompt_lengths,
-        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
-        advantages=tuple(np.random.default_rng(seed).normal(size=len(sequences)).tolist()),
-        policy_version=policy.version,
-    )
-    return batch, logprobs
-
-
-def _update(batch: TrainBatch, logprobs: list[np.ndarray], *, kl_coefficient: float = 0.0) -> Update:
-    return Update(
-        batch=batch,
-        trainer_logprobs=logprobs,
-        ref_logprobs=logprobs if kl_coefficient else None,
-        loss=LossConfig(kl_coefficient=kl_coefficient),
-        temperature=0.8,
-    )
 
 
 def _train(policy: MegatronPolicy, steps: Sequence[int]) -> list[TrainStats]:
     stats = []
     for step in steps:
-        batch, logprobs = _batch(policy, seed=step)
-        stats.append(policy.train_step(_update(batch, logprobs)).stats)
+        stats.append(policy.train_step(update_of(policy, seed=step)).stats)
     return stats
-
-
-def _save(policy: MegatronPolicy, directory: Path) -> Path:
-    tokenizer = directory / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
-    (tokenizer / "config.json").write_text('{"of": "another model"}')
-    policy.save_hf(directory / "model", tokenizer)
-    return directory / "model"
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logprobs_and_hidden_states_equal_transformers(tied: bool, tmp_path: Path) -> None:
-    policy = _policy(dataclasses.replace(SCRATCH, tie_word_embeddings=tied))
-    path = _save(policy, tmp_path)
+    policy = new_policy(dataclasses.replace(SCRATCH, tie_word_embeddings=tied))
+    path = save(policy, tmp_path)
     hf = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    sequences = _sequences()
+    sequences = random_sequences()
     got = policy.logprobs(sequences, [3] * len(sequences), 0.8)
     states = policy.hidden_states(sequences, [0, 2, 1])
     for tokens, logprobs, (aux, last) in zip(sequences, got, states, strict=True):
@@ -104,9 +64,11 @@ def test_logprobs_and_hidden_states_equal_transformers(tied: bool, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
 def test_the_first_update_is_exactly_on_policy(dtype: Dtype) -> None:
-    policy = _policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
-    batch, logprobs = _batch(policy)
-    stats = policy.train_step(_update(batch, logprobs, kl_coefficient=0.1)).stats
+    policy = new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype))
+    update = update_of(policy, kl_coefficient=0.1)
+    batch, logprobs = update.batch, update.trainer_logprobs
+    assert logprobs is not None
+    stats = policy.train_step(update).stats
     # Ratios of exactly 1 make the loss minus the mean advantage, and k3 to oneself is 0.
     lengths = [len(row) for row in logprobs]
     expected = -float(np.dot(batch.advantages, lengths)) / sum(lengths)
@@ -137,13 +99,15 @@ def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bi
     dtype: Dtype, loss: LossConfig
 ) -> None:
     """What `grpo.recompute_logprobs: auto` rests on, with and without a correction for the engine."""
-    given, own = (_policy(learner=dataclasses.replace(LEARNER, dtype=dtype)) for _ in range(2))
+    given, own = (new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype)) for _ in range(2))
     for step in range(3):
-        batch, logprobs = _batch(given, seed=step)
+        update = update_of(given, seed=step)
+        batch, logprobs = update.batch, update.trainer_logprobs
+        assert logprobs is not None
         # Ratios of 1.20 to 1.49: the later ones lie outside the band, and the products stay below the cap.
         rollout = tuple(tuple((row - 0.18 - 0.02 * number).tolist()) for number, row in enumerate(logprobs))
         batch = dataclasses.replace(batch, rollout_logprobs=rollout)
-        update = dataclasses.replace(_update(batch, logprobs), loss=loss)
+        update = dataclasses.replace(update, batch=batch, loss=loss)
         expected = given.train_step(update)
         found = own.train_step(dataclasses.replace(update, trainer_logprobs=None))
         assert found.stats == expected.stats
@@ -156,10 +120,12 @@ def test_an_update_without_logprobs_takes_its_own_and_is_the_same_to_the_last_bi
 
 
 def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_ones() -> None:
-    policy = _policy()
-    batch, before = _batch(policy)
+    policy = new_policy()
+    update = update_of(policy)
+    batch, before = update.batch, update.trainer_logprobs
+    assert before is not None
     for _ in range(3):
-        policy.train_step(_update(batch, before))
+        policy.train_step(update)
     after = policy.logprobs(batch.token_ids, batch.prompt_lengths, 0.8)
     moved = [advantage * (b - a).sum() for advantage, a, b in zip(batch.advantages, before, after, strict=True)]
     assert sum(moved) > 0
@@ -169,9 +135,9 @@ def test_training_raises_the_logprobs_of_good_responses_and_lowers_those_of_bad_
 def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: Dtype) -> None:
     learner = dataclasses.replace(LEARNER, dtype=dtype)
     rate = 1e-2
-    policy = _policy(learner=learner, optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate))
+    policy = new_policy(learner=learner, optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=rate))
     before = {name: weight.clone() for name, weight in policy.weights()}
-    policy.lm_step(_sequences(), [1] * 9)
+    policy.lm_step(random_sequences(), [1] * 9)
     after = dict(policy.weights())
     update = (
         after["model.layers.0.self_attn.o_proj.weight"] - before["model.layers.0.self_attn.o_proj.weight"]
@@ -185,7 +151,7 @@ def test_muon_steps_the_layers_matrices_orthogonally_and_adamw_the_rest(dtype: D
 
 
 def test_microbatching_changes_no_gradient_beyond_rounding() -> None:
-    whole, split = (_policy(learner=dataclasses.replace(LEARNER, max_tokens_per_microbatch=n)) for n in (512, 30))
+    whole, split = (new_policy(learner=dataclasses.replace(LEARNER, max_tokens_per_microbatch=n)) for n in (512, 30))
     one, many = _train(whole, range(3)), _train(split, range(3))
     for a, b in zip(one, many, strict=True):
         assert a.loss == pytest.approx(b.loss, abs=1e-6)
@@ -202,45 +168,25 @@ def test_a_resumed_policy_goes_on_bit_for_bit(
         return  # a recipe with both is refused
     learner = dataclasses.replace(LEARNER, dtype=dtype, distributed_optimizer=is_split)
     optimizer = dataclasses.replace(OPTIMIZER, method=method, warmup_steps=4)
-    policy = _policy(learner=learner, optimizer=optimizer)
+    policy = new_policy(learner=learner, optimizer=optimizer)
     _train(policy, range(2))
     policy.save_checkpoint(tmp_path / "checkpoint", {"position": 7})  # written while the policy learns on
     uninterrupted = _train(policy, range(2, 5))
 
     policy.finish_checkpoint()
-    fresh = _policy(dataclasses.replace(SCRATCH, seed=99), learner, optimizer)
+    fresh = new_policy(dataclasses.replace(SCRATCH, seed=99), learner, optimizer)
     assert fresh.load_checkpoint(tmp_path / "checkpoint") == {"position": 7}
     assert fresh.version == 2
     assert _train(fresh, range(2, 5)) == uninterrupted
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.weights(), fresh.weights(), strict=True))
 
 
-def test_a_checkpoint_survives_a_writer_that_died_while_replacing_it(tmp_path: Path) -> None:
-    policy = _policy()
-    policy.save_checkpoint(tmp_path / "checkpoint", {"step": 1})
-    policy.finish_checkpoint()
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # died between its two renames
-    assert policy.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
-    policy.save_checkpoint(tmp_path / "checkpoint", {"step": 2})
-    assert policy.load_checkpoint(tmp_path / "checkpoint") == {"step": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    policy = _policy()
-    policy.save_checkpoint(tmp_path / "checkpoint", {})
-    policy.finish_checkpoint()
-    wider = _policy(dataclasses.replace(SCRATCH, ffn_hidden_size=64))
-    with pytest.raises(ValueError, match=r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)"):
-        wider.load_checkpoint(tmp_path / "checkpoint")
-
-
 def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
-    policy = _policy(optimizer=dataclasses.replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
-    hf = Qwen3ForCausalLM.from_pretrained(_save(policy, tmp_path), dtype=torch.float32)
+    policy = new_policy(optimizer=dataclasses.replace(OPTIMIZER, weight_decay=0.0, clip_grad=0.5))
+    hf = Qwen3ForCausalLM.from_pretrained(save(policy, tmp_path), dtype=torch.float32)
     adam = torch.optim.AdamW(hf.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(3):
-        sequences = _sequences(seed=step)
+        sequences = random_sequences(seed=step)
         loss = policy.lm_step(sequences, [4] * len(sequences))
         adam.zero_grad()
         logprobs = [torch.log_softmax(hf(torch.tensor([tokens])).logits[0], -1) for tokens in sequences]
@@ -258,7 +204,7 @@ def test_an_update_equals_torchs_on_transformers(tmp_path: Path) -> None:
 
 
 def test_pretraining_learns_a_pattern() -> None:
-    policy = _policy()
+    policy = new_policy()
     documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
     config = dataclasses.replace(SCRATCH, num_steps=60, tokens_per_step=200, learning_rate=1e-2, warmup_steps=5)
     losses = pretrain(policy.lm_step, documents, config)
@@ -276,12 +222,12 @@ def test_pretraining_warms_up_then_decays_towards_zero() -> None:
 
 def test_exhausted_documents_are_an_error() -> None:
     with pytest.raises(ValueError, match="ended after 1 of 30"):
-        pretrain(_policy().lm_step, iter([((1, 2, 3), 0)]), SCRATCH)
+        pretrain(new_policy().lm_step, iter([((1, 2, 3), 0)]), SCRATCH)
 
 
 def test_a_response_without_a_token_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence 1 must have a prompt and a response, got 2 of 2 tokens"):
-        _policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
+        new_policy(optimizer=None).logprobs([[1, 2, 3], [1, 2]], [1, 2], 1.0)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -290,7 +236,7 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
     lengths = [29, 27, 12, 11, 5, 4] if ragged else [20] * 6
     assert len(packing.plan_rectangles(lengths)) == (4 if ragged else 1)
     width = max(lengths)
-    policy = _policy(SCRATCH)
+    policy = new_policy(SCRATCH)
     layer = policy._gpt.decoder.layers[1]
     assert type(layer) is CpuTransformerLayer
     padding_BT = torch.arange(width) >= torch.tensor(lengths).unsqueeze(1)
@@ -315,7 +261,7 @@ def test_the_cpu_layer_is_megatrons_in_value_and_gradient(ragged: bool, monkeypa
 @pytest.mark.parametrize("width", [53, 64])
 def test_the_cpu_layers_bits_do_not_depend_on_the_number_of_threads(width: int) -> None:
     """Large enough to be shared out; torch's own gradient of a softmax fails this at a width of 53 with AVX2."""
-    policy = _policy(dataclasses.replace(SCRATCH, max_position_embeddings=width))
+    policy = new_policy(dataclasses.replace(SCRATCH, max_position_embeddings=width))
     layer = policy._gpt.decoder.layers[1]
     x_TBH = torch.randn(width, 24, SCRATCH.hidden_size, requires_grad=True)
     upstream = torch.randn_like(x_TBH)
@@ -342,7 +288,7 @@ def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
     if not is_cpu_layer:
         monkeypatch.delattr(CpuTransformerLayer, "forward")  # leaves that of Megatron
     learners = (LEARNER, dataclasses.replace(LEARNER, recompute=recompute))
-    kept, anew = (_policy(learner=learner) for learner in learners)
+    kept, anew = (new_policy(learner=learner) for learner in learners)
     assert _train(anew, range(3)) == _train(kept, range(3))
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(kept.weights(), anew.weights(), strict=True))
 
@@ -351,7 +297,7 @@ def test_what_is_computed_anew_for_the_gradient_is_what_was_not_kept(
 def test_recomputing_keeps_less_for_the_gradient(recompute: Recompute) -> None:
     def kept_bytes(learner: LearnerConfig) -> int:
         """Of the different tensors that a forward pass keeps."""
-        policy, held = _policy(learner=learner), {}
+        policy, held = new_policy(learner=learner), {}
         inputs = Batching(max_tokens=60).inputs(torch.randint(0, VOCAB, (2, 30)).tolist(), policy.device)
         with (
             host.cuda_as_cpu(),
@@ -373,14 +319,16 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
     base = dataclasses.replace(LEARNER, logprob_chunk_tokens=chunk, recompute=recompute)
     outcomes = []
     for packed in (Packing.NEVER, Packing.ALWAYS):
-        policy = _policy(learner=dataclasses.replace(base, packing=packed))
-        batch, logprobs = _batch(policy)
+        policy = new_policy(learner=dataclasses.replace(base, packing=packed))
+        own = update_of(policy, kl_coefficient=0.1)
+        batch, logprobs = own.batch, own.trainer_logprobs
+        assert logprobs is not None
         states = [tensor for pair in policy.hidden_states(batch.token_ids, [0, 2, 1]) for tensor in pair]
         chosen = policy.map_logits(
             batch.token_ids, batch.prompt_lengths, lambda logits, labels: logits.gather(1, labels[:, None]), width=1
         )
         capture = Capture([1])
-        update = dataclasses.replace(_update(batch, logprobs, kl_coefficient=0.1), trainer_logprobs=None)
+        update = dataclasses.replace(own, trainer_logprobs=None)
         trained = policy.train_step(update, capture=capture)
         assert trained.own_logprobs is not None
         captured = [tensor for index in range(9) for tensor in capture.by_sequence[index]]
@@ -388,14 +336,14 @@ def test_packed_sequences_are_computed_as_padded_ones_are(recompute: Recompute, 
         stats = torch.tensor(list(dataclasses.astuple(trained.stats)), dtype=torch.float64)
         rows = [torch.tensor(row) for row in [*logprobs, *trained.own_logprobs]]
         outcomes.append([stats, torch.tensor(chosen), *rows, *states, *captured, *weights])
-    assert len(policy._microbatches(_sequences(), [3] * 9)) == 3  # of at most 64 tokens
+    assert len(policy._microbatches(random_sequences(), [3] * 9)) == 3  # of at most 64 tokens
     for expected, got in zip(*outcomes, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_an_optimizer_split_over_one_rank_makes_the_same_updates() -> None:
     learners = (LEARNER, dataclasses.replace(LEARNER, distributed_optimizer=True))
-    whole, split = (_policy(learner=learner) for learner in learners)
+    whole, split = (new_policy(learner=learner) for learner in learners)
     for one, other in zip(_train(whole, range(3)), _train(split, range(3)), strict=True):
         assert dataclasses.asdict(other) == pytest.approx(dataclasses.asdict(one), rel=1e-5, abs=1e-7)
 
@@ -406,13 +354,38 @@ def test_muon_iterates_in_the_learners_type(
 ) -> None:
     """Only some processors multiply bfloat16 fast."""
     seen: list[torch.dtype] = []
-    genuine = muon.orthogonal
+    genuine = optimizers.orthogonal
 
     def noted(matrices: torch.Tensor, *, num_iterations: int, dtype: torch.dtype) -> torch.Tensor:
         seen.append(dtype)
         return genuine(matrices, num_iterations=num_iterations, dtype=dtype)
 
-    monkeypatch.setattr(muon, "orthogonal", noted)
+    monkeypatch.setattr(optimizers, "orthogonal", noted)
     optimizer = OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=1e-2)
-    _policy(learner=dataclasses.replace(LEARNER, dtype=dtype), optimizer=optimizer).lm_step(_sequences(), [1] * 9)
+    new_policy(learner=dataclasses.replace(LEARNER, dtype=dtype), optimizer=optimizer).lm_step(
+        random_sequences(), [1] * 9
+    )
     assert set(seen) == {expected}
+
+
+LENGTHS = (3, 1, 5)
+
+
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_a_packed_token_attends_to_itself_and_to_those_before_it_in_its_own_sequence(num_groups: int) -> None:
+    torch.manual_seed(0)
+    num_tokens, heads, dim = sum(LENGTHS), 4, 8
+    query = torch.randn(num_tokens, heads, dim, dtype=torch.float64)
+    key, value = (torch.randn(num_tokens, num_groups, dim, dtype=torch.float64) for _ in "kv")
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    at = torch.arange(num_tokens)
+    sees = (sequence[:, None] == sequence) & (at[:, None] >= at)
+    wide_key, wide_value = (tensor.repeat_interleave(heads // num_groups, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qnd,knd->nqk", query, wide_key) * 0.3
+    chances = torch.softmax(scores.masked_fill(~sees, float("-inf")), -1)
+    starts = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    packed = PackedSeqParams(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=5, max_seqlen_kv=5)
+
+    got = packed_attention(query, key, value, packed, scale=0.3)
+
+    torch.testing.assert_close(got, torch.einsum("nqk,knd->qnd", chances, wide_value))

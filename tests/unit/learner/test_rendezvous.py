@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.learner.rendezvous import Address, Rendezvous, interface_of
+from slipstream.learner.rendezvous import Rendezvous, interface_of
 
-INTERFACES = {"lo": [Address("127.0.0.1")], "eth0": [Address("10.77.0.11"), Address("fe80::1%eth0")]}
+INTERFACES = {
+    name: [SimpleNamespace(address=address) for address in addresses]
+    for name, addresses in {"lo": ["127.0.0.1"], "eth0": ["10.77.0.11", "fe80::1%eth0"]}.items()
+}
 
 
 def test_the_interface_is_the_one_that_has_the_nodes_address() -> None:

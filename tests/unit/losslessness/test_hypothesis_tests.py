@@ -9,11 +9,11 @@ import pytest
 import torch
 from scipy import special, stats
 
-from slipstream.learner.conditionals import conditionals
+from slipstream.learner.logprobs import conditionals
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.hypothesis_tests import Bias, Draws
-from slipstream.records.certificate import Power
+from slipstream.records.stages import Power
 
 VOCABULARY = 12
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
-from slipstream.learner.conditionals import conditionals, processed_logprobs
+from slipstream.learner.logprobs import conditionals, processed_logprobs
 from slipstream.losslessness import hypothesis_tests
 from slipstream.losslessness import verdict as verdicts
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, CLAIM, IN_FLIGHT, KEPT, LOSSLESS, TOO_WEAK, certify, judged
-from slipstream.records.certificate import CertificateRecord
+from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.types import Prompt, VersionSpan
 

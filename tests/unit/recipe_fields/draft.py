@@ -28,7 +28,8 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
 from slipstream.stages import pretrain_draft, support, train_grpo
 from slipstream.stages import recipe_engines as stage_engines
-from slipstream.train import attempt
+from slipstream.train.arm import Run
+from slipstream.train.pending import Pending
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
@@ -210,7 +211,7 @@ def arm_plan(recipe: Recipe, tools: Tools) -> object:
     return plan.num_speculative_tokens, plan.schedule, plan.start_engine.keywords
 
 
-def flight(recipe: Recipe, _: Tools) -> object:
+def flight(recipe: Recipe, tools: Tools) -> object:
     """How the engines of an arm are told to draft, step by step, where drafting costs 4 % more than not."""
     told: list[Any] = []
 
@@ -223,7 +224,18 @@ def flight(recipe: Recipe, _: Tools) -> object:
             return replace(super().generate(prompts, **settings), generation_s=1.04 if drafts else 1.0)
 
     engines: Any = Engines()
-    piloted = attempt.piloted(engines, recipe, TABLE, [])
+    plan: Any = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
+    unused: Any = None
+    run = Run(
+        recipe=recipe,
+        plan=plan,
+        policy=tools.directory,
+        prompts=(),
+        score=unused,
+        directory=tools.directory,
+        log=unused,
+    )
+    piloted = run.fault_tolerant(engines, unused, unused, [], Pending())
     for step in range(24):
         piloted.generate(PROMPTS[:1], sampling=recipe.sampling, group_size=2, seed=step)
     return [schedule == TABLE for schedule in told]

@@ -18,8 +18,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.learner.layers import _transformer_config, build_model
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import with_optimizer
-from slipstream.learner.policy_pretraining import pretrain
-from slipstream.learner.policy_source import resolve
+from slipstream.learner.policy_source import pretrain, resolve
 from slipstream.recipe import Recipe
 from slipstream.stages import prepare_policy, support
 from tests.unit.recipe_fields.base import Check, Tools

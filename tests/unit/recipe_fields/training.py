@@ -35,7 +35,7 @@ from slipstream.types import Arm, Prompt
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, rollout_groups
 from tests.unit.recipe_fields.policy import megatron_optimizer
-from tests.unit.train.asynchronous.world import Delays, FlightWorld, in_flight
+from tests.unit.train.world import Delays, FlightWorld, in_flight
 
 
 class NotedLearner:

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.engine import vllm_engine
-from slipstream.engine.vllm_arguments import sampling_params
+from slipstream.engine.vllm_engine import sampling_params
 from slipstream.recipe import Recipe
 from slipstream.stages.recipe_engines import recipe_engine
 from slipstream.workers import engines, learners
-from slipstream.workers.placement.cluster import parse_cluster
-from slipstream.workers.placement.plan import make_plan
+from slipstream.workers.placement.plan import make_plan, parse_cluster
 from slipstream.workers.placement.table import plan_text
 from tests.unit.recipe_fields.base import Check, Tools
 

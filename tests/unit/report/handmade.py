@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from slipstream.records.certificate import CertificateRecord, Finding, GreedyRecord, Power
+from slipstream.records.files import read_record
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import (
-    DataSetRecord,
-    DraftRecord,
-    EvaluationRecord,
-    PolicyRecord,
-    SweepPoint,
-    TuningRecord,
-)
+from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import (
     AcceptanceStats,
     ArmRecord,
-    LagStats,
-    Mismatch,
-    Overlap,
-    RefitCheck,
     ScheduleEntry,
     StepRecord,
-    TrainStats,
 )
-from slipstream.report.page import render
+from slipstream.report.page import render_page
 from slipstream.report.reference import read_reference
 from slipstream.types import Arm, StageTimes
 
+ON_CORES = read_record(RunRecord, Path(__file__).parents[1] / "golden" / "run.json")
+"""`ASYNCHRONOUS` on two cores, kept as a file."""
+CERTIFICATE = ON_CORES.certificate
 _FIGURES = (
     *("stages", "step_times", "bound", "loops", "loop_learning", "draft_training", "acceptance", "sweep"),
     *("uniforms", "learning", "mismatch", "losses"),
@@ -37,7 +29,7 @@ _FIGURES = (
 
 def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
     """The page of a run with a stand-in for every figure, for tests of its words: drawing a page takes a second."""
-    return render(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
+    return render_page(record, read_reference(), drift=drift, drawn=dict.fromkeys(_FIGURES, "<svg></svg>"))
 
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:
@@ -45,23 +37,9 @@ def step(index: int, *, generation_s: float, reward: float, acceptance: Acceptan
     times = StageTimes(
         data_s=0.1, prepare_s=0.2, generation_s=generation_s, logprob_s=0.5, train_s=1.2, step_s=generation_s + 2.0
     )
-    return StepRecord(
-        step=index,
-        times=times,
-        reward_mean=reward,
-        num_rollouts=10,
-        num_response_tokens=100,
-        num_truncated=1,
-        num_reward_timeouts=2,
-        num_reward_crashes=0,
-        num_zero_signal_groups=3,
-        train=TrainStats(loss=0.0, grad_norm=1.0, kl=0.0, clip_fraction=0.0, num_tokens=0, learning_rate=1e-4),
-        mismatch=Mismatch(k1=1e-4, k3=1e-4, mean=1e-3, largest=1e-2, outside_fraction=0.0),
-        acceptance=acceptance,
-        policy_version=index,
-        draft_version=None,
-        refit=RefitCheck(num_tensors=0, elapsed_s=0.0),
-    )
+    # Ten rollouts of 100 tokens: one truncated, two rewards late, three groups of equal rewards.
+    kept = ON_CORES.arms[0].steps[0]
+    return replace(kept, step=index, times=times, reward_mean=reward, acceptance=acceptance, policy_version=index)
 
 
 def accepted(num_drafts: int, *by_position: int) -> AcceptanceStats:
@@ -92,21 +70,6 @@ def point(k: int, speedup: float) -> SweepPoint:
     )
 
 
-def evaluation(policy: str, value: float) -> EvaluationRecord:
-    return EvaluationRecord(
-        policy=policy,
-        num_problems=30,
-        k=4,
-        avg_at_k=value,
-        maj_at_k=value,
-        ci95=(value - 0.05, value + 0.05),
-        truncated_fraction=0.25,
-        num_timeouts=1,
-        prompt_hash="abc123",
-        correct_by_problem=(1,) * 30,
-    )
-
-
 def arms() -> tuple[ArmRecord, ArmRecord]:
     """Generation after the warm-up: 6, 6, 9 s against 3, 3, 3 s; the warm-up steps would change every figure."""
     rewards = (0.1, 0.2, 0.3, 0.5)
@@ -124,90 +87,8 @@ def arms() -> tuple[ArmRecord, ArmRecord]:
     )
 
 
-CERTIFICATE = CertificateRecord(
-    verdict="lossless",
-    reason="none of 2 tests rejects",
-    claim="Tokens follow the policy.",
-    family_level=0.01,
-    power=0.9,
-    max_detectable_bias=0.1,
-    num_speculative_tokens=2,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    seed=0,
-    num_tokens=20_000,
-    num_baseline_tokens=20_001,
-    findings=(
-        Finding(
-            name="pit, bonus token",
-            num_observations=900,
-            statistic=0.01,
-            p_value=0.4,
-            p_value_corrected=0.8,
-            reject=False,
-        ),
-        Finding(
-            name="first token",
-            num_observations=512,
-            statistic=99.0,
-            p_value=1e-5,
-            p_value_corrected=2e-5,
-            reject=True,
-        ),
-    ),
-    control=(),
-    detectable=(Power(alternative="sharper", detectable_total_variation=0.012, detectable_fraction=0.1),),
-    greedy=GreedyRecord(num_responses=32, num_equal=31, num_near_ties=1, largest_gap_nats=0.1, near_tie_nats=0.25),
-    pit_histograms={"no draft": (10, 12), "bonus token": (11, 9)},
-    policy_fingerprint="aaaa",
-    draft_fingerprint="bbbb",
-    versions={},
-    elapsed_s=60.0,
-)
-RECORD = RunRecord(
-    recipe="tiny",
-    workload="rl_zero",
-    execution="exec-1",
-    tracking_uri="sqlite:////runs/mlflow.db",
-    versions={"torch": "2.13.0"},
-    machine="2 cores <no GPU>",
-    policy=PolicyRecord(
-        model="from scratch",
-        architecture="Qwen3ForCausalLM",
-        num_parameters=3_600_000,
-        vocab_size=64,
-        max_position_embeddings=512,
-        eos_token_id=1,
-        pretrain_steps=3,
-        pretrain_loss=0.2,
-        pretrain_losses=(3.0, 1.0, 0.2),
-        elapsed_s=12.0,
-    ),
-    data=(
-        DataSetRecord(
-            name="train",
-            source="synthetic",
-            num_read=100,
-            num_kept=90,
-            num_duplicates=4,
-            num_conflicting=3,
-            num_unparseable=2,
-            num_too_long=1,
-            num_held_out=0,
-        ),
-    ),
-    draft=DraftRecord(
-        method="eagle3",
-        init="in_domain",
-        num_parameters=500_000,
-        num_training_tokens=10_000,
-        num_steps=3,
-        losses=(2.0, 1.0, 0.5),
-        heldout_rate_by_position=(0.8, 0.5),
-        heldout_mean_acceptance_length=2.2,
-        elapsed_s=30.0,
-    ),
+RECORD = replace(
+    ON_CORES,
     tuning=TuningRecord(
         chosen_k=2,
         reason="k=2 was fastest",
@@ -215,9 +96,11 @@ RECORD = RunRecord(
         schedule=(ScheduleEntry(batch_from=1, batch_to=16, num_speculative_tokens=2),),
     ),
     arms=arms(),
-    evaluations=(evaluation("start", 0.1), evaluation("autoregressive", 0.3), evaluation("speculative", 0.31)),
-    certificate=CERTIFICATE,
+    evaluations=ON_CORES.evaluations[:3],  # 0.1 before, 0.3 without and 0.31 with speculation, each -+ 0.05
+    asynchronous=(),
+    layout=None,
 )
+"""A policy of 3.6 M parameters, a draft of 0.5 M with losses 2, 1 and 0.5, and a certificate of two tests."""
 LOST = replace(
     RECORD,
     tuning=TuningRecord(chosen_k=0, reason="no k beat k=0", points=(point(0, 1.0), point(2, 0.9)), schedule=()),
@@ -235,34 +118,19 @@ LOST = replace(
 def overlapped(index: int, *, exposed_s: float, hidden_s: float, reward: float) -> StepRecord:
     """A step that waits `exposed_s` for rollouts; after the first one 80 of its 100 tokens lag by one version."""
     made = step(index, generation_s=exposed_s, reward=reward)
-    step_s = made.times.step_s
-    lags = (
-        LagStats(lag=0, num_tokens=20, ratio_mean=1.0, ratio_max=1.5, clipped_fraction=0.0, effective_sample_size=1.0),
-        LagStats(
-            lag=1,
-            num_tokens=80,
-            ratio_mean=1.1,
-            ratio_max=2.0 + index,
-            clipped_fraction=0.25,
-            effective_sample_size=0.8,
-        ),
+    step_s, kept = made.times.step_s, ON_CORES.asynchronous[0].steps[1]
+    assert kept.overlap is not None  # scores took 0.05 s and 0.03 of them exposed, weights 0.15 and 0.05
+    overlap = replace(
+        kept.overlap,
+        generation_s=exposed_s + hidden_s,
+        hidden_s=hidden_s,
+        engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
+        learner_idle_fraction=1 - 1.7 / step_s,
+        num_awaited=2 if index == 3 else 0,
+        num_restarted=1 if index == 0 else 0,
     )
-    return replace(
-        made,
-        overlap=Overlap(
-            generation_s=exposed_s + hidden_s,
-            hidden_s=hidden_s,
-            engine_idle_fraction=1 - (exposed_s + hidden_s) / step_s,
-            learner_idle_fraction=1 - 1.7 / step_s,
-            score_s=0.05,
-            exposed_score_s=0.03,
-            publish_s=0.15,
-            exposed_publish_s=0.05,
-            num_awaited=2 if index == 3 else 0,
-            num_restarted=1 if index == 0 else 0,
-        ),
-        lags=lags if index else (),
-    )
+    young, old = kept.lags  # ratios 1.0 and 1.1 in the mean, a quarter of the old ones clipped
+    return replace(made, overlap=overlap, lags=(young, replace(old, ratio_max=2.0 + index)) if index else ())
 
 
 def asynchronous_arm(arm: Arm, *, exposed_s: float, hidden_s: float) -> ArmRecord:
@@ -287,11 +155,7 @@ ASYNCHRONOUS = replace(
         asynchronous_arm(Arm.AUTOREGRESSIVE, exposed_s=2.0, hidden_s=1.5),
         asynchronous_arm(Arm.SPECULATIVE, exposed_s=0.5, hidden_s=1.5),
     ),
-    evaluations=(
-        *RECORD.evaluations,
-        evaluation("autoregressive_asynchronous", 0.28),
-        evaluation("speculative_asynchronous", 0.29),
-    ),
+    evaluations=ON_CORES.evaluations,  # 0.28 and 0.29 of the asynchronous arms
 )
 ONE_STEP = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:1]) for arm in RECORD.arms))
 TWO_STEPS = replace(RECORD, arms=tuple(replace(arm, steps=arm.steps[:2]) for arm in RECORD.arms))

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.report.comparison import answer, cells, comparison_table, differences
-from slipstream.report.comparison_page import render_comparison
+from slipstream.report.comparison import answer, cells, comparison_table, differences, render_comparison
 from slipstream.report.results import result_metrics
 from slipstream.tracking import Execution
 from tests.unit.report.handmade import ASYNCHRONOUS, LOST, RECORD
@@ -35,24 +34,11 @@ def changed(**metrics: float) -> Execution:
 
 
 def test_a_row_holds_speedups_rewards_and_cost() -> None:
+    speedups = ["2.00x [2.00, 3.00]", "1.60x [1.60, 2.20]", "-", "-"]
+    rewards = ["0.500", "0.500", "+0.010", "0.300", "0.310"]
     assert cells(DONE) == [
-        "tiny-1",
-        "2023-11-14 22:13",
-        "finished",
-        "2",
-        "2.00x [2.00, 3.00]",
-        "1.60x [1.60, 2.20]",
-        "-",
-        "-",
-        "0.500",
-        "0.500",
-        "+0.010",
-        "0.300",
-        "0.310",
-        "2.20",
-        "yes",
-        "1.25",
-        "40.0",
+        *("tiny-1", "2023-11-14 22:13", "finished", "2"),
+        *(*speedups, *rewards, "2.20", "yes", "1.25", "40.0"),
     ]
 
 
@@ -96,8 +82,8 @@ def test_an_execution_without_a_speedup_says_why(execution: Execution, said: str
 
 def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:
     found = differences([DONE, replace(RUNNING, tags={})])
-    assert [(item.name, item.values) for item in found] == [("grpo.seed", ("0", "1")), ("git.commit", ("abc", "-"))]
-    assert differences([DONE]) == []
+    assert list(found.items()) == [("grpo.seed", ["0", "1"]), ("git.commit", ["abc", "-"])]
+    assert differences([DONE]) == {}
 
 
 def test_table_and_page_hold_rows_differences_and_answers() -> None:

@@ -65,10 +65,7 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     assert prediction_interval([1.0, 2.0, 3.0], level=0.95) == pytest.approx((-2.9683, 6.9683), abs=1e-4)
     # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
     assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
-
-
-def test_a_prediction_interval_of_equal_values_has_no_width() -> None:
-    assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)
+    assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)  # no width
 
 
 def test_a_prediction_interval_holds_the_next_value_as_often_as_its_level_says() -> None:
@@ -153,18 +150,25 @@ def test_too_few_executions_say_nothing() -> None:
     assert judged(100.0, [1.0, 1.1, 1.2, 1.3], config=replace(CONFIG, min_executions=4)).verdict == "above"
 
 
-def test_a_change_below_the_smallest_that_counts_is_no_drift_though_earlier_ones_agreed_exactly() -> None:
-    assert judged(2.019, [2.0] * 6).verdict == "within"  # 1 % of the mean, 2
-    assert judged(2.021, [2.0] * 6).verdict == "above"
-    assert judged(0.209, [0.2] * 6, name="reward_speculative").verdict == "within"  # 0.01 of a reward, of any mean
-    assert judged(0.189, [0.2] * 6, name="reward_speculative").verdict == "below"
-    assert judged(2.021, [2.0] * 6, config=replace(CONFIG, min_change=0.02)).verdict == "within"
+OLD_AND_NEW = [1.0, 1.01, 1.02, 1.01, 1.0, 9.0, 0.1]  # the newest come first
 
 
-def test_only_the_last_executions_count() -> None:
-    old_and_new = [1.0, 1.01, 1.02, 1.01, 1.0, 9.0, 0.1]  # the newest come first
-    assert judged(2.0, old_and_new, config=replace(CONFIG, num_executions=5)).verdict == "above"
-    assert judged(2.0, old_and_new, config=replace(CONFIG, num_executions=7)).verdict == "within"
+@pytest.mark.parametrize(
+    ("value", "earlier", "changed", "name", "verdict"),
+    [
+        (2.019, [2.0] * 6, {}, "step_speedup", "within"),  # 1 % of the mean, 2, is the smallest that counts
+        (2.021, [2.0] * 6, {}, "step_speedup", "above"),
+        (2.021, [2.0] * 6, {"min_change": 0.02}, "step_speedup", "within"),
+        (0.209, [0.2] * 6, {}, "reward_speculative", "within"),  # 0.01 of a reward, of any mean
+        (0.189, [0.2] * 6, {}, "reward_speculative", "below"),
+        (2.0, OLD_AND_NEW, {"num_executions": 5}, "step_speedup", "above"),  # only the last ones count
+        (2.0, OLD_AND_NEW, {"num_executions": 7}, "step_speedup", "within"),
+    ],
+)
+def test_a_verdict_follows_the_last_executions_and_the_smallest_change_that_counts(
+    value: float, earlier: list[float], changed: dict[str, Any], name: str, verdict: str
+) -> None:
+    assert judged(value, earlier, config=replace(CONFIG, **changed), name=name).verdict == verdict
 
 
 @pytest.mark.parametrize(

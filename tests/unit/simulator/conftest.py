@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.recipe import load_recipe
-from slipstream.records.certificate import CertificateRecord, GreedyRecord
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import DraftRecord, PolicyRecord, TuningRecord
+from slipstream.records.stages import CertificateRecord, DraftRecord, GreedyRecord, PolicyRecord, TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages.support import recipe_layout
 

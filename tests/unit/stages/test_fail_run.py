@@ -90,4 +90,4 @@ def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_roo
     assert "- train_grpo_speculative_asynchronous: not finished" in page
     assert "- evaluate_aime_speculative_asynchronous: not finished" in page
     assert "- autoregressive, k=0: 4 steps of 8.00 s (median), reward 0.100 to 0.500" in page
-    assert "- autoregressive, one_step_off: 4 steps of 8.00 s (median), last reward 0.500" in page
+    assert "- autoregressive, asynchronous, k=0: 4 steps of 8.00 s (median), reward 0.100 to 0.500" in page

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.learner.errors import CheckpointError, CheckpointStorageError, CheckpointWriteError
+from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
 from slipstream.stages.failures import PERMANENT, TRANSIENT, transient

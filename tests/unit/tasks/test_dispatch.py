@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,14 +23,13 @@ from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
-from slipstream.kubernetes.preflight.inside import PreflightRecord
-from slipstream.kubernetes.preflight.needs import Finding, State
+from slipstream.kubernetes.kubernetes_api import Finding, State
+from slipstream.kubernetes.preflight import PreflightRecord
 from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.stages.context import RunContext
-from slipstream.study.ablation_grid import Grid, Kind
-from slipstream.study.bake_off_records import Entrant
+from slipstream.study.variants import Grid, Kind
 from slipstream.types import Arm, ArmLoop, Workload
 from tests.unit.tasks.declared import declared_tasks
 
@@ -137,13 +136,12 @@ class Stages:
     def _fail_ablation(self, root: Path, execution: str, *, message: str) -> None:
         self.seen |= {"root": root, "execution": execution, "message": message}
 
-    def _check_drafters(self, context: RunContext, recipe: Recipe, field: Sequence[Entrant], *, k: int) -> None:
-        self.seen |= {"drafters of": recipe.name, "field": [entrant.name for entrant in field], "k": k}
+    def _check_drafters(self, context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
+        self.seen |= {"drafters of": recipe.name, "grid": grid}
+        return []
 
-    def _bake_off(
-        self, context: RunContext, recipe: Recipe, field: Sequence[Entrant], *, k: int, policy: Path, data: Path
-    ) -> Path:
-        self._check_drafters(context, recipe, field, k=k)
+    def _bake_off(self, context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
+        self._check_drafters(context, recipe, grid)
         return self._writes(("bake_off.html", "bake_off.json", "speedups.svg"))(
             context, recipe, policy=policy, data=data
         )
@@ -209,7 +207,14 @@ _FIELD = {
     "online": [DraftOnline.OFF, DraftOnline.ALWAYS],
     "num_speculative_tokens": 3,
 }
-_TAKES_PART = {"field": ["eagle3-in_domain-off", "eagle3-in_domain-always", "ngram-off"], "k": 3}
+_TAKES_PART = {
+    "grid": Grid(
+        methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+        draft_inits=(DraftInit.IN_DOMAIN,),
+        online=(DraftOnline.OFF, DraftOnline.ALWAYS),
+        draft_lengths=(3,),
+    )
+}
 _FAILED = {"node": "train-speculative", "message": "no luck"}
 _CERTIFICATE, _DELIVERED = "certificate.json", "deliverable.json"
 _ARMS = {"arms": ["arms", "arms"]}

@@ -14,10 +14,10 @@ from flytekit.core.workflow import PythonFunctionWorkflow
 
 from slipstream.stages.context import RunContext
 from tasks import deliverables as handover
+from tasks.ablation import fail_ablation
 from tasks.bake_off import fail_bake_off
 from tasks.fail_run import fail_certificate, fail_run
 from tasks.project_request import project_request
-from tasks.rank_ablation import fail_ablation
 from tasks.recoverable import recoverable
 from tasks.resources import CLUSTER
 from tests.unit.tasks.declared import declared_tasks

@@ -1,21 +1,35 @@
-"""What a verifier is handed of rollouts: their text, with the thought that their prompt has opened, and their end."""
+"""Which loop a run trains with and over which engines, and what a verifier is handed of rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.records.steps import StepRecord
+from slipstream.config import merge
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.engine.requests import GroupRequest
+from slipstream.grpo.loop_config import KvCache
+from slipstream.recipe import load_recipe
+from slipstream.records.steps import ScheduleEntry, StepRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import RewardResult, Verifier
-from slipstream.train.arm import score
-from slipstream.types import FinishReason, RolloutGroup
-from tests.unit.train.asynchronous.world import (
+from slipstream.train.arm import ArmPlan, Run, score
+from slipstream.train.loop import Trainer, engine_seed
+from slipstream.train.pending import Pending, Submitted
+from slipstream.train.queues import ThreadGroup
+from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
+from slipstream.workers.calls import LostWorkerError, Worker
+from tests.unit.train.world import (
     GROUP_SIZE,
     NUM_STEPS,
     PROMPTS,
+    PROMPTS_PER_STEP,
     STREAM,
     FlightWorld,
     drawn,
@@ -23,6 +37,196 @@ from tests.unit.train.asynchronous.world import (
     one_step_off,
     synchronous,
 )
+
+ENGINE = Worker(None, "engine 0", "10.77.0.11")
+TABLE = (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=5),)
+NO_DRAFTS = (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=0),)
+BASE: dict[str, Any] = {
+    "grpo": {
+        "num_steps": NUM_STEPS,
+        "checkpoint_every_steps": 1,
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "group_size": GROUP_SIZE,
+        "seed": 0,
+        "loss": {"truncated_importance_sampling": 2.0},
+    },
+    "sampling": {"temperature": 0.5},
+}
+ONE_STEP_OFF = {"loop": {"mode": "one_step_off", "max_off_policy_steps": 2}}
+IN_FLIGHT = {"loop": {"mode": "in_flight", "max_off_policy_steps": 1, "kv_cache": "keep"}}
+PILOTED = {"draft": {"autopilot": {"enabled": True}}}
+
+
+@dataclass
+class Engines(FlightWorld):
+    """Engines and their gate; at the generations whose numbers are in `lost` one dies."""
+
+    engines: tuple[Worker, ...] = (ENGINE,)
+    lost: list[int] = field(default_factory=list)
+    modes: list[KvCache | None] = field(default_factory=list)
+    tables: list[Sequence[ScheduleEntry]] = field(default_factory=list)
+    recoveries: list[str] = field(default_factory=list)
+    num_asked: int = 0
+
+    def run_in_flight(self, kv_cache: KvCache | None) -> None:
+        self.modes.append(kv_cache)
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        self.tables.append(tuple(schedule))
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        self.num_asked += 1
+        if self.num_asked in self.lost:
+            raise LostWorkerError("engine 0 died", [ENGINE])
+        return super().generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
+
+    def replace(self, lost: Sequence[Worker]) -> None:
+        self.recoveries.append("replace")
+
+    def engines_changed(self) -> None:
+        self.recoveries.append("changed")
+
+    def deliver_again(self, version: int) -> bool:
+        self.recoveries.append(f"version {version} again")
+        return True
+
+    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
+        return ()
+
+
+def trained(
+    directory: Path,
+    engines: Engines,
+    *overrides: dict[str, Any],
+    schedule: tuple[ScheduleEntry, ...] | None = None,
+    history: Sequence[StepRecord] = (),
+    pending: Pending | None = None,
+) -> tuple[list[StepRecord], list[Pending | None]]:
+    """Steps of an attempt, and what was pending after each."""
+    values = BASE
+    for more in overrides:
+        values = merge(values, more)
+    recipe = load_recipe("tiny", overrides=values)
+    records: list[StepRecord] = []
+    left: list[Pending | None] = []
+
+    def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
+        records.append(record)
+        left.append(waiting)
+
+    fakes: Any = engines
+    plan = ArmPlan(
+        arm=Arm.SPECULATIVE,
+        num_speculative_tokens=5 if schedule else 0,
+        draft=None,
+        start_engine=lambda: fakes,
+        schedule=schedule or (),
+    )
+    run = Run(
+        recipe=recipe,
+        plan=plan,
+        policy=directory,
+        prompts=PROMPTS,
+        score=engines.score,
+        directory=directory,
+        log=lambda metrics, step: None,
+    )
+    waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
+    trainer = Trainer(learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_lag=lag)
+    tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
+    run.loop(tolerant, trainer, on_step, waiting, ThreadGroup()).run(start_step=len(history))
+    return records, left
+
+
+@pytest.mark.parametrize(
+    ("loop", "versions"), [({}, [0, 1, 2, 3, 4, 5]), (ONE_STEP_OFF, [0, 0, 0, 1, 2, 3])], ids=["synchronous", "one off"]
+)
+def test_a_loop_generates_what_the_recipe_says_with_the_weights_that_it_says(
+    tmp_path: Path, loop: dict[str, Any], versions: list[int]
+) -> None:
+    engines = Engines(lag=2)
+    records, _ = trained(tmp_path, engines, loop)
+    sampling = load_recipe("tiny", overrides=BASE).sampling
+    assert engines.generated == [
+        (
+            [prompt.id for prompt in STREAM.batch(step)],
+            sampling,
+            GROUP_SIZE,
+            engine_seed(0, Arm.SPECULATIVE, step),
+            version,
+        )
+        for step, version in enumerate(versions)
+    ]
+    assert [record.step for record in records] == list(range(NUM_STEPS))
+    assert {update.temperature for update in engines.updates} == {0.5}
+    assert engines.modes == []
+    # Only a loop that lags writes down how many groups it asked for.
+    assert Submitted(tmp_path / "submitted").read() == (NUM_STEPS * PROMPTS_PER_STEP if loop else 0)
+
+
+def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(tmp_path: Path) -> None:
+    engines = Engines(lag=1)
+    records, waiting = trained(tmp_path, engines, IN_FLIGHT)
+    assert engines.modes == [KvCache.KEEP]
+    assert Counter(engines.trained) == Counter(prompt.id for step in range(NUM_STEPS) for prompt in STREAM.batch(step))
+    assert max(each.lag for record in records for each in record.lags) <= 1
+    assert {update.temperature for update in engines.updates} == {0.5}
+    assert all(isinstance(left, Pending) for left in waiting)
+    assert Submitted(tmp_path / "submitted").read() == NUM_STEPS * PROMPTS_PER_STEP
+
+
+@pytest.mark.parametrize(("loop", "num_ahead"), [({}, 0), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
+def test_an_attempt_goes_on_after_the_steps_that_were_done(
+    tmp_path: Path, loop: dict[str, Any], num_ahead: int
+) -> None:
+    """After four of six steps a loop with a lag of 2 has generated both others."""
+    whole, resumed = Engines(lag=2), Engines(lag=2)
+    records, waiting = trained(tmp_path / "whole", whole, loop)
+    found, _ = trained(tmp_path / "resumed", resumed, loop, history=records[:4], pending=waiting[3])
+    assert [record.step for record in found] == [4, 5]
+    assert resumed.generated == whole.generated[4 + num_ahead :]
+    assert [update.batch.policy_version for update in resumed.updates] == [4, 5]
+    if num_ahead:
+        assert [update.batch.token_ids for update in resumed.updates] == [
+            update.batch.token_ids for update in whole.updates[4:]
+        ]
+
+
+def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(tmp_path: Path) -> None:
+    watched, unasked, draftless = Engines(), Engines(), Engines()
+    trained(tmp_path, watched, PILOTED, schedule=TABLE)
+    trained(tmp_path, unasked, schedule=TABLE)
+    trained(tmp_path, draftless, PILOTED)
+    # The first step warms up and three are measured, so that the fifth is a probe without drafts.
+    assert watched.tables[:5] == [TABLE, TABLE, TABLE, TABLE, NO_DRAFTS]
+    assert (unasked.tables, draftless.tables) == ([], [])
+
+
+def test_a_resumed_attempt_knows_what_drafting_cost(tmp_path: Path) -> None:
+    records, _ = trained(tmp_path, Engines(), PILOTED, schedule=TABLE)
+    resumed = Engines()
+    trained(tmp_path, resumed, PILOTED, schedule=TABLE, history=records[:4])
+    assert resumed.tables[0] == NO_DRAFTS
+
+
+@pytest.mark.parametrize(
+    ("loop", "recoveries"),
+    [({}, ["replace", "changed"]), (ONE_STEP_OFF, ["replace", "changed", "version 0 again"])],
+    ids=["synchronous", "one off"],
+)
+def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
+    tmp_path: Path, loop: dict[str, Any], recoveries: list[str]
+) -> None:
+    """In turns the learner still has the engines' weights; beside training the way to them has to."""
+    engines = Engines(lag=2, lost=[1])
+    records, _ = trained(tmp_path, engines, loop, {"engine": {"max_restarts": 1}})
+    assert len(records) == NUM_STEPS
+    assert engines.recoveries == recoveries
+    with pytest.raises(LostWorkerError):
+        trained(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
+
 
 GUESS = "so \\boxed{7}? Let me check"
 

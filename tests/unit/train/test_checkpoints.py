@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.learner import directories
-from slipstream.learner.errors import CheckpointError, CheckpointWriteError
+from slipstream import storage
+from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
 from slipstream.records.steps import AcceptanceStats, Mismatch, RefitCheck, StepRecord, TrainStats
 from slipstream.train.checkpoints import Checkpoints, Restored, _digest
 from slipstream.types import StageTimes
+from tests.unit.train.world import BareLearner
 
 STEP = StepRecord(
     step=0,
@@ -45,7 +46,7 @@ STEP = StepRecord(
 HISTORY = [replace(STEP, step=step) for step in range(4)]
 
 
-class FileLearner:
+class FileLearner(BareLearner):
     """Writes what it is given, and notes what it loaded."""
 
     def __init__(self) -> None:
@@ -393,6 +394,6 @@ def test_a_checkpoint_that_cannot_be_removed_stops_no_save(tmp_path: Path, monke
         if not ignore_errors:
             raise OSError("the disk is gone")
 
-    monkeypatch.setattr(directories.shutil, "rmtree", refuse)
+    monkeypatch.setattr(storage.shutil, "rmtree", refuse)
     checkpoints.save(FileLearner(), HISTORY[:3])
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]

@@ -9,7 +9,7 @@ import pytest
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import AcceptanceStats, DraftDecision, DraftUpdate, StepRecord
-from slipstream.train.draft import FixedDraft, TrainedDraft
+from slipstream.train.loop import Draft, TrainedDraft
 from tests.unit.train.test_metrics import STEP
 
 STALE = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), online=DraftOnline.WHEN_STALE, online_horizon_steps=8)
@@ -48,7 +48,7 @@ def decided(draft: TrainedDraft, length: float, *, num_steps_left: int = 9) -> D
 
 
 def test_a_fixed_draft_is_never_trained() -> None:
-    draft = FixedDraft(version=3)
+    draft = Draft(version=3)
     draft.note(trained(1.5, elapsed_s=1.0))
     assert (draft.decide(generated(1.5), num_steps_left=9), draft.version) == (None, 3)
 

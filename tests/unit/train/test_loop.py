@@ -25,10 +25,10 @@ from slipstream.refit.gate import RefitGate
 from slipstream.refit.snapshot import Snapshot
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
-from slipstream.train.draft import FixedDraft, TrainedDraft
-from slipstream.train.loop import Gate, SyncLoop
+from slipstream.train.loop import Draft, Gate, SyncLoop, TrainedDraft
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+from tests.unit.train.world import BareLearner
 
 PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(4))
 SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=4)
@@ -97,7 +97,7 @@ class NotingEngine:
         raise AssertionError("its tensors can be read")
 
 
-class NotingLearner:
+class NotingLearner(BareLearner):
     """Its trainer logprobs are -0.5 a token, those of a training pass -0.75."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ def run(
     scored: list[Sequence[RolloutGroup]] | None = None,
     on_score: Callable[[], None] = lambda: None,
     start_clock: Callable[[], StageClock] = StageClock,
-    draft: FixedDraft | TrainedDraft | None = None,
+    draft: Draft | TrainedDraft | None = None,
     gate: Gate | None = None,
 ) -> list[StepRecord]:
     records: list[StepRecord] = []
@@ -226,7 +226,7 @@ def run(
         sampling=SAMPLING,
         gate=real_gate if gate is None else gate,
         on_step=records.append,
-        draft=FixedDraft(version=engine.draft_version) if draft is None else draft,
+        draft=Draft(version=engine.draft_version) if draft is None else draft,
         guard=AcceptanceGuard() if guard is None else guard,
         start_clock=start_clock,
     ).run(start_step=start_step)

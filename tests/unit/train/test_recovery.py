@@ -1,229 +1,448 @@
-"""A lost engine: replaced, refitted, and asked again, so that the step is the one it would have been."""
+"""Engines as a loop sees them: a lost one is replaced and asked again, memory is shared, and drafting is watched."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import GenerationResult
-from slipstream.records.steps import RefitCheck
+from slipstream.drafts.config import AutopilotConfig
+from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.requests import GroupRequest
+from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry
 from slipstream.refit.gate import Export
-from slipstream.train.recovery import LastingEngines, WeightsLostError
-from slipstream.types import Prompt
+from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
-from tests.unit.train.asynchronous.world import export_of
+from tests.unit.recipe_fields.base import NotedEngine, Tools, recipe_with
+from tests.unit.recipe_fields.training import IN_TURN, NotedLearner, trained
+from tests.unit.train.world import PROMPTS, SAMPLING, export_of
 
 ENGINES = (Worker(None, "engine 0", "10.77.0.11"), Worker(None, "engine 1", "10.77.0.12"))
+ENGINE = ENGINES[0]
 RANK = Worker(None, "learner rank 1", "10.77.0.12")
-SAMPLING = SamplingConfig(max_response_tokens=8)
 PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
+REQUESTS = tuple(GroupRequest(index=i, prompt=PROMPTS[i], seeds=(1, 2)) for i in range(3))
+TABLE = (
+    ScheduleEntry(batch_from=1, batch_to=4, num_speculative_tokens=5),
+    ScheduleEntry(batch_from=5, batch_to=8, num_speculative_tokens=2),
+)
+NO_DRAFTS = (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=0),)
+ACCEPTANCE = AcceptanceStats(
+    num_drafts=2,
+    num_draft_tokens=4,
+    num_accepted_tokens=2,
+    accepted_by_position=(2, 0),
+    mean_acceptance_length=2.0,
+    acceptance_rate=0.5,
+    rate_by_position=(1.0, 0.0),
+)
 
 
-class Run:
-    """Engines and their gate; `losses` says who is lost at which call, counted over both."""
+class World:
+    """Engines, their gate and a learner; `losses` says who is lost at which call, counted over all that can be lost.
 
-    def __init__(self, losses: dict[int, Sequence[Worker]], *, keeps_weights: bool = True) -> None:
+    A generation of two rollouts of 5 tokens takes `drafting_s`, or a second without drafts.
+    """
+
+    def __init__(
+        self, losses: dict[int, Sequence[Worker]] | None = None, *, keeps_weights: bool = True, drafting_s: float = 1.0
+    ) -> None:
         self.engines = ENGINES
+        self.under_way: tuple[GroupRequest, ...] = ()
         self.calls: list[Any] = []
-        self.keeps_weights = keeps_weights
-        self._losses = losses
-        self._num_asked = 0
+        self.generations: list[Any] = []
+        self.sampled: list[Any] = []
+        self.tables: list[Sequence[ScheduleEntry]] = []
+        self.drafting_s = drafting_s
+        self._losses, self._keeps_weights, self._num_asked = losses or {}, keeps_weights, 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
-    ) -> GenerationResult:
-        self._asked(("generate", seed))
-        return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
+    def tolerant(
+        self, *, max_restarts: int = 3, is_beside_training: bool = False, takes_turns: bool = False, watched: Any = None
+    ) -> FaultTolerantEngines:
+        fakes: Any = self
+        learner: Any = SleepingLearner(self) if takes_turns else None
+        return FaultTolerantEngines(
+            fakes,
+            fakes,
+            sampling=SAMPLING,
+            max_restarts=max_restarts,
+            is_beside_training=is_beside_training,
+            memory_sharer=learner,
+            autopilot=watched,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+        self.generations.append((list(prompts), how))
+        self.asked(("generate", how["seed"]))
+        rollout = Rollout(
+            prompt_id="0",
+            token_ids=(7,) * 5,
+            rollout_logprobs=(-1.0,) * 5,
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+            draft_version=0,
+        )
+        drafts = not self.tables or self.tables[-1] != NO_DRAFTS
+        groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout, rollout)),)
+        seconds = self.drafting_s if drafts else 1.0
+        return GenerationResult(groups=groups, acceptance=ACCEPTANCE, generation_s=seconds)
+
+    def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
+        self.tables.append(tuple(schedule))
+
+    def rest(self) -> None:
+        self.asked("engines rest")
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        self._asked(("refit", version, draft_version))
+        self.asked(("refit", version, draft_version))
         return RefitCheck(num_tensors=1, elapsed_s=0.0)
 
     def export(self, version: int, *, draft_version: int | None) -> Export:
-        self._asked(("export", version, draft_version))
+        self.asked(("export", version, draft_version))
         return export_of(version, draft_version=draft_version)
 
     def deliver(self, export: Export) -> RefitCheck:
-        self._asked(("deliver", export.version))
+        self.asked(("deliver", export.version))
         return RefitCheck(num_tensors=1, elapsed_s=0.0)
+
+    def deliver_again(self, version: int) -> bool:
+        self.asked(("again", version))
+        return self._keeps_weights
+
+    def engines_changed(self) -> None:
+        self.asked("changed")
 
     def replace(self, lost: Sequence[Worker]) -> None:
         self.calls.append(("replace", [engine.name for engine in lost]))
 
-    def deliver_again(self, version: int) -> bool:
-        self._asked(("again", version))
-        return self.keeps_weights
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: Any) -> None:
+        self.under_way = (*self.under_way, *requests)
+        self.sampled.append(sampling)
+        self.asked(("submit", [request.index for request in requests]))
 
-    def engines_changed(self) -> None:
-        self._asked("changed")
+    def advance(self, *, max_s: float) -> Portion:
+        self.asked("advance")
+        return Portion(groups=(), acceptance=None, started_s=0.0, ended_s=max_s)
 
-    def _asked(self, call: Any) -> None:
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        self.asked(("restart", list(indices), seeds(REQUESTS[0])))
+        return len(indices)
+
+    def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
+        lost, self.under_way = self.under_way, ()
+        return lost
+
+    def asked(self, call: Any) -> None:
         self.calls.append(call)
         self._num_asked += 1
         if self._num_asked in self._losses:
             raise LostWorkerError("engine died", self._losses[self._num_asked])
 
 
-def steps(run: Run, *, num: int = 1, max_restarts: int = 3, is_beside_training: bool = False) -> list[int]:
+class SleepingLearner:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def rest(self) -> None:
+        self._world.asked("learner rests")
+
+
+def replaced(index: int) -> list[Any]:
+    return [("replace", [f"engine {index}"]), "changed"]
+
+
+def generated(tolerant: FaultTolerantEngines, num: int, *, first: int = 0) -> list[GenerationResult]:
+    return [tolerant.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70 + step) for step in range(first, num)]
+
+
+def steps(world: World, *, num: int = 1, **how: Any) -> list[int]:
     """Restarts in the results of so many steps."""
-    lasting = LastingEngines(run, run, max_restarts=max_restarts, is_beside_training=is_beside_training)
-    found = []
+    tolerant, found = world.tolerant(**how), []
     for step in range(num):
-        lasting.refit(step, draft_version=10 * step)
-        result = lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70 + step)
-        found.append(result.num_engine_restarts)
+        tolerant.refit(step, draft_version=10 * step)
+        found += [result.num_engine_restarts for result in generated(tolerant, step + 1, first=step)]
     return found
 
 
-def test_an_engine_lost_while_it_generates_is_refitted_and_the_generation_repeated_from_its_seed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run = Run({2: [ENGINES[1]]})
+REFIT, GENERATE = ("refit", 0, 0), ("generate", 70)
 
-    assert steps(run, num=2) == [1, 0]
-    assert run.calls == [
-        ("refit", 0, 0),
-        ("generate", 70),
-        ("replace", ["engine 1"]),
-        "changed",
-        ("refit", 0, 0),
-        ("generate", 70),
-        ("refit", 1, 10),
-        ("generate", 71),
-    ]
+
+@pytest.mark.parametrize(
+    ("losses", "is_beside_training", "calls"),
+    [
+        # lost while it generates: refitted, and the generation repeated from its seed
+        ({2: 1}, False, [REFIT, GENERATE, *replaced(1), REFIT, GENERATE]),
+        # the same beside training: it gets the weights that were sent last, without the learner
+        ({2: 1}, True, [REFIT, GENERATE, *replaced(1), ("again", 0), GENERATE]),
+        # lost in the refit, which the learner can repeat: it waits for it
+        ({1: 0}, False, [REFIT, *replaced(0), REFIT, GENERATE]),
+        ({1: 0}, True, [REFIT, *replaced(0), REFIT, GENERATE]),
+        # another one is lost while a substitute joins, or right after it did
+        ({1: 0, 2: 1}, False, [REFIT, *replaced(0), *replaced(1), REFIT, GENERATE]),
+        ({2: 1, 4: 0}, False, [REFIT, GENERATE, *replaced(1), REFIT, *replaced(0), REFIT, GENERATE]),
+    ],
+)
+def test_a_lost_engine_is_replaced_and_refitted_and_the_call_repeated(
+    losses: dict[int, int], is_beside_training: bool, calls: list[Any]
+) -> None:
+    world = World({call: [ENGINES[engine]] for call, engine in losses.items()})
+    assert steps(world, is_beside_training=is_beside_training) == [len(losses)]
+    assert world.calls == calls
+
+
+def test_a_loss_is_reported_once_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    world = World({2: [ENGINES[1]]})
+    assert steps(world, num=2) == [1, 0]
+    assert world.calls[-2:] == [("refit", 1, 10), ("generate", 71)]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert caplog.messages == ["engine died; restart 1 of at most 3 in this run"]
 
 
-def test_an_engine_lost_in_a_refit_is_replaced_and_the_refit_repeated() -> None:
-    run = Run({1: [ENGINES[0]]})
-
-    assert steps(run) == [1]
-    assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]
-
-
 def test_an_engine_lost_while_it_takes_weights_gets_the_same_ones_though_the_learner_has_moved_on() -> None:
-    run = Run({2: [ENGINES[0]]})
-    lasting = LastingEngines(run, run, max_restarts=3, is_beside_training=True)
+    world = World({2: [ENGINE]})
+    tolerant = world.tolerant(is_beside_training=True)
 
-    assert lasting.deliver(lasting.export(4, draft_version=2)).num_tensors == 1
-    assert run.calls == [("export", 4, 2), ("deliver", 4), ("replace", ["engine 0"]), "changed", ("deliver", 4)]
-    run.calls.clear()
-    lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
-    assert run.calls == [("generate", 70)]
-
-
-def test_an_engine_lost_right_after_another_was_replaced_is_replaced_too() -> None:
-    run = Run({2: [ENGINES[1]], 4: [ENGINES[0]]})
-
-    assert steps(run) == [2]
-    assert run.calls[-2:] == [("refit", 0, 0), ("generate", 70)]
+    assert tolerant.deliver(tolerant.export(4, draft_version=2)).num_tensors == 1
+    assert world.calls == [("export", 4, 2), ("deliver", 4), *replaced(0), ("deliver", 4)]
+    generated(tolerant, 1)
+    assert world.calls[5:] == [GENERATE]
 
 
-def test_an_engine_lost_while_the_others_join_its_substitute_is_replaced_too() -> None:
-    run = Run({1: [ENGINES[0]], 2: [ENGINES[1]]})
-
-    assert steps(run) == [2]
-    assert run.calls == [
-        ("refit", 0, 0),
-        ("replace", ["engine 0"]),
-        "changed",
-        ("replace", ["engine 1"]),
-        "changed",
-        ("refit", 0, 0),
-        ("generate", 70),
-    ]
-
-
-def test_a_substitute_that_is_lost_counts_like_any_other() -> None:
-    run = Run({call: [ENGINES[0]] for call in range(1, 9)})
-
+@pytest.mark.parametrize(
+    ("losses", "max_restarts", "num_replaced"),
+    [(range(1, 9), 3, 3), ([2, 5], 1, 1)],
+    ids=["substitutes count", "more than allowed"],
+)
+def test_too_many_losses_end_the_run(losses: Sequence[int], max_restarts: int, num_replaced: int) -> None:
+    world = World({call: [ENGINE] for call in losses})
     with pytest.raises(LostWorkerError, match="engine died"):
-        steps(run)
-    assert run.calls.count(("replace", ["engine 0"])) == 3
+        steps(world, max_restarts=max_restarts)
+    assert world.calls.count(("replace", ["engine 0"])) == num_replaced
 
 
-def test_more_losses_than_allowed_end_the_run() -> None:
-    run = Run({2: [ENGINES[1]], 5: [ENGINES[1]]})
-
-    with pytest.raises(LostWorkerError, match="engine died"):
-        steps(run, max_restarts=1)
-    assert run.calls.count(("replace", ["engine 1"])) == 1
-
-
-@pytest.mark.parametrize("lost", [[RANK], [ENGINES[0], RANK]])
+@pytest.mark.parametrize("lost", [[RANK], [ENGINE, RANK]])
 def test_a_lost_rank_of_the_learner_is_not_an_engines_loss(lost: list[Worker]) -> None:
-    run = Run({1: lost})
-
+    world = World({1: lost})
     with pytest.raises(LostWorkerError):
-        steps(run)
-    assert run.calls == [("refit", 0, 0)]
+        steps(world)
+    assert world.calls == [REFIT]
 
 
-def test_an_engine_lost_beside_training_gets_the_weights_that_were_sent_last_without_the_learner() -> None:
-    run = Run({2: [ENGINES[1]]})
-
-    assert steps(run, is_beside_training=True) == [1]
-    assert run.calls == [
-        ("refit", 0, 0),
-        ("generate", 70),
-        ("replace", ["engine 1"]),
-        "changed",
-        ("again", 0),
-        ("generate", 70),
-    ]
-
-
-def test_an_engine_lost_beside_training_whose_weights_nobody_keeps_is_replaced_and_ends_the_attempt() -> None:
-    run = Run({2: [ENGINES[1]]}, keeps_weights=False)
-
-    with pytest.raises(WeightsLostError, match="no engine can be given policy version 0 again"):
-        steps(run, is_beside_training=True)
-    assert run.calls[-3:] == [("replace", ["engine 1"]), "changed", ("again", 0)]
-
-
-def test_an_engine_lost_in_a_refit_beside_training_is_refitted_by_the_learner_which_is_at_rest() -> None:
-    run = Run({1: [ENGINES[0]]})
-
-    assert steps(run, is_beside_training=True) == [1]
-    assert run.calls == [("refit", 0, 0), ("replace", ["engine 0"]), "changed", ("refit", 0, 0), ("generate", 70)]
-
-
-class Generated(Run):
-    """Notes all that a generation is asked with."""
-
-    def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
-        self._asked((list(prompts), how))
-        return GenerationResult(groups=(), acceptance=None, generation_s=1.0)
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_weights_that_nobody_keeps_end_the_attempt_with_the_engine_replaced(in_flight: bool) -> None:
+    world = World({2: [ENGINES[1]]}, keeps_weights=False)
+    tolerant = world.tolerant(is_beside_training=True)
+    tolerant.deliver(export_of(4))
+    with pytest.raises(WeightsLostError, match="no engine can be given policy version 4 again"):
+        tolerant.submit(REQUESTS) if in_flight else generated(tolerant, 1)
+    assert world.calls[-3:] == [*replaced(1), ("again", 4)]
 
 
 def test_a_repeated_generation_is_asked_for_the_same_and_its_rollouts_count_as_made_again() -> None:
     """Of three prompts with two rollouts each, in a second and a third try: 12 rollouts."""
-    run = Generated({1: [ENGINES[0]], 4: [ENGINES[1]]})
-    lasting = LastingEngines(run, run, max_restarts=2)
+    world = World({1: [ENGINE], 4: [ENGINES[1]]})
+    tolerant = world.tolerant(max_restarts=2)
 
-    result = lasting.generate([PROMPT] * 3, sampling=SAMPLING, group_size=2, seed=70)
-
-    asked = ([PROMPT] * 3, {"sampling": SAMPLING, "group_size": 2, "seed": 70})
-    assert [call for call in run.calls if isinstance(call[0], list)] == [asked] * 3
+    result = tolerant.generate([PROMPT] * 3, sampling=SAMPLING, group_size=2, seed=70)
+    assert world.generations == [([PROMPT] * 3, {"sampling": SAMPLING, "group_size": 2, "seed": 70})] * 3
     assert (result.num_regenerated, result.num_engine_restarts) == (12, 2)
-    again = lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=71)
+    (again,) = generated(tolerant, 1)
     assert (again.num_regenerated, again.num_engine_restarts) == (0, 0)
 
 
-def test_engines_that_were_never_refitted_hold_the_first_version_and_no_trained_draft() -> None:
-    run = Run({1: [ENGINES[0]]})
-    LastingEngines(run, run, max_restarts=1).generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
-    assert run.calls[-2:] == [("refit", 0, None), ("generate", 70)]
+def test_a_new_engine_gets_the_versions_that_were_delivered_and_the_first_ones_before_any() -> None:
+    world = World({1: [ENGINE]})
+    generated(world.tolerant(), 1)
+    assert world.calls[-2:] == [("refit", 0, None), GENERATE]
+    world = World({3: [ENGINE]})
+    tolerant = world.tolerant()
+    tolerant.deliver(tolerant.export(4, draft_version=2))
+    generated(tolerant, 1)
+    assert world.calls[-2:] == [("refit", 4, 2), GENERATE]
 
 
-def test_the_draft_that_was_delivered_is_brought_to_a_new_engine_too() -> None:
-    run = Run({3: [ENGINES[0]]})
-    lasting = LastingEngines(run, run, max_restarts=1)
-    lasting.deliver(lasting.export(4, draft_version=2))
-    lasting.generate([PROMPT], sampling=SAMPLING, group_size=2, seed=70)
-    assert run.calls[-2:] == [("refit", 4, 2), ("generate", 70)]
+AGAIN = [*replaced(0), ("again", 4), ("submit", [0, 1, 2])]
+
+
+def flying(world: World) -> FaultTolerantEngines:
+    """Engines of version 4 with three groups under way."""
+    tolerant = world.tolerant(is_beside_training=True)
+    tolerant.deliver(export_of(4))
+    tolerant.submit(REQUESTS)
+    return tolerant
+
+
+def test_what_a_lost_engine_had_is_submitted_again_to_one_with_the_same_weights_and_counted() -> None:
+    world = World({3: [ENGINE]})
+    tolerant = flying(world)
+    portion = tolerant.advance(max_s=0.25)
+
+    assert world.calls[3:] == [*AGAIN, "advance"]
+    assert world.sampled == [SAMPLING, SAMPLING]
+    assert (portion.ended_s, portion.num_regenerated, tolerant.advance(max_s=1.0).num_regenerated) == (0.25, 6, 0)
+    assert tolerant.under_way == REQUESTS
+
+
+def test_groups_that_were_handed_to_an_engine_that_died_are_handed_over_once() -> None:
+    world = World({2: [ENGINE]})
+    assert flying(world).under_way == REQUESTS
+    assert world.calls[2:] == AGAIN
+
+
+def test_an_engine_lost_in_a_refit_gets_the_new_weights_and_then_its_groups() -> None:
+    world = World({3: [ENGINE]})
+    flying(world).deliver(export_of(5))
+    assert world.calls[3:] == [*replaced(0), ("deliver", 5), ("submit", [0, 1, 2])]
+
+
+def test_restarted_groups_are_asked_for_with_their_new_seeds() -> None:
+    world = World()
+    assert flying(world).restart([1, 2], seeds=lambda request: (*request.seeds, 7)) == 2
+    assert world.calls[2:] == [("restart", [1, 2], (1, 2, 7))]
+
+
+def test_each_loss_submits_what_that_engine_had_and_counts_it_once() -> None:
+    """Two losses of three groups with two rollouts each, and weights that were brought once for each."""
+    world = World({3: [ENGINE], 7: [ENGINE]})
+    portion = flying(world).advance(max_s=1.0)
+    assert world.calls[3:] == [*AGAIN, "advance", *AGAIN, "advance"]
+    assert portion.num_regenerated == 12
+
+
+STEP = ["learner rests", REFIT, GENERATE, "engines rest"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_regenerated", "calls"),
+    [
+        ({}, 0, STEP),
+        # lost in the refit: it restarts beside a learner that sleeps
+        ({2: ENGINE}, 0, ["learner rests", REFIT, *replaced(0), *STEP]),
+        # lost while it generates, or gives memory back: all generate again
+        ({3: ENGINE}, 2, [*STEP[:3], *replaced(0), *STEP]),
+        ({4: ENGINE}, 2, [*STEP, *replaced(0), *STEP]),
+    ],
+)
+def test_the_learner_gives_memory_back_before_the_refit_and_the_engines_after_the_generation(
+    losses: dict[int, Worker], num_regenerated: int, calls: list[Any]
+) -> None:
+    world = World({call: [engine] for call, engine in losses.items()})
+    tolerant = world.tolerant(takes_turns=True)
+    tolerant.refit(0, draft_version=0)
+    assert generated(tolerant, 1)[0].num_regenerated == num_regenerated
+    assert world.calls == calls
+
+
+def test_before_an_export_too_the_learner_gives_memory_back() -> None:
+    world = World()
+    world.tolerant(takes_turns=True).export(4, draft_version=2)
+    assert world.calls == ["learner rests", ("export", 4, 2)]
+
+
+def test_a_learner_lost_when_it_gives_back_is_no_engines_loss() -> None:
+    world = World({1: [RANK]})
+    with pytest.raises(LostWorkerError):
+        world.tolerant(takes_turns=True).refit(0, draft_version=0)
+    assert world.calls == ["learner rests"]
+
+
+class LoggedEngine(NotedEngine):
+    """Writes what it is asked for into a list that it shares with a learner."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self.calls = calls
+
+
+class LoggedLearner(NotedLearner):
+    """The same of a learner, as far as memory is concerned."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
+        self._calls.append("load")
+        super().load(policy, optimizer, with_reference=with_reference)
+
+    def rest(self) -> None:
+        self._calls.append("learner rests")
+
+    def train_step(self, update: Any) -> Any:
+        self._calls.append("train")
+        return super().train_step(update)
+
+
+def test_an_arm_begins_with_engines_at_rest_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    trained(
+        recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2}),
+        Tools(tmp_path, monkeypatch),
+        engine=LoggedEngine(calls),
+        learner=LoggedLearner(calls),
+    )
+    words = [call[0] if isinstance(call, tuple) else call for call in calls]
+    turns = [word for word in words if word in ("rest", "load", "learner rests", "generate", "train")]
+    assert turns == ["rest", "load", *["learner rests", "generate", "rest", "train"] * 2]
+
+
+def autopilot(steps: Sequence[AutopilotStep | None] = ()) -> Autopilot:
+    return Autopilot(AutopilotConfig(enabled=True, patience_steps=2, probe_every_steps=4), TABLE, steps)
+
+
+def test_a_watched_step_says_whether_it_drafted_and_what_a_token_took() -> None:
+    world = World(drafting_s=0.5)
+    results = generated(world.tolerant(watched=autopilot()), 4)
+
+    assert world.tables == [TABLE, TABLE, TABLE, NO_DRAFTS]
+    assert [result.autopilot for result in results] == [
+        *[AutopilotStep(speculates=True, is_probe=False, token_ms=50.0)] * 3,
+        AutopilotStep(speculates=False, is_probe=True, token_ms=100.0),
+    ]
+    assert [result.acceptance for result in results] == [ACCEPTANCE] * 3 + [None]
+
+
+def test_speculation_is_switched_off_where_it_loses_and_on_where_it_pays_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(drafting_s=2.0)
+    tolerant = world.tolerant(watched=autopilot())
+    last = generated(tolerant, 6)[-1].autopilot
+    assert [table == NO_DRAFTS for table in world.tables] == [False, False, False, True, True, True]
+    assert last is not None and last.has_switched and not last.is_probe
+
+    world.drafting_s = 0.25
+    results = generated(tolerant, 8)
+    assert world.tables[-1] == TABLE
+    assert [result.acceptance is None for result in results] == [table == NO_DRAFTS for table in world.tables[6:]]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    assert caplog.messages == [
+        "speculation is off: for 2 steps it lost, 200.000 ms a token with it and 100.000 ms a token without; it is "
+        "probed from time to time",
+        "speculation is on again: probes of it took 25.000 ms a token, generation without it 100.000 ms a token",
+    ]
+
+
+def test_a_resumed_autopilot_takes_up_the_thread_of_the_records() -> None:
+    whole = World(drafting_s=2.0)
+    done = [result.autopilot for result in generated(whole.tolerant(watched=autopilot()), 16)]
+    for stop in range(16):
+        resumed = World(drafting_s=2.0)
+        generated(resumed.tolerant(watched=autopilot(done[:stop])), 16 - stop)
+        assert resumed.tables == whole.tables[stop:]
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_substitute_is_told_how_to_draft_and_the_lost_call_counts_for_nothing(takes_turns: bool) -> None:
+    """Lost in the seventh generation, when speculation is off, or as it gives memory back after that."""
+    world = World({14 if takes_turns else 7: [ENGINE]}, drafting_s=2.0)
+    results = generated(world.tolerant(watched=autopilot(), takes_turns=takes_turns), 7)
+
+    assert world.tables[-2:] == [NO_DRAFTS, NO_DRAFTS]
+    assert [result.num_engine_restarts for result in results] == [0] * 6 + [1]
+    assert results[-1].autopilot == AutopilotStep(speculates=False, is_probe=False, token_ms=100.0)
+    assert len(world.tables) == 8

@@ -14,10 +14,10 @@ from slipstream.grpo.update import Trained, Update
 from slipstream.records.steps import AcceptanceStats, DraftDecision, RefitCheck, StepRecord, TrainStats
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceCollapse, AcceptanceGuard
-from slipstream.train.asynchronous.timing import Stopwatch
-from slipstream.train.metrics import StageClock
-from slipstream.train.step import Trainer, recent
+from slipstream.train.loop import Draft, Trainer, recent
+from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from tests.unit.train.world import BareLearner
 
 PROMPT = Prompt(id="0", text="0", token_ids=(1,), answer="7")
 CONFIG = GrpoConfig(num_steps=9, prompts_per_step=1, group_size=2, optimizer=OptimizerConfig(learning_rate=1e-4))
@@ -26,17 +26,11 @@ REFIT = RefitCheck(num_tensors=1, elapsed_s=0.0)
 OVERLAP = Stopwatch(num_regenerated=4).overlap()
 
 
-class NotingLearner:
+class NotingLearner(BareLearner):
     """Its training pass gives each token the logprob -1."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
-
-    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
-        raise AssertionError("one update without a reference needs no pass of its own")
-
-    def ref_logprobs(self, batch: Any, temperature: float) -> None:
-        raise AssertionError("there is no reference")
 
     def train_step(self, update: Update) -> Trained:
         self.updates.append(update)
@@ -45,12 +39,11 @@ class NotingLearner:
         return Trained(stats=stats, own_logprobs=own)
 
 
-class NotingDraft:
+class NotingDraft(Draft):
     """Version 6; asked, it answers what it was made with."""
 
-    version = 6
-
     def __init__(self, decision: DraftDecision | None = None) -> None:
+        super().__init__(version=6)
         self.asked: list[tuple[GenerationResult, int]] = []
         self.noted: list[StepRecord] = []
         self._decision = decision

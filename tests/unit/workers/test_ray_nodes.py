@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.workers.placement.cluster import Node
+from slipstream.workers.placement.plan import Node
 from slipstream.workers.ray_nodes import NUMA_LABEL, NVLINK_LABEL, RayNode, as_cluster
 
 

@@ -259,7 +259,7 @@ def test_recurring_plans_run_once_at_a_time_and_know_when_they_were_started(
 @pytest.mark.parametrize("profile", ["gb200", "cpu"])
 def test_the_recipe_takes_every_variant_of_a_recurring_ablation(registered: Registered, profile: str) -> None:
     from slipstream.drafts.config import DraftInit, DraftMethod
-    from slipstream.study.ablation_grid import Grid, variant_recipes
+    from slipstream.study.variants import Grid, variant_recipes
 
     sizes = {}
     for name in ("nightly-draft-length", "weekly-draft-initialisation"):

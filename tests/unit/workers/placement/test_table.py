@@ -1,13 +1,18 @@
 """What a user reads: who lies where, and what each GPU holds."""
 
 from slipstream.learner.config import ParallelConfig
-from slipstream.recipe import load_recipe
-from slipstream.workers.placement.assessment import assess
-from slipstream.workers.placement.cluster import Cluster, Node, parse_cluster
+from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import make_plan
-from slipstream.workers.placement.table import memory_text, plan_text, table
-from tests.unit.workers.placement.test_assessment import SPLIT
+from slipstream.workers.placement.memory import memory_text
+from slipstream.workers.placement.plan import Cluster, Node, make_plan, parse_cluster
+from slipstream.workers.placement.table import plan_text, table
+from tests.unit.workers.placement.test_memory import SPLIT
+
+
+def _memory_text(recipe: Recipe) -> str:
+    found = recipe.memory()
+    assert found is not None
+    return memory_text(found, recipe.refit_channel)
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:
@@ -57,9 +62,7 @@ def test_a_colocated_plan_shows_both_on_a_gpu_and_the_executor_over_nodes() -> N
 
 def test_memory_of_a_shared_gpu_is_one_column() -> None:
     recipe = load_recipe("qwen3_8b")
-    found = assess(recipe)
-    assert found is not None
-    assert memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines() == [  # no KL, no reference
+    assert _memory_text(recipe).splitlines() == [  # no KL, no reference
         "part                GPU, GB",
         "------------------  -------",
         "weights             4.1",
@@ -83,9 +86,7 @@ def test_memory_of_a_shared_gpu_is_one_column() -> None:
 
 def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
     recipe = load_recipe("qwen3_8b", overrides={"placement": {"memory": "in_turn"}})
-    found = assess(recipe)
-    assert found is not None
-    assert memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines() == [
+    assert _memory_text(recipe).splitlines() == [
         "part                generating, GB  training, GB",
         "------------------  --------------  ------------",
         "weights             4.1             4.1",
@@ -112,17 +113,13 @@ def test_a_reference_stays_while_engines_generate() -> None:
     recipe = load_recipe(
         "qwen3_8b", overrides={"placement": {"memory": "in_turn"}, "grpo": {"loss": {"kl_coefficient": 0.1}}}
     )
-    found = assess(recipe)
-    assert found is not None
-    lines = memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines()
+    lines = _memory_text(recipe).splitlines()
     assert "reference           4.1             4.1" in lines
 
 
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
     recipe = load_recipe("qwen3_8b", overrides={**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}})
-    found = assess(recipe)
-    assert found is not None
-    lines = memory_text(found, make_plan(recipe.layout, parse_cluster("8x4"))).splitlines()
+    lines = _memory_text(recipe).splitlines()
     assert lines[0] == "part                training GPU, GB  generation GPU, GB"
     assert lines[5] == "reference           4.1               -"
     assert "engine weights      -                 16.4" in lines

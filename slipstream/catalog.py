@@ -1,0 +1,196 @@
+"""Models, accelerators and other sections of configs/sim/*.yaml by name; each constant there has its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.config import from_mapping, read_mapping, require
+
+T = TypeVar("T")
+
+# `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def load(cls: type[T], kind: str, name: str) -> T:
+    """The section `name` of configs/sim/<kind>.yaml as a `cls`.
+
+    Raises:
+        ConfigError: there is no such section, or it breaks a rule of `cls`.
+    """
+    return from_mapping(cls, section(kind, name), f"{kind.removesuffix('s')}.{name}")
+
+
+def section(kind: str, name: str) -> dict[str, Any]:
+    """The plain values of a section.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    sections = _sections(kind)
+    require(name in sections, kind, "must be a known section", name, f"known: {', '.join(sections)}")
+    return sections[name]
+
+
+def section_names(kind: str) -> tuple[str, ...]:
+    """Names that `section` takes."""
+    return tuple(_sections(kind))
+
+
+@cache
+def _sections(kind: str) -> dict[str, Any]:
+    return read_mapping(CONFIGS / "sim" / f"{kind}.yaml", "simulator data")
+
+
+class Precision(StrEnum):
+    """Type of weights and activations; `BYTES` has their width."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+
+
+BYTES = {Precision.FLOAT32: 4, Precision.BFLOAT16: 2, Precision.FLOAT8: 1}
+
+
+def target_of(hardware: str) -> str:
+    """The kind of machine that a section of configs/sim/hardware.yaml is: `cpu` or `gpu`."""
+    return "cpu" if hardware.startswith("cpu") else "gpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One accelerator. Peaks, in bytes, bytes/s and flop/s; `sources` says of each where it is from."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # one direction, to accelerators of the same NVLink domain
+    domain_gpus: int  # accelerators of one NVLink domain
+    network_bytes_per_s: float  # of one accelerator, one direction, between domains
+    flops_per_s: dict[str, float]  # dense, by `Precision`
+    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        constants = {field.name for field in fields(self)} - {"name", "sources"}
+        missing = sorted(constants - set(self.sources))
+        require(not missing, f"hardware {self.name}.sources", "must name a source of every constant", missing)
+        for name in constants - {"flops_per_s"}:
+            value: float = getattr(self, name)
+            require(value > 0, f"hardware {self.name}.{name}", "must be > 0", value)
+        found, known = sorted(self.flops_per_s), sorted(precision.value for precision in Precision)
+        rule = f"must have a rate for each of {', '.join(known)}"
+        require(found == known, f"hardware {self.name}.flops_per_s", rule, found)
+
+
+@cache
+def load_hardware(name: str) -> Hardware:
+    """The section `name` of configs/sim/hardware.yaml; refuses what `load` refuses."""
+    return load(Hardware, "hardware", name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention, dense or mixture-of-experts, and its one-layer draft."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key-value heads
+    head_dim: int
+    vocab_size: int
+    ffn_hidden_size: int = 0  # dense
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    tie_word_embeddings: bool = False
+    draft_ffn_hidden_size: int
+    draft_vocab_size: int
+    source: str
+    draft_source: str
+
+    def __post_init__(self) -> None:
+        dense, sparse = self.ffn_hidden_size > 0, self.num_experts > 0
+        require(dense != sparse, f"model {self.name}", "must be either dense or a mixture of experts", (dense, sparse))
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        rule = f"must divide num_attention_heads {heads}"
+        require(heads % groups == 0, f"model {self.name}.num_query_groups", rule, groups)
+        active, rule = self.num_experts_per_token, f"must lie in [0, num_experts {self.num_experts}]"
+        require(0 <= active <= self.num_experts, f"model {self.name}.num_experts_per_token", rule, active)
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def shared_parameters(self) -> float:
+        """Parameters that every token reads: attention, dense feed-forward, output head."""
+        return self.num_layers * (self._attention() + self._ffn(self.ffn_hidden_size)) + self._head()
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of one expert, over all layers."""
+        return self.num_layers * self._ffn(self.expert_ffn_hidden_size)
+
+    @property
+    def parameters_per_token(self) -> float:
+        """Parameters that take part in one token's forward pass."""
+        return self.shared_parameters + self.num_experts_per_token * self.expert_parameters
+
+    @property
+    def total_parameters(self) -> float:
+        """All parameters, with the input embedding."""
+        return self.shared_parameters + self.num_experts * self.expert_parameters + self._head()
+
+    @property
+    def draft_parameters(self) -> float:
+        """Parameters that one draft pass reads: fused features, one layer (twice as wide an input), output head.
+
+        Source: EAGLE-3, arXiv 2503.01840, section 3.
+        """
+        fused = 3 * self.hidden_size**2
+        extra_input = self.hidden_size * self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
+        layer = self._attention() + extra_input + self._ffn(self.draft_ffn_hidden_size)
+        return fused + layer + self.hidden_size * self.draft_vocab_size
+
+    def key_value_elements(self) -> float:
+        """Elements of the key-value cache a token of context."""
+        return 2.0 * self.num_layers * self.num_query_groups * self.head_dim
+
+    def attention_flops(self) -> float:
+        """Flops of attention for one query token over one token of context: scores and values."""
+        return 4.0 * self.num_layers * self.num_attention_heads * self.head_dim
+
+    def _attention(self) -> float:
+        return float(self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_query_groups))
+
+    def _ffn(self, width: int) -> float:
+        return 3.0 * self.hidden_size * width
+
+    def _head(self) -> float:
+        return float(self.vocab_size * self.hidden_size)
+
+
+@cache
+def load_model(name: str) -> ModelShape:
+    """The section `name` of configs/sim/models.yaml; refuses what `load` refuses."""
+    return load(ModelShape, "models", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorConfig:
+    """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml. Nothing but the projection depends on them."""
+
+    model: str
+    hardware: str
+
+    def __post_init__(self) -> None:
+        for name, kind, value in (("model", "models", self.model), ("hardware", "hardware", self.hardware)):
+            known = section_names(kind)
+            require(value in known, f"simulator.{name}", "must be known", value, f"known: {', '.join(known)}")

@@ -1,0 +1,576 @@
+"""Checks of what a cluster lacks, before a run waits for it: of the Kubernetes API, of MLflow, and of a pod.
+
+Most questions are rows of one table (`_Row`): what is looked at, how the API is asked, how its answer is judged, and
+what to do when it fails. No check raises because the cluster refuses or is silent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kubernetes import client as k8s
+from kubernetes.utils.quantity import parse_quantity
+
+from slipstream.config import ConfigError, require
+from slipstream.kubernetes import pods
+from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect
+from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Scheduler
+from slipstream.workers.placement.table import table
+
+_GPU = "nvidia.com/gpu"
+_RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, the version that is used, what installs it
+_DOMAIN = ("computedomains.resource.nvidia.com", "v1beta1", "NVIDIA's DRA driver")
+_QUEUES = {
+    Scheduler.KUEUE: ("localqueues.kueue.x-k8s.io", "v1beta1", "Kueue"),
+    Scheduler.VOLCANO: ("queues.scheduling.volcano.sh", "v1beta1", "Volcano"),
+}
+_UNKNOWN_IMAGE = "slipstream:preflight"  # admission looks at a name, nobody pulls it in a dry run
+_BLOCKING = ("NoSchedule", "NoExecute")
+_SHARED = "ReadWriteMany"
+_DRA = "resource.k8s.io"
+_EVERY_S = 1.0
+_ROOT = "shared root"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One question to the API server."""
+
+    what: str
+    needed: str
+    ask: Callable[[], Any]
+    judge: Callable[[Any], tuple[str, str]]  # an answer -> what was found, and the fix where it is not enough
+    right: str  # that the caller must have, as in `list nodes`
+    absent: str = ""  # the fix where there is no such thing
+    refused: str = ""  # the fix where the server refuses what was sent, rather than who sent it
+
+    def finding(self) -> Finding:
+        """The row with its answer."""
+        answer = self.ask()
+        if not isinstance(answer, Refusal):
+            found, fix = self.judge(answer)
+            return Finding.of(self.what, found=found, needed=self.needed, is_fine=not fix, fix=fix)
+        if self.refused and answer.status in (400, 403, 422):
+            return Finding.of(self.what, found=answer.reason, needed=self.needed, is_fine=False, fix=self.refused)
+        return answer.finding(self.what, needed=self.needed, right=self.right, absent=self.absent)
+
+
+def check(
+    api: Api,
+    profile: ClusterProfile,
+    *,
+    namespace: str,
+    image: str | None = None,
+    own_root: Path | None = None,
+    probe_timeout_s: float = 120.0,
+) -> list[Finding]:
+    """Ask everything that runs of `profile` need; a refusal or silence of the cluster is a finding like any other.
+
+    Args:
+        image: that a pod of the preflight can run, with a shell in it; None starts no pod.
+        own_root: that this process, in a pod of the cluster, tries to write to instead of a pod of its own. What the
+            caller may do is not asked then, for Flyte and KubeRay make the pods of a run, not this pod's account.
+    Raises:
+        ConfigError: the profile is of this machine, which has nothing to ask.
+    """
+    require_pods(profile)
+    assert profile.storage is not None
+    findings = [row.finding() for row in _installed(api, profile, namespace)]
+    findings += check_claim(api, namespace, profile.storage.claim)
+    findings += [row.finding() for row in _named(api, profile, namespace)]
+    if own_root is None:
+        findings += check_rights(api, profile, namespace)
+    findings += check_quota(api, namespace, run_quota(profile))
+    findings += [row.finding() for row in _dry_runs(api, pod_manifests(profile, image), namespace)]
+    if profile.tracking is not None:
+        findings += check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s)
+    if own_root is not None:
+        return [*findings, check_own_root(own_root, profile.storage.group)]
+    return [*findings, check_root(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s)]
+
+
+def require_pods(profile: ClusterProfile) -> None:
+    """Refuse the profile of this machine, which has nothing to ask."""
+    require(not profile.is_local, "--cluster", "must name a cluster of pods", profile.name, "as in gb200")
+
+
+def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+    """Rows of nodes, and of what is installed for the whole cluster; none without GPUs."""
+    gpu = profile.gpu
+    if gpu is None:
+        return
+    architecture = {"kubernetes.io/arch": gpu.architecture.value, "nvidia.com/gpu.product": gpu.product}
+    selector = ",".join(f"{name}={value}" for name, value in sorted({**profile.labels, **architecture}.items()))
+    counts = {name: str(count) for name, count in {_GPU: gpu.gpus_per_node, **gpu.rdma_resources}.items()}
+    allocatable = {**pods.amounts(gpu.pod), **counts}
+    amounts = ", ".join(f"{name} {amount}" for name, amount in allocatable.items())
+    yield _Row(
+        what="GPU nodes",
+        needed=f"{gpu.nodes} {_where(gpu)}, each {amounts}",
+        ask=partial(api.ask, k8s.CoreV1Api(api.client).list_node, label_selector=selector),
+        judge=partial(_judge_nodes, profile, gpu, allocatable, selector),
+        right="list nodes",
+    )
+    domain = [_DOMAIN] if gpu.channel_claim_template else []
+    for name, version, provider in (_RAY, *domain, *([_QUEUES[profile.queue.scheduler]] if profile.queue else [])):
+        yield _Row(
+            what=f"custom resource {name}",
+            needed=version,
+            ask=partial(api.ask, k8s.ApiextensionsV1Api(api.client).read_custom_resource_definition, name),
+            judge=partial(_judge_crd, version, provider),
+            right="get customresourcedefinitions",
+            absent=f"install {provider}",
+        )
+    if gpu.channel_claim_template is not None:
+        yield _Row(
+            what=f"claim template {gpu.channel_claim_template}",
+            needed="present",
+            ask=partial(_ask_template, api, namespace, gpu.channel_claim_template),
+            judge=_judge_template,
+            right="get resourceclaimtemplates",
+            absent="create the ComputeDomain of deploy/, which makes it",
+        )
+
+
+def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
+    """Rows of what has a name in the namespace; no secret's value is looked at."""
+    core, account = k8s.CoreV1Api(api.client), profile.service_account
+    services = (service.secret for service in (profile.tracking, profile.object_store) if service)
+    secrets = (*((name, ()) for name in services), (profile.ray_token_secret, (pods.RAY_TOKEN_KEY,)))
+    for name, keys in secrets:
+        if name is None:
+            continue
+        yield _Row(
+            what=f"secret {name}",
+            needed=f"keys {', '.join(keys)}" if keys else "present",
+            ask=partial(api.ask, core.read_namespaced_secret, name, namespace),
+            judge=partial(_judge_secret, keys),
+            right="get secrets",
+            absent=f"create it in namespace {namespace}, in the shape that deploy/ shows",
+        )
+    if account is not None:
+        yield _Row(
+            what=f"service account {account}",
+            needed="present",
+            ask=partial(api.ask, core.read_namespaced_service_account, account, namespace),
+            judge=lambda _: ("present", ""),
+            right="get serviceaccounts",
+            absent=f"create it in namespace {namespace}: deploy/ has it",
+        )
+
+
+def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[_Row]:
+    """A server-side dry run of each pod: its schema, defaults and every admission plugin; nothing is created."""
+    for role, manifest in manifests.items():
+        yield _Row(
+            what=f"pod {role}, dry run",
+            needed="admitted",
+            ask=partial(api.ask, k8s.CoreV1Api(api.client).create_namespaced_pod, namespace, manifest, dry_run="All"),
+            judge=lambda _: ("admitted", ""),
+            right="create pods",
+            absent=f"create the namespace {namespace}",
+            # An admission plugin refuses with 403 as well: its sentence says which rule the pod breaks.
+            refused="change the cluster profile, or the policy that refuses the pod",
+        )
+
+
+def run_quota(profile: ClusterProfile) -> dict[str, str]:
+    """Resources of one task with GPUs, the largest thing that runs at once: all of its workers and its head."""
+    gpu, head = profile.gpu, profile.head
+    if gpu is None or head is None:
+        return {"requests.cpu": str(profile.cpu.cpus), "requests.memory": f"{profile.cpu.memory_gib}Gi"}
+    return {
+        "requests.cpu": str(gpu.nodes * gpu.pod.cpus + head.cpus),
+        "requests.memory": f"{gpu.nodes * gpu.pod.memory_gib + head.memory_gib}Gi",
+        f"requests.{_GPU}": str(gpu.nodes * gpu.gpus_per_node),
+    }
+
+
+def pod_manifests(profile: ClusterProfile, image: str | None) -> dict[str, dict[str, Any]]:
+    """A pod of each kind, as Flyte and KubeRay will make them."""
+    specs = {"cpu": ("cpu", _plain(pods.cpu_pod(profile)))}
+    if profile.gpu is not None:
+        for role, overlay in (("head", pods.head_overlay(profile)), ("worker", pods.worker_overlay(profile))):
+            specs[role] = ("ray", laid_over(_plain(pods.ray_base(profile)), _plain(overlay)))
+    manifests = {}
+    for role, (component, spec) in specs.items():
+        metadata = {"generateName": "slipstream-preflight-", "labels": pods.labels(component)}
+        containers = [{**container, "image": image or _UNKNOWN_IMAGE} for container in spec["containers"]]
+        whole = {**spec, "containers": containers, "restartPolicy": "Never"}
+        manifests[role] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": whole}
+    return manifests
+
+
+def _plain(spec: k8s.V1PodSpec) -> dict[str, Any]:
+    plain: Any = k8s.ApiClient(k8s.Configuration()).sanitize_for_serialization(spec)
+    return plain
+
+
+def laid_over(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """`overlay` over `base` as Flyte's Ray plugin does it: maps merge, lists are appended, the one container merges."""
+    (below,), (above,) = base["containers"], overlay["containers"]
+    return {**_merged(base, overlay), "containers": [_merged(below, above)]}
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        old = merged.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = [*old, *value] if isinstance(old, list) and isinstance(value, list) else value
+    return merged
+
+
+def _where(gpu: GpuNodes) -> str:
+    return "in one clique" if gpu.clique_label else "in all"
+
+
+def _judge_nodes(
+    profile: ClusterProfile, gpu: GpuNodes, allocatable: Mapping[str, str], selector: str, answer: Any
+) -> tuple[str, str]:
+    """Usable nodes of each clique, and why the others are not usable."""
+    tolerated = {toleration.key for toleration in profile.tolerations}
+    usable: Counter[str] = Counter()
+    unusable: Counter[str] = Counter()
+    for node in answer.items:
+        clique = (node.metadata.labels or {}).get(gpu.clique_label, "")
+        reason = _unusable(node, allocatable, tolerated, gpu.clique_label)
+        (unusable if reason else usable)[reason or clique] += 1
+    largest = max(usable.values(), default=0)
+    cliques = [
+        f"{count} usable{f' in clique {clique}' if gpu.clique_label else ''}" for clique, count in usable.most_common()
+    ]
+    found = ", ".join([*cliques, *(f"{count} {reason}" for reason, count in unusable.most_common())])
+    doubt = "are the labels of the profile those of the nodes? the GPU operator's feature discovery sets them"
+    fewer = f"a cluster profile of at most {largest} nodes, or more nodes ready {_where(gpu)}"
+    return found or f"none with {selector}", "" if largest >= gpu.nodes else fewer if largest else doubt
+
+
+def _unusable(node: Any, allocatable: Mapping[str, str], tolerated: set[str], clique_label: str | None) -> str:
+    """Why no worker can run here; empty if one can."""
+    ready = {condition.type: condition.status for condition in node.status.conditions or ()}.get("Ready")
+    if ready != "True":
+        return "not ready"
+    if node.spec.unschedulable:
+        return "cordoned"
+    if clique_label is not None and clique_label not in (node.metadata.labels or {}):
+        return f"without label {clique_label}"
+    for taint in node.spec.taints or ():
+        if taint.effect in _BLOCKING and taint.key not in tolerated:
+            return f"with taint {taint.key}, which the pods do not tolerate"
+    for name, amount in allocatable.items():
+        offered = (node.status.allocatable or {}).get(name, "0")
+        if parse_quantity(offered) < parse_quantity(amount):
+            return f"with {name} {offered}"
+    return ""
+
+
+def _judge_crd(version: str, provider: str, answer: Any) -> tuple[str, str]:
+    served = [each.name for each in answer.spec.versions if each.served]
+    conditions = {condition.type: condition.status for condition in (answer.status.conditions or ())}
+    is_established = conditions.get("Established") == "True"
+    is_fine = version in served and is_established
+    fix = "" if is_fine else f"install another version of {provider}"
+    return ", ".join(served) + ("" if is_established else ", not established"), fix
+
+
+def _ask_template(api: Api, namespace: str, name: str) -> Any:
+    """The version of the API that the cluster prefers and has the template in; empty without the API."""
+    groups = api.ask(k8s.ApisApi(api.client).get_api_versions)
+    if isinstance(groups, Refusal):
+        return groups
+    version = {group.name: group.preferred_version.version for group in groups.groups}.get(_DRA, "")
+    read = k8s.CustomObjectsApi(api.client).get_namespaced_custom_object
+    answer = api.ask(read, _DRA, version, namespace, "resourceclaimtemplates", name) if version else None
+    return answer if isinstance(answer, Refusal) else version
+
+
+def _judge_template(version: str) -> tuple[str, str]:
+    if version:
+        return f"{_DRA}/{version}", ""
+    return f"no API {_DRA}", "Kubernetes >= 1.32 with dynamic resource allocation, and NVIDIA's DRA driver"
+
+
+def _judge_secret(wanted: Sequence[str], answer: Any) -> tuple[str, str]:
+    keys = sorted(answer.data or {})
+    lacking = sorted(set(wanted) - set(keys))
+    fix = "" if keys else "it is empty: add keys"
+    return f"keys {', '.join(keys) or 'none'}", f"add the keys {', '.join(lacking)}" if lacking else fix
+
+
+def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
+    """The claim is bound, or waits for its first pod, and every node can write to it; its storage class exists."""
+    what, needed = f"volume claim {claim}", f"Bound, {_SHARED}"
+    fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
+    answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_persistent_volume_claim, claim, namespace)
+    if isinstance(answer, Refusal):
+        return [answer.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
+    phase, modes, class_name = answer.status.phase, answer.spec.access_modes or [], answer.spec.storage_class_name
+    storage_class = None if class_name is None else api.ask(k8s.StorageV1Api(api.client).read_storage_class, class_name)
+    is_known = storage_class is not None and not isinstance(storage_class, Refusal)
+    waits = is_known and storage_class.volume_binding_mode == "WaitForFirstConsumer"
+    is_fine = _SHARED in modes and (phase == "Bound" or (phase == "Pending" and waits))
+    wrong = "kubectl describe pvc says why it is not bound" if _SHARED in modes else f"it needs the mode {_SHARED}"
+    found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if phase == 'Pending' and waits else ''}"
+    rows = [Finding.of(what, found=found, needed=needed, is_fine=is_fine, fix=wrong)]
+    if class_name is None:
+        return rows
+    row = _Row(
+        what=f"storage class {class_name}",
+        needed="present",
+        ask=lambda: storage_class,
+        judge=lambda answer: (answer.provisioner, ""),
+        right="get storageclasses",
+        absent="name one of the cluster's own",
+    ).finding()
+    # Storage classes belong to the cluster: few accounts may see them.
+    is_hidden = isinstance(storage_class, Refusal) and not storage_class.is_absent and phase == "Bound"
+    return [*rows, replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
+
+
+def check_rights(api: Api, profile: ClusterProfile, namespace: str) -> list[Finding]:
+    """A row for each right that the caller lacks; one row in all if it has every one."""
+    review, rows = k8s.AuthorizationV1Api(api.client).create_self_subject_access_review, []
+    fix = f"bind a role with it in namespace {namespace}: deploy/ has one"
+
+    def judge(answer: Any) -> tuple[str, str]:
+        reason = answer.status.reason
+        return ("allowed", "") if answer.status.allowed else (f"denied{f': {reason}' if reason else ''}", fix)
+
+    for resource, group in (("pods", ""), *([("rayjobs", "ray.io")] if profile.gpu else [])):
+        for verb in ("create", "get", "delete"):
+            asked = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
+            row = _Row(
+                what=f"right to {verb} {resource}{f'.{group}' if group else ''}",
+                needed="allowed",
+                ask=partial(api.ask, review, {"spec": {"resourceAttributes": asked}}),
+                judge=judge,
+                right="create selfsubjectaccessreviews",
+            )
+            rows.append(row.finding())
+    wanted = f"{len(rows)} rights in {namespace}"
+    lacking = [row for row in rows if row.state is not State.FINE]
+    return lacking or [Finding(what="rights", found=wanted, needed=wanted, state=State.FINE)]
+
+
+def check_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> list[Finding]:
+    """A row for each quota that leaves less than a run takes; one row in all if none does."""
+    answer = api.ask(k8s.CoreV1Api(api.client).list_namespaced_resource_quota, namespace)
+    if isinstance(answer, Refusal):
+        return [answer.finding("quota", needed="room for the pods", right="list resourcequotas", absent="")]
+    rows = []
+    for quota in answer.items:
+        hard, used = quota.status.hard or {}, quota.status.used or {}
+        for name in sorted(needed.keys() & hard.keys()):
+            left = parse_quantity(hard[name]) - parse_quantity(used.get(name, "0"))
+            if left < parse_quantity(needed[name]):
+                found = f"{used.get(name, '0')} of {hard[name]} used"
+                what, fix = f"quota {quota.metadata.name}, {name}", "raise it, or wait for what uses it now"
+                rows.append(
+                    Finding(what=what, found=found, needed=f"{needed[name]} free", state=State.MISSING, fix=fix)
+                )
+    found = f"{len(answer.items)} quotas, room in each" if answer.items else "none set"
+    return rows or [Finding(what="quota", found=found, needed="room for the pods", state=State.FINE)]
+
+
+def check_mlflow(uri: str, *, timeout_s: float) -> list[Finding]:
+    """MLflow's server answers on its health route, as seen from here."""
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_s) as answer:
+            found, is_fine = f"{answer.status}", answer.status == 200
+    except urllib.error.HTTPError as error:
+        found, is_fine = f"{error.code} {error.reason}", False
+    except OSError as error:
+        found, is_fine = f"no answer: {error}", False
+    fix = "is the server up? an address inside the cluster answers pods alone: run the preflight from one"
+    return [Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", is_fine=is_fine, fix=fix)]
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Plain text: state, what, found, needed, fix; what is missing first."""
+    order = [State.MISSING, State.UNCHECKED, State.FINE]
+    rows = sorted(findings, key=lambda finding: order.index(finding.state))
+    head = ["", "what", "found", "needed", "fix"]
+    return table([head, *[[row.state.value, row.what, row.found, row.needed, row.fix] for row in rows]])
+
+
+def num_missing(findings: Sequence[Finding]) -> int:
+    """Number of findings that stand in the way of a run."""
+    return sum(finding.state is State.MISSING for finding in findings)
+
+
+def check_root(
+    api: Api,
+    profile: ClusterProfile,
+    *,
+    namespace: str,
+    image: str | None,
+    timeout_s: float,
+) -> Finding:
+    """Start a pod that writes, reads back and removes one file; it is deleted whatever happens."""
+    assert profile.storage is not None
+    needed = f"{profile.storage.mount_path} writable by user {pods.USER}"
+    if image is None:
+        fix = "give --image to let a pod try"
+        return Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
+    core = k8s.CoreV1Api(api.client)
+    created = api.ask(core.create_namespaced_pod, namespace, probe_pod(profile, image, timeout_s))
+    if isinstance(created, Refusal):
+        return created.finding(_ROOT, needed=needed, right="create pods", absent="create the namespace")
+    name = created.metadata.name
+    try:
+        found, is_fine = _wait(api, namespace, name, timeout_s)
+    finally:
+        deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
+    left = f"; pod {name} could not be deleted" if isinstance(deleted, Refusal) and not deleted.is_absent else ""
+    fix = _fix(profile.storage.group)
+    return Finding.of(_ROOT, found=f"{found}{left}", needed=needed, is_fine=is_fine and not left, fix=fix)
+
+
+def check_own_root(root: Path, group: int) -> Finding:
+    """This process, as the user and group of every task, can write, read back and remove a file under the root."""
+    mark = root / f".preflight-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        mark.write_text("written")
+        is_fine, found = mark.read_text() == "written", "written, read and removed"
+        mark.unlink()
+    except OSError as error:
+        is_fine, found = False, str(error)
+    return Finding.of(
+        _ROOT, found=found, needed=f"{root} writable by user {pods.USER}", is_fine=is_fine, fix=_fix(group)
+    )
+
+
+def _fix(group: int) -> str:
+    return f"chown the volume's root to group {group}, or set fsGroup to its group"
+
+
+def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str, Any]:
+    """The pod, as strict as those of the tasks."""
+    storage, account = profile.storage, profile.service_account
+    assert storage is not None
+    path = f"{storage.mount_path}/.preflight-$HOSTNAME"
+    script = f'set -e; echo written > "{path}"; test "$(cat "{path}")" = written; rm "{path}"'
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    resources = {"cpu": "100m", "memory": "64Mi"}
+    container = {
+        "name": "probe",
+        "image": image,
+        "command": ["sh", "-c", script],
+        "volumeMounts": [{"name": "root", "mountPath": storage.mount_path}],
+        "securityContext": security,
+        "resources": {"requests": resources, "limits": resources},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": "slipstream-preflight-"},
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": int(timeout_s),
+            "automountServiceAccountToken": False,
+            **({"serviceAccountName": account} if account else {}),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": pods.USER,
+                "runAsGroup": storage.group,
+                "fsGroup": storage.group,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": [{"name": "root", "persistentVolumeClaim": {"claimName": storage.claim}}],
+        },
+    }
+
+
+def _wait(api: Api, namespace: str, name: str, timeout_s: float) -> tuple[str, bool]:
+    """Wait for the pod; its end in words, and whether it could write."""
+    waited_s, phase, reason = 0.0, "Pending", "no status"
+    while waited_s < timeout_s:
+        pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
+        if isinstance(pod, Refusal):
+            return pod.reason, False
+        if pod.status.phase == "Succeeded":
+            return "written, read and removed", True
+        phase, reason = pod.status.phase, _reason(pod)
+        if pod.status.phase == "Failed":
+            return f"failed: {reason}", False
+        time.sleep(_EVERY_S)
+        waited_s += _EVERY_S
+    return f"{phase} after {timeout_s:g} s: {reason}", False
+
+
+def _reason(pod: Any) -> str:
+    """The pod's own words: of its container, else of a condition that does not hold."""
+    for status in pod.status.container_statuses or ():
+        state = status.state
+        if state.terminated is not None:
+            return (state.terminated.message or state.terminated.reason or "").strip()
+        if state.waiting is not None:
+            return f"{state.waiting.reason}: {state.waiting.message or ''}".strip(": ")
+    unmet = [item.message for item in pod.status.conditions or () if item.status != "True" and item.message]
+    return unmet[0] if unmet else "no reason given"
+
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""File in which Kubernetes tells a pod its namespace."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightRecord:
+    """Findings of a preflight."""
+
+    cluster: str
+    namespace: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def table(self) -> str:
+        """Plain text, what is missing first."""
+        return findings_table(self.findings)
+
+
+def preflight(profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
+    """Ask the cluster that this pod runs in.
+
+    Raises:
+        ConfigError: this is no pod with a service account's token; or the profile is of this machine.
+    """
+    namespace = own_namespace()
+    api = connect(context=None, timeout_s=timeout_s)
+    findings = check(api, profile, namespace=namespace, own_root=root)
+    return PreflightRecord(cluster=profile.name, namespace=namespace, findings=tuple(findings))
+
+
+def own_namespace(path: Path = NAMESPACE_FILE) -> str:
+    """The namespace of this pod.
+
+    Raises:
+        ConfigError: no token of a service account is mounted here.
+    """
+    require(path.is_file(), "preflight", "must run in a pod with a service account's token", f"no {path}")
+    return path.read_text().strip()
+
+
+def require_ready(record: PreflightRecord) -> None:
+    """Refuse a cluster that lacks something.
+
+    Raises:
+        ConfigError: with the table.
+    """
+    missing = num_missing(record.findings)
+    if missing:
+        raise ConfigError(f"cluster {record.cluster} lacks {missing} of what its runs need:\n{record.table}")

@@ -1,0 +1,243 @@
+"""The simulator's part of a page: projections, and the asynchronous arms as it predicts them.
+
+Projected figures stand in columns and figures of their own; the scatter's two axes keep measured and projected apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from slipstream.records.run import RunRecord
+from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, draw_svg
+from slipstream.report.formats import POLICY_LABELS, seconds, speedup
+from slipstream.report.summary import LoopComparison
+from slipstream.report.tables import Row, Table, build_table
+from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
+from slipstream.simulator.calibration import CalibrationRecord
+from slipstream.simulator.observed import CheckRecord
+from slipstream.simulator.projection_record import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
+from slipstream.statistics import Spread
+from slipstream.types import Arm, LoopMode, StageTimes
+
+_ON_CORES = "cpu"  # how the simulator's hardware begins that has engine and learner on a core each
+_LAG_COLOURS = ("#6f7681", "#56b4e9", "#0072b2", "#009e73", "#e69f00")
+
+
+def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
+    """The simulator's prediction; None of a run without a lag, or on other hardware than it predicts from."""
+    arms = () if compared is None else compared.asynchronous
+    if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
+        return None
+    return predict_asynchronous(
+        [arm for arm in record.arms if any(arm.arm is each.arm for each in arms)],
+        lag=arms[0].max_off_policy_steps,
+        mode=LoopMode(arms[0].loop),
+        has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
+        idle_core_helps=True,  # engine and learner share the cores of a host, and who is alone has all of them
+    )
+
+
+def _is_on_cores(record: RunRecord) -> bool:
+    return record.layout is not None and record.layout.hardware.startswith(_ON_CORES)
+
+
+def prediction_table(prediction: AsynchronousPrediction, compared: LoopComparison) -> Table:
+    """The mean step of each asynchronous arm, its exposed and its hidden generation: measured, and predicted."""
+    groups = {
+        "measured": ("step s", "exposed s", "hidden s"),
+        "projected": ("step s", "p10 to p90", "exposed s", "hidden s", "step's error"),
+    }
+    found = {arm.arm: arm for arm in prediction.arms}
+    rows = []
+    for arm in compared.asynchronous:
+        each = found[arm.arm]
+        measured = map(seconds, (arm.step_s, arm.exposed_s, arm.hidden_s))
+        band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
+        projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
+        rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
+    return build_table("mean step", groups, rows)
+
+
+def split_text(prediction: AsynchronousPrediction) -> str:
+    """The words of `slipstream simulate balance` about two cores, which have one split."""
+    bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
+    return (
+        f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
+    )
+
+
+def split_table(record: RunRecord, compared: LoopComparison) -> Table | None:
+    """The projected step of each arm on every split of the run's GPUs; None of a run without a lag, or on cores.
+
+    Two cores have one split, and so a sentence in place of a table: `split_text`.
+    """
+    first, layout = compared.asynchronous[0], record.layout
+    if first.max_off_policy_steps < 1 or layout is None or _is_on_cores(record):
+        return None
+    if layout.num_gpus <= layout.gpus_per_engine:  # no GPU is left for training
+        return None
+    found = balance(record, lag=first.max_off_policy_steps, mode=LoopMode(first.loop))
+    best = [found.best(Arm(name)) for name in found.synchronous_step_s]
+    by_split: dict[str, list[str]] = {}
+    for row in found.rows:
+        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound
+        cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
+        cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
+    groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
+    rows = [Row(split, tuple(cells)) for split, cells in by_split.items()]
+    return build_table("GPUs that generate + train", groups, rows)
+
+
+def check_table(check: CheckRecord) -> Table:
+    """The speculative arm, which the calibration never saw."""
+    groups = {"measured": ("generation s",), "projected": ("generation s", "p10 to p90", "error")}
+    band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
+    error = f"{check.predicted_s / check.measured_s - 1:+.0%}"
+    cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
+    return build_table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
+
+
+def own_table(projection: ProjectionRecord) -> Table:
+    """Other draft lengths on the machine of the run."""
+    groups = {
+        "assumed": ("acceptance length",),
+        "projected, p10 to p90": ("generation speedup", "step speedup"),
+    }
+    rows = [
+        Row(f"k = {each.k}", (f"{each.acceptance_length:.2f}", _band(each.rollout_speedup), _band(each.step_speedup)))
+        for each in projection.from_run
+    ]
+    return build_table("this machine", groups, rows)
+
+
+def published_table(projection: ProjectionRecord) -> Table:
+    """The settings that the reference projected: its figures, and ours from its measured ones."""
+    headings = ("projected here, calibrated", "projected here, ideal stack", "projected by the reference")
+    rows = []
+    for point in projection.from_paper:
+        ours, ideal = point.calibrated, point.ideal
+        label = f"{ours.num_gpus} GPUs, lag {ours.lag}, k = {ours.k}, AL {ours.acceptance_length:.1f}"
+        medians = (ideal.rollout_speedup.median, ideal.step_speedup.median)
+        quoted = (point.published_rollout_speedup, point.published_step_speedup)
+        cells = (_band(ours.rollout_speedup), _band(ours.step_speedup), *map(speedup, (*medians, *quoted)))
+        rows.append(Row(label, cells))
+    return build_table("Qwen3-235B-A22B", dict.fromkeys(headings, ("rollout", "step")), rows, quoted=headings[-1])
+
+
+def projection_figures(projection: ProjectionRecord) -> dict[str, str]:
+    """The figures of the section on the projection, as SVG by name."""
+    drawn = projection.figures
+    calibrations = [each for each in (projection.run_calibration, projection.paper_calibration) if each is not None]
+    return {
+        "projection_fits": measured_against_simulated(calibrations),
+        "projection_running": running_batch(drawn.running) if drawn.running else "",
+        "projection_map": speedup_map(drawn.speedup_map),
+        "projection_gpus": speedup_over_gpus(drawn.lag_lines),
+        "projection_steps": stage_waterfall(drawn.autoregressive, drawn.speculative),
+    }
+
+
+def speedup_map(surface: SpeedupMap) -> str:
+    """Projected rollout speedup over k and acceptance length; blank where the length exceeds k + 1."""
+    ks, acceptance_lengths = surface.ks, surface.acceptance_lengths
+    speedups = np.array([[np.nan if x is None else x for x in row] for row in surface.rollout_speedups])
+
+    def draw(axes: Sequence[Axes]) -> None:
+        ax = axes[0]
+        top = float(np.nanmax(speedups))
+        shown = np.ma.masked_invalid(speedups.T)
+        norm = TwoSlopeNorm(1.0, vmin=min(0.5, float(np.nanmin(speedups))), vmax=max(top, 1.5))
+        mesh = ax.pcolormesh(ks, acceptance_lengths, shown, cmap="RdBu", norm=norm)
+        if float(np.nanmin(speedups)) < 1 < top:
+            ax.contour(ks, acceptance_lengths, shown, levels=[1.0], colors=[INK], linewidths=0.9)
+        ax.set(xlabel="draft length k", ylabel="acceptance length", title="Projected rollout speedup (line: no gain)")
+        ax.grid(visible=False)
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        figure.colorbar(mesh, ax=ax)
+
+    return draw_svg(1, 3.2, draw, width=5.6)
+
+
+def speedup_over_gpus(lines: Sequence[LagLine]) -> str:
+    """Projected step speedup over the number of GPUs, a line a policy lag."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        ax = axes[0]
+        for index, line in enumerate(lines):
+            label = f"lag {line.lag}" if line.lag else "synchronous"
+            colour = _LAG_COLOURS[index % len(_LAG_COLOURS)]
+            ax.plot(line.num_gpus, line.step_speedups, "o-", markersize=3.5, color=colour, label=label)
+        ax.axhline(1, color=LOSS, linewidth=0.9, linestyle="--")
+        ax.set_xscale("log", base=2)
+        ticks = sorted({gpus for line in lines for gpus in line.num_gpus})
+        ax.set_xticks(ticks, [str(gpus) for gpus in ticks])
+        ax.set(xlabel="GPUs", title="Projected step speedup")
+        ax.legend(loc="best")
+
+    return draw_svg(1, 2.7, draw, width=5.6)
+
+
+def stage_waterfall(autoregressive: StageTimes, speculative: StageTimes) -> str:
+    """From the projected autoregressive step to the speculative one, stage by stage."""
+    before, after = autoregressive.by_stage(), speculative.by_stage()
+
+    def draw(axes: Sequence[Axes]) -> None:
+        ax = axes[0]
+        ax.bar(0, autoregressive.step_s, width=0.6, color=ARM_COLOURS[Arm.AUTOREGRESSIVE])
+        level = autoregressive.step_s
+        for x, stage in enumerate(before, start=1):
+            change = after[stage] - before[stage]
+            ax.bar(x, change, bottom=level, width=0.6, color=STAGE_COLOURS[stage])
+            ax.annotate(
+                f"{change:+.1f}", (x, max(level, level + change)), (0, 3), textcoords="offset points", ha="center"
+            )
+            level += change
+        ax.bar(len(before) + 1, speculative.step_s, width=0.6, color=ARM_COLOURS[Arm.SPECULATIVE])
+        for x, value in ((0, autoregressive.step_s), (len(before) + 1, speculative.step_s)):
+            ax.annotate(seconds(value), (x, value), (0, 3), textcoords="offset points", ha="center")
+        ax.set_xticks(range(len(before) + 2), ["autoregressive", *before, "speculative"])
+        ax.set(title="Projected step, seconds", ylim=(0, 1.15 * max(autoregressive.step_s, speculative.step_s)))
+
+    return draw_svg(1, 2.7, draw, width=7.4)
+
+
+def measured_against_simulated(calibrations: Sequence[CalibrationRecord]) -> str:
+    """Generation times that were fitted, a panel a calibration: measured across, simulated up."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for ax, record in zip(axes, calibrations, strict=True):
+            measured = [cell.measured_s for cell in record.cells]
+            simulated = [cell.simulated_s for cell in record.cells]
+            low, high = 0.9 * min(*measured, *simulated), 1.1 * max(*measured, *simulated)
+            ax.plot([low, high], [low, high], color=INK, linewidth=0.8)
+            ax.fill_between([low, high], [0.92 * low, 0.92 * high], [1.08 * low, 1.08 * high], color="#e7e9ee")
+            ax.plot(measured, simulated, "o", markersize=4, color=ARM_COLOURS[Arm.SPECULATIVE])
+            ax.set(xlabel="measured, s", ylabel="simulated, s", title=f"{record.source} (grey: within 8 %)")
+
+    return draw_svg(len(calibrations), 3.0, draw, width=4.6 * len(calibrations))
+
+
+def running_batch(rollouts: Sequence[RunningBatch]) -> str:
+    """Sequences of the slowest engine that still run, over projected time: the tail that keeps a step waiting."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        ax = axes[0]
+        colours = (ARM_COLOURS[Arm.AUTOREGRESSIVE], ARM_COLOURS[Arm.SPECULATIVE], HIGHLIGHT)
+        for index, rollout in enumerate(rollouts):
+            edges = np.concatenate([[0.0], np.cumsum(rollout.span_s)])
+            colour = colours[index % len(colours)]
+            ax.stairs(rollout.batch, edges, color=colour, label=rollout.label, linewidth=1.5)
+        ax.set(xlabel="projected seconds", title="Running sequences of the slowest engine")
+        ax.set_ylim(bottom=0)
+        ax.legend(loc="best")
+
+    return draw_svg(1, 2.5, draw, width=5.6)
+
+
+def _band(band: Spread) -> str:
+    return f"{speedup(band.median)} ({band.p10:.2f} to {band.p90:.2f})"

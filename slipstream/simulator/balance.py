@@ -1,0 +1,291 @@
+"""A run's arms in an asynchronous loop, and the split of its GPUs (or two cores) that its measured times suggest.
+
+On two cores, engine and learner have one each. A stage takes longer on one core than on the two that it has in a
+synchronous run: by how much are the only figures that do not come from the synchronous arms. Stages are joined step by
+step, then averaged: a long rollout beside a short update is not hidden by a short rollout beside a long one.
+
+On GPUs the cost model is fitted to the run and brought to each arm's own generation time by one factor; then every
+split in whole engines is played with it, the learner at its measured efficiency on what is left. Only the heading's
+synchronous steps are measured.
+
+Legend: `D` draws of the factors, the first one the medians, `S` steps; seconds are [D, S].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+
+from slipstream.catalog import target_of
+from slipstream.config import require
+from slipstream.records.run import LayoutRecord, RunRecord
+from slipstream.records.steps import ArmRecord
+from slipstream.simulator import Array
+from slipstream.simulator.observed import RunCalibration, calibrate_run, known_layout, run_setting
+from slipstream.simulator.rollout import Trace, slowest_engine
+from slipstream.simulator.settings import Prior, load_belief
+from slipstream.simulator.step_cost import Bound, Learner, overlap, stagewise
+from slipstream.types import Arm, LoopMode
+
+_NUM_DRAWS = 200
+_HALVINGS = 40
+_MEASURED_LOG_SD = 0.03  # assumed noise of a factor that one run measured, on a shared machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreSlowdowns:
+    """Time of a stage on a core of its own, over what it takes on the cores of a synchronous step."""
+
+    engine: Prior
+    learner: Prior
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedArm:
+    """One arm in an asynchronous loop, seconds of a mean step; p10 to p90 is what the factors leave open."""
+
+    arm: Arm
+    synchronous_step_s: float  # measured, the input
+    step_s: float
+    step_p10_s: float
+    step_p90_s: float
+    exposed_s: float  # of generation: the trainer waits
+    hidden_s: float  # of generation: the trainer is at work
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsynchronousPrediction:
+    """All arms of a loop. Nothing in it but `synchronous_step_s` was measured in this run."""
+
+    mode: LoopMode
+    lag: int
+    idle_core_helps: bool
+    arms: tuple[PredictedArm, ...]
+    sources: dict[str, str]  # of each arm's factors
+
+
+def believed_slowdowns() -> CoreSlowdowns:
+    """The factors before any asynchronous step was measured."""
+    return CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
+
+
+def measured_slowdowns(synchronous: ArmRecord, asynchronous: ArmRecord) -> CoreSlowdowns | None:
+    """The factors of an arm that ran in both loops; None where the asynchronous one did not record its overlap."""
+    steps = asynchronous.timed_steps
+    whole_s = [step.overlap.generation_s for step in steps if step.overlap is not None]
+    if not steps or len(whole_s) < len(steps):
+        return None
+    alone = [step.times for step in synchronous.timed_steps]
+    beside = [step.times for step in steps]
+    return CoreSlowdowns(
+        engine=_measured(fmean(whole_s) / fmean(times.generation_s for times in alone)),
+        learner=_measured(fmean(times.train_s for times in beside) / fmean(times.train_s for times in alone)),
+    )
+
+
+def predict_asynchronous(
+    sync_arms: Sequence[ArmRecord],
+    *,
+    lag: int,
+    mode: LoopMode,
+    slowdowns: Mapping[Arm, CoreSlowdowns] | None = None,
+    has_logprob_pass: bool = True,
+    idle_core_helps: bool = False,
+) -> AsynchronousPrediction:
+    """Each arm of `sync_arms` in an asynchronous loop on two cores, from its measured stages.
+
+    Args:
+        slowdowns: of the arms that measured theirs; the others take `believed_slowdowns`.
+        has_logprob_pass: False leaves the stage out, as an asynchronous loop with one update a step does.
+        idle_core_helps: who is ready first lends its core to the other.
+    Raises:
+        ConfigError: the mode is synchronous, or the lag is below 1.
+    """
+    require(mode is not LoopMode.SYNCHRONOUS, "mode", "must be asynchronous", mode.value)
+    require(lag >= 1, "lag", "must be >= 1", lag)
+    factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed_slowdowns() for arm in sync_arms}
+    sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
+    arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass, idle_core_helps) for arm in sync_arms]
+    return AsynchronousPrediction(
+        mode=mode, lag=lag, idle_core_helps=idle_core_helps, arms=tuple(arms), sources=sources
+    )
+
+
+def _predict(
+    arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, has_logprob_pass: bool, helps: bool
+) -> PredictedArm:
+    times = [step.times for step in arm.timed_steps]
+    random = np.random.default_rng(0)
+    beliefs = (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
+    engine, learner, fixed_share = (_drawn(belief, random) for belief in beliefs)
+    # Batch t + 1 is generated while step t trains; the last step has none that follows.
+    generated_s = engine * np.array([each.generation_s for each in (*times[1:], times[0])])
+    trained_s = learner * np.array([each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times])
+    bound_s, busy_s = generated_s, np.array([each.data_s for each in times]) + trained_s
+    if mode is LoopMode.IN_FLIGHT:
+        bound_s = _in_flight_s(bound_s, busy_s, lag, np.minimum(1.0, fixed_share))
+    if helps:
+        bound_s, busy_s = _helped_s(bound_s, busy_s, engine), _helped_s(busy_s, bound_s, learner)
+    exposed_s = np.maximum(0.0, bound_s - busy_s)
+    step_D = (np.array([each.prepare_s for each in times]) + busy_s + exposed_s).mean(axis=1)
+    exposed = float(exposed_s[0].mean())
+    by_lag = Bound.LAG if mode is LoopMode.IN_FLIGHT else Bound.DRAINED
+    p10, p90 = np.percentile(step_D, [10, 90]).tolist()
+    return PredictedArm(
+        arm=arm.arm,
+        synchronous_step_s=fmean(each.step_s for each in times),
+        step_s=float(step_D[0]),
+        step_p10_s=p10,
+        step_p90_s=p90,
+        exposed_s=exposed,
+        hidden_s=max(0.0, float(np.minimum(bound_s, generated_s)[0].mean()) - exposed),
+        bound=by_lag if (exposed_s[0] > 0).mean() > 0.5 else Bound.LEARNER,
+    )
+
+
+def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) -> Array:
+    """Shortest step of engines that are never drained, from the seconds of a drained batch.
+
+    A drained batch of `drained_s` seconds has `fixed_share` of them whatever runs at once, the rest in proportion to
+    its tokens. If in a step the engine advances by a share u of the longest response, T(u) = drained (fixed u + 1 -
+    fixed), and that response must end in its window, (1 + lag) T - busy >= T / u: the smallest such u is the best.
+    """
+    low, high = np.full_like(drained_s, 1.0 / (1 + lag)), np.ones_like(drained_s)
+    for _ in range(_HALVINGS):
+        share = 0.5 * (low + high)
+        step_s = drained_s * (fixed_share * share + 1.0 - fixed_share)
+        ends = step_s * (1 + lag - 1.0 / share) >= busy_s
+        low, high = np.where(ends, low, share), np.where(ends, share, high)
+    return drained_s * (fixed_share * high + 1.0 - fixed_share)
+
+
+def _helped_s(own_s: Array, other_s: Array, factor: Array) -> Array:
+    """Seconds of a stage that has both cores once the other one is done."""
+    return np.where(own_s > other_s, other_s + (own_s - other_s) / np.maximum(1.0, factor), own_s)
+
+
+def _drawn(belief: Prior, random: np.random.Generator) -> Array:
+    """Draws [D, 1] of a belief, the first one its median."""
+    deviations = np.append(0.0, random.standard_normal(_NUM_DRAWS))[:, None]
+    return belief.median * np.exp(belief.log_sd * deviations)
+
+
+def _measured(factor: float) -> Prior:
+    return Prior(median=factor, log_sd=_MEASURED_LOG_SD, source="measured: the arm in both loops of this run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceRow:
+    """One arm on one split, projected: seconds of a step, and of its generation what the trainer waits for."""
+
+    arm: Arm
+    generation: int
+    training: int
+    step_s: float
+    exposed_s: float
+    bound: str  # `Bound`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceRecord:
+    """All splits of a run's machine. The steps by arm are measured; everything in `rows` is projected."""
+
+    unit: str  # what is split: "GPU" or "core"
+    mode: LoopMode
+    lag: int
+    synchronous_step_s: dict[str, float]
+    asynchronous_step_s: dict[str, float]  # of the run's own loop; empty where it had none
+    rows: tuple[BalanceRow, ...]
+
+    def best(self, arm: Arm) -> BalanceRow:
+        """The fastest split for an arm; of equals the one with the fewest for generation."""
+        return min((row for row in self.rows if row.arm is arm), key=lambda row: (row.step_s, row.generation))
+
+
+def balance(
+    run: RunRecord, *, lag: int = 1, mode: LoopMode = LoopMode.IN_FLIGHT, gpus_per_node: int = 1
+) -> BalanceRecord:
+    """The predicted step of every split of the run's GPUs in whole engines, for each of its synchronous arms.
+
+    Args:
+        gpus_per_node: splits in whole nodes alone, as `placement.generation_nodes` needs them; 1 lists them all.
+    Raises:
+        ConfigError: the run does not say on what it ran, its GPUs cannot be split, or the lag is below 1.
+    """
+    require(lag >= 1, "--lag", "must be >= 1", lag, "with a lag of 0 engines and learner share all GPUs")
+    require(mode is not LoopMode.SYNCHRONOUS, "--mode", "must be asynchronous", mode.value)
+    layout = known_layout(run)
+    on_cores = target_of(layout.hardware) == "cpu"
+    rows = _of_cores(run, lag, mode) if on_cores else _of_gpus(run, layout, lag, mode, gpus_per_node)
+    return BalanceRecord(
+        unit="core" if on_cores else "GPU",
+        mode=mode,
+        lag=lag,
+        synchronous_step_s=_measured_s(run.arms),
+        asynchronous_step_s=_measured_s(run.asynchronous),
+        rows=tuple(rows),
+    )
+
+
+def _measured_s(arms: Sequence[ArmRecord]) -> dict[str, float]:
+    return {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
+
+
+def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
+    """Two cores have one split, and who is alone has both of them: what a run measured holds that already."""
+    beside = {arm.arm: arm for arm in run.asynchronous}
+    pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
+    slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
+    predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns, idle_core_helps=not slowdowns)
+    for each in predicted.arms:
+        step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound.value
+        yield BalanceRow(arm=each.arm, generation=1, training=1, step_s=step_s, exposed_s=exposed_s, bound=bound)
+
+
+def _of_gpus(
+    run: RunRecord, layout: LayoutRecord, lag: int, mode: LoopMode, gpus_per_node: int
+) -> Iterator[BalanceRow]:
+    require(gpus_per_node >= 1, "--gpus-per-node", "must be >= 1", gpus_per_node)
+    engine, total = layout.gpus_per_engine, layout.num_gpus
+    # Measured on the GPUs that each stage had.
+    generating = replace(run_setting(layout), num_gpus=layout.generation_gpus or total)
+    found = calibrate_run(run.arms, run.tuning, generating)
+    training = replace(found.setting, num_gpus=total - layout.generation_gpus)
+    splits = [gpus for gpus in range(engine, total, engine) if gpus % gpus_per_node == total % gpus_per_node == 0]
+    rule = f"must leave a GPU for training beside an engine of {engine}, in nodes of {gpus_per_node}"
+    require(bool(splits), "--run", rule, total)
+    for arm in run.arms:
+        measured = stagewise(fmean, [step.times for step in arm.timed_steps])
+        learner = Learner(measured=measured, setting=training, mean_tokens=found.mean_tokens)
+        seconds = _measured_cost(found, arm.num_speculative_tokens, measured.generation_s)
+        for gpus in splits:
+            joined = overlap(
+                learner.stages(found.setting, num_gpus=total - gpus, mean_tokens=found.mean_tokens),
+                lengths=found.setting.lengths(found.mean_tokens),
+                shape=found.setting.shape(gpus),
+                lag=lag,
+                seconds=seconds,
+                mode=mode,
+            )
+            yield BalanceRow(
+                arm=arm.arm,
+                generation=gpus,
+                training=total - gpus,
+                step_s=joined.step.step_s,
+                exposed_s=joined.step.generation_s,
+                bound=joined.bound.value,
+            )
+
+
+def _measured_cost(found: RunCalibration, k: int, generation_s: float) -> Callable[[Trace], Array]:
+    """The fitted cost of an engine's spans with `k` draft tokens, brought to a measured generation time by a factor."""
+    model, accepted = found.ensemble.best.model(found.setting), found.profile.length(k)
+    fitted_s = partial(model.span_s, k=k, tokens_per_iteration=accepted)
+    slowest = slowest_engine(found.setting.lengths(found.mean_tokens), found.setting.shape())
+    factor = generation_s / float(fitted_s(slowest).sum())
+    return lambda trace: factor * fitted_s(trace)

@@ -1,0 +1,397 @@
+"""Measured generation times, the cost model fitted to them in several structural variants, and predictions with bands.
+
+A calibration is one variant, fitted: a Gaussian over the logarithms of its free parameters, the ranges in which it was
+measured, and the error that it leaves. An ensemble weighs the variants by the data. Acceptance rates are conditional:
+the chance that the draft's token i (from 0) is accepted given that those before were. AL(k) = 1 + a_0 + a_0 a_1 + ...
+(k terms): the bonus token counts. One constant rate for all positions would fit one k and miss the others, so rates
+fall with the position, on the logit scale. Legend: `P` free parameters, `N` cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slipstream.catalog import target_of
+from slipstream.config import require
+from slipstream.simulator import Array
+from slipstream.simulator.iteration import CostModel, Drafting
+from slipstream.simulator.rollout import RolloutShape, Trace, lengths_with_mean, slowest_engine
+from slipstream.simulator.settings import NAMES, CostParameters, Prior, Regime, Setting, believed, load_priors, names_of
+from slipstream.simulator.solver import Problem, minimise, sample_posterior
+from slipstream.statistics import Spread, spread
+
+# What a profile is before any data: 80 % for the first token, a little less for each that follows.
+_PRIOR = np.array([1.4, 0.1])
+_PRIOR_SD = np.array([2.0, 0.3])
+_LENGTH_SD = 0.02  # an acceptance length is published with two decimals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptanceProfile:
+    """Conditional rates a_i = sigmoid(level - fall * i), for every position i from 0."""
+
+    level: float
+    fall: float
+
+    def rates(self, k: int) -> tuple[float, ...]:
+        """Conditional rates of the first `k` positions."""
+        return tuple(float(rate) for rate in 1.0 / (1.0 + np.exp(-(self.level - self.fall * np.arange(k)))))
+
+    def length(self, k: int) -> float:
+        """Mean acceptance length with `k` draft tokens, the bonus token counted; 1 for k = 0."""
+        return acceptance_length(self.rates(k))
+
+
+def acceptance_length(rates: Sequence[float]) -> float:
+    """1 + the expected number of accepted draft tokens, from conditional rates."""
+    return 1.0 + float(np.sum(np.cumprod(rates)))
+
+
+def check_length(k: int, length: float, field: str = "acceptance_length") -> None:
+    """Refuse an acceptance length that `k` draft tokens cannot have."""
+    require(k >= 0, "k", "must be >= 0", k)
+    require(1.0 <= length <= k + 1, field, f"must lie in [1, k + 1 = {k + 1}]", length)
+
+
+def fit_profile(length_by_k: Mapping[int, float]) -> AcceptanceProfile:
+    """The profile whose lengths come nearest to those measured with different k.
+
+    Raises:
+        ConfigError: no k >= 1 is given, or a length lies outside [1, k + 1].
+    """
+    pairs = {k: length for k, length in length_by_k.items() if k > 0}
+    require(bool(pairs), "length_by_k", "must hold a draft length k >= 1", dict(length_by_k))
+    for k, length in pairs.items():
+        check_length(k, length)
+
+    def profile(x: Array) -> AcceptanceProfile:
+        return AcceptanceProfile(level=float(x[0]), fall=float(x[1]))
+
+    def residuals(x: Array) -> Array:
+        return np.array([(profile(x).length(k) - length) / _LENGTH_SD for k, length in pairs.items()])
+
+    return profile(minimise(Problem(residuals=residuals, prior=_PRIOR, prior_sd=_PRIOR_SD)).solution)
+
+
+_LONGEST_MEAN = 0.98  # of max_response_tokens: a mean must leave room for the longest
+_WIDENING = 0.15  # standard deviation of the logarithm that each doubling beyond the measured range adds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rollouts of one kind of responses: a workload, or one batch of a sweep.
+
+    `mean_tokens` is where the mean response length is believed to be, `mean_log_sd` how surely: 0 means that it was
+    counted, anything else makes it a free parameter of the calibration. `length_log_sd` is the spread of the responses.
+    """
+
+    name: str
+    shape: RolloutShape
+    mean_tokens: float
+    mean_log_sd: float
+    length_log_sd: float
+
+    def trace(self, setting: Setting, mean_tokens: float) -> Trace:
+        """The slowest engine's rollout if responses had `mean_tokens` tokens on average."""
+        mean = min(max(mean_tokens, 1.0), _LONGEST_MEAN * setting.max_response_tokens)
+        limit = float(setting.max_response_tokens)
+        return slowest_engine(lengths_with_mean(mean=mean, log_sd=self.length_log_sd, max_tokens=limit), self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One measured generation time; `log_sd` is the noise of its logarithm. k = 0 is autoregressive decoding.
+
+    `clock` names the cell whose machine time this one was scaled to: it shares that cell's noise, and adds its own.
+    """
+
+    label: str
+    group: Group
+    k: int
+    acceptance_length: float
+    generation_s: float
+    log_sd: float
+    drafting: Drafting = Drafting.EAGLE3
+    clock: str = ""
+
+    def __post_init__(self) -> None:
+        require(self.generation_s > 0, f"cell {self.label}.generation_s", "must be > 0", self.generation_s)
+        require(self.log_sd > 0, f"cell {self.label}.log_sd", "must be > 0", self.log_sd)
+        check_length(self.k, self.acceptance_length, f"cell {self.label}.acceptance_length")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validity:
+    """Range that was measured: a prediction outside of it is a guess."""
+
+    min_k: int  # of the speculative cells; 0 when there are none
+    max_k: int
+    max_batch: float  # a rollout's batch shrinks to its last sequence, so everything below was run
+
+    def warnings(self, *, k: int, batch: float) -> tuple[str, ...]:
+        """Sentences on what lies outside the range."""
+        found = []
+        if k > 0 and not self.min_k <= k <= self.max_k:
+            measured = f"only k = {self.min_k}" if self.min_k == self.max_k else f"k = {self.min_k} to {self.max_k}"
+            found.append(f"k = {k} was not measured ({measured if self.max_k else 'no speculation'})")
+        if batch > self.max_batch:
+            found.append(f"a running batch of {batch:.0f} was not measured (1 to {self.max_batch:.0f})")
+        return tuple(f"{sentence}: the band is wider" for sentence in found)
+
+    def extra_log_sd(self, *, k: int, batch: float) -> float:
+        """Standard deviation that extrapolation adds: in doublings of k + 1 and of the batch beyond the range."""
+        drafts = max(1.0, (k + 1) / (self.max_k + 1), (self.min_k + 1) / (k + 1)) if k > 0 else 1.0
+        return _WIDENING * float(np.hypot(np.log2(drafts), np.log2(max(1.0, batch / self.max_batch))))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One structure of the cost model on the layout that was measured.
+
+    `free` are cost parameters, then names of the groups whose mean length is not known; a point of the fit holds the
+    logarithms of both.
+    """
+
+    regime: Regime
+    setting: Setting
+    believed: CostParameters  # before the fit
+    free: tuple[str, ...]
+
+    def parameters(self, log_values: Array) -> CostParameters:
+        """Cost parameters at `log_values` [P]."""
+        costs = [name for name in self.free if name in NAMES]
+        return replace(self.believed, **dict(zip(costs, np.exp(log_values[: len(costs)]).tolist(), strict=True)))
+
+    def means(self, log_values: Array) -> dict[str, float]:
+        """Mean response tokens of the groups in `free` at `log_values` [P]."""
+        values = zip(self.free, np.exp(log_values).tolist(), strict=True)
+        return {name: value for name, value in values if name not in NAMES}
+
+    def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
+        """Seconds [N] of `cells`, measured or not."""
+        means = self.means(log_values)
+        model = CostModel(setting=self.setting, parameters=self.parameters(log_values))
+        alike: dict[tuple[Group, Drafting], list[int]] = {}
+        for index, cell in enumerate(cells):
+            alike.setdefault((cell.group, cell.drafting), []).append(index)
+        found = np.empty(len(cells))
+        for (group, drafting), indices in alike.items():
+            spans_s = model.span_s(
+                group.trace(self.setting, means.get(group.name, group.mean_tokens)),
+                k=np.array([[cells[index].k] for index in indices]),
+                tokens_per_iteration=np.array([[cells[index].acceptance_length] for index in indices]),
+                drafting=drafting,
+            )
+            found[indices] = spans_s.sum(axis=1)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """One structural variant, fitted."""
+
+    variant: Variant
+    log_values: Array  # [P], the most probable ones
+    samples: Array  # [draws, P]
+    effective_parameters: float  # what the data decided, rather than the priors
+    log_evidence: float
+    cells: tuple[Cell, ...]
+    fitted_s: Array  # [N]
+    validity: Validity
+
+    @property
+    def relative_errors(self) -> Array:
+        """Fitted over measured, less 1, of each cell."""
+        return self.fitted_s / np.array([cell.generation_s for cell in self.cells]) - 1.0
+
+    @property
+    def rms_error(self) -> float:
+        """Root mean square of the relative errors."""
+        return float(np.sqrt(np.mean(self.relative_errors**2)))
+
+    @property
+    def max_error(self) -> float:
+        """Largest absolute relative error."""
+        return float(np.abs(self.relative_errors).max())
+
+    @property
+    def model_log_sd(self) -> float:
+        """Error of a prediction apart from its parameters': what the fit left, for the degrees that were left."""
+        free = max(1.0, len(self.cells) - self.effective_parameters)
+        residuals = np.log1p(self.relative_errors)
+        return float(np.sqrt(residuals @ residuals / free))
+
+    def model(self, setting: Setting) -> CostModel:
+        """The most probable cost model, on the engines of `setting`."""
+        return CostModel(setting=setting, parameters=self.variant.parameters(self.log_values))
+
+    def sample(self, random: np.random.Generator) -> Array:
+        """Logarithms of one draw of the free parameters."""
+        return self.samples[random.integers(len(self.samples))]
+
+
+def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], regime: Regime) -> Calibration:
+    """The most probable parameters of one structural variant, and what is left open."""
+    costs = names_of(regime, ngram=any(cell.drafting is Drafting.NGRAM for cell in cells))
+    lengths = [group for group in dict.fromkeys(cell.group for cell in cells) if group.mean_log_sd > 0]
+    free = (*costs, *(group.name for group in lengths))
+    prior = np.log([priors[name].median for name in costs] + [group.mean_tokens for group in lengths])
+    prior_sd = np.array([priors[name].log_sd for name in costs] + [group.mean_log_sd for group in lengths])
+    variant = Variant(regime=regime, setting=setting, believed=believed(regime, priors), free=free)
+    measured = np.log([cell.generation_s for cell in cells])
+    noise = np.array([cell.log_sd for cell in cells])
+    labels = [cell.label for cell in cells]
+    clocks = np.array([labels.index(cell.clock) if cell.clock in labels else -1 for cell in cells])
+
+    def residuals(log_values: Array) -> Array:
+        errors = np.log(variant.predict_s(cells, log_values)) - measured
+        return (errors - np.where(clocks < 0, 0.0, errors[clocks])) / noise
+
+    ks = [cell.k for cell in cells if cell.k > 0] or [0]
+    max_batch = float(max(cell.group.shape.per_engine for cell in cells))
+    problem = Problem(residuals=residuals, prior=prior, prior_sd=prior_sd)
+    found = minimise(problem)
+    return Calibration(
+        variant=variant,
+        log_values=found.solution,
+        samples=sample_posterior(problem, found),
+        effective_parameters=float(np.sum(1.0 - np.diag(found.covariance) / prior_sd**2)),
+        log_evidence=found.log_evidence,
+        cells=tuple(cells),
+        fitted_s=variant.predict_s(cells, found.solution),
+        validity=Validity(min_k=min(ks), max_k=max(ks), max_batch=max_batch),
+    )
+
+
+_BAND_DRAWS = 400
+# The CPU engine captures no graphs, so nothing can leave the captured sizes.
+_REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """One way the world may be, given the measurements. The errors are factors on generation times: the model's own."""
+
+    parameters: CostParameters
+    autoregressive_error: float
+    speculative_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantRecord:
+    """One structural variant of a calibration. Errors are relative."""
+
+    regime: str
+    weight: float
+    num_parameters: int
+    effective_parameters: float
+    rms_error: float
+    max_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedCell:
+    """A measured generation time and the ensemble's."""
+
+    label: str
+    measured_s: float
+    simulated_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationRecord:
+    """Fit of one set of measurements, with its errors."""
+
+    source: str
+    variants: tuple[VariantRecord, ...]
+    cells: tuple[FittedCell, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ensemble:
+    """Calibrations of the same cells under different structures, the most probable first."""
+
+    members: tuple[Calibration, ...]
+
+    @property
+    def weights(self) -> Array:
+        """Probability of each member given the data, all alike before: a softmax of the log evidence."""
+        evidence = np.array([member.log_evidence for member in self.members])
+        odds = np.exp(evidence - evidence.max())
+        return odds / odds.sum()
+
+    @property
+    def best(self) -> Calibration:
+        """The most probable member."""
+        return self.members[0]
+
+    def predict_s(self, cells: Sequence[Cell]) -> Array:
+        """Seconds of `cells` of the calibrated groups: the members' weighted geometric mean."""
+        predicted = [member.variant.predict_s(cells, member.log_values) for member in self.members]
+        return np.exp(self.weights @ np.log(predicted))
+
+    def bands_s(self, cells: Sequence[Cell]) -> tuple[Spread, ...]:
+        """The band of each of `cells`: members, covariance, model error, and what extrapolation adds."""
+        random = np.random.default_rng(0)
+        sampled = []
+        for index in random.choice(len(self.members), size=_BAND_DRAWS, p=self.weights):
+            member = self.members[index]
+            extra = [member.validity.extra_log_sd(k=cell.k, batch=cell.group.shape.per_engine) for cell in cells]
+            error = np.hypot(member.model_log_sd, extra) * random.standard_normal(len(cells))
+            sampled.append(member.variant.predict_s(cells, member.sample(random)) * np.exp(error))
+        return tuple(spread(column) for column in np.stack(sampled, axis=1).tolist())
+
+    def draws(self, *, k: int, batch: float, count: int, seed: int) -> tuple[Draw, ...]:
+        """Sample members by their weight and parameters by their covariance.
+
+        Args:
+            k: draft length to be projected; outside what was measured the error grows.
+            batch: largest running batch to be projected, likewise.
+        """
+        random, found = np.random.default_rng(seed), []
+        for index in random.choice(len(self.members), size=count, p=self.weights):
+            member = self.members[index]
+            parameters = member.variant.parameters(member.sample(random))
+            model, extra = member.model_log_sd, member.validity.extra_log_sd(k=k, batch=batch)
+            base, spec = np.exp(np.array([model, np.hypot(model, extra)]) * random.standard_normal(2)).tolist()
+            found.append(Draw(parameters=parameters, autoregressive_error=base, speculative_error=spec))
+        return tuple(found)
+
+    def record(self, source: str) -> CalibrationRecord:
+        """Variants and cells, as plain figures; `source` says where the cells are from."""
+        cells = self.best.cells
+        return CalibrationRecord(
+            source=source,
+            variants=tuple(
+                VariantRecord(
+                    regime=member.variant.regime.value,
+                    weight=weight,
+                    num_parameters=len(member.variant.free),
+                    effective_parameters=member.effective_parameters,
+                    rms_error=member.rms_error,
+                    max_error=member.max_error,
+                )
+                for member, weight in zip(self.members, self.weights.tolist(), strict=True)
+            ),
+            cells=tuple(
+                FittedCell(label=cell.label, measured_s=cell.generation_s, simulated_s=seconds)
+                for cell, seconds in zip(cells, self.predict_s(cells).tolist(), strict=True)
+            ),
+        )
+
+
+def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
+    """Fit every structural variant that the machine of `setting` can have.
+
+    Raises:
+        ConfigError: there are no cells.
+    """
+    require(len(cells) > 0, "cells", "must hold at least one measured time", 0)
+    target = target_of(setting.hardware)
+    priors, regimes = load_priors(target), _REGIMES[target]
+    fitted = [fit(setting, cells, priors, regime) for regime in regimes]
+    # Variants that the data cannot tell apart stay in the order of `regimes`, whatever the rounding of numpy.
+    return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.log_evidence, 6))))

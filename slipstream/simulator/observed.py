@@ -1,0 +1,226 @@
+"""A run of our own as cells of a calibration: its autoregressive arm and its sweep over k, never the arm to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log, sqrt
+from statistics import fmean, median, pstdev
+
+from slipstream.catalog import Precision, target_of
+from slipstream.config import require
+from slipstream.records.run import LayoutRecord, RunRecord
+from slipstream.records.stages import SweepPoint, TuningRecord
+from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.simulator.calibration import AcceptanceProfile, Cell, Ensemble, Group, calibrate, fit_profile
+from slipstream.simulator.paper import PAPER_SETTING
+from slipstream.simulator.rollout import Slots, log_sd_of_longest, log_sd_of_truncation
+from slipstream.simulator.settings import Setting, load_setting
+from slipstream.simulator.step_cost import stagewise
+from slipstream.types import Arm, StageTimes
+
+_CPU_SETTING = "cpu-2core"
+_LEAST_LOG_SD = 0.05  # of the lengths of a step's responses
+_CELL_LOG_SD = 0.05  # a shared machine; medians of few repeats
+_P10_TO_P90 = 2.563  # standard deviations of a normal distribution
+_MEDIAN_OVER_MEAN = 1.2533  # of the standard deviation: sqrt(pi / 2)
+_SWEEP_MEAN_LOG_SD = 0.3  # of a sweep that did not record its tokens: its prompts are others than the arm's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckRecord:
+    """Predicted beside measured for the arm that the calibration never saw: mean seconds of a step's generation."""
+
+    k: int
+    acceptance_length: float  # of the sweep, which the prediction uses
+    measured_s: float
+    predicted_s: float
+    predicted_p10_s: float
+    predicted_p90_s: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunCalibration:
+    """Calibration of a run's machine from its own measurements."""
+
+    setting: Setting  # with the run's own counts
+    mean_tokens: float
+    ensemble: Ensemble
+    profile: AcceptanceProfile
+    step: StageTimes  # medians of the autoregressive arm
+    check: CheckRecord | None  # None: there is no speculative arm with k > 0
+
+
+def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord, setting: Setting) -> RunCalibration:
+    """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
+
+    Args:
+        setting: layout of the run; rollouts a step, mean and spread of the responses are counted in the arm instead.
+    Raises:
+        ConfigError: there is no autoregressive arm, or no sweep.
+    """
+    base = _arm(arms, Arm.AUTOREGRESSIVE)
+    require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
+    require(bool(tuning.points), "run.tuning", "must hold a sweep over k", 0)
+    assert base is not None
+    steps = base.timed_steps
+    rollouts = sum(step.num_rollouts for step in steps)
+    mean = sum(step.num_response_tokens for step in steps) / rollouts
+    counted = replace(
+        setting,
+        num_rollouts=round(median(step.num_rollouts for step in steps)),
+        length_log_sd=_length_log_sd(setting, steps, mean),
+    )
+    spread = counted.length_log_sd
+    group = Group(name="grpo", shape=counted.shape(), mean_tokens=mean, mean_log_sd=0.0, length_log_sd=spread)
+    cells = (_arm_cell("autoregressive arm", group, 0, 1.0, steps), *_sweep_cells(counted, mean, tuning.points))
+    ensemble = calibrate(counted, cells)
+    largest = max(point.batch for point in tuning.points)
+    lengths = {p.k: p.mean_acceptance_length for p in tuning.points if p.k > 0 and p.batch == largest}
+    require(bool(lengths), "run.tuning.points", "must hold a draft length k >= 1", sorted(lengths))
+    return RunCalibration(
+        setting=counted,
+        mean_tokens=mean,
+        ensemble=ensemble,
+        profile=fit_profile(lengths),
+        step=stagewise(median, [step.times for step in steps]),
+        check=_check(arms, tuning, group, ensemble),
+    )
+
+
+def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
+    """Spread of the responses of one step: what the truncated share implies, less the spread between steps.
+
+    Where none or most responses were truncated, what the longest of a step implies; without it the setting's own.
+    """
+    rollouts = sum(step.num_rollouts for step in steps)
+    truncated = sum(step.num_truncated for step in steps) / rollouts
+    if not 0 < truncated < 0.5:
+        return _spread_of(setting, mean, [step.longest_response_tokens for step in steps], rollouts // len(steps))
+    pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
+    between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
+    return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
+
+
+def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: int) -> float:
+    """Spread from the longest of `count` responses, met several times; the setting's own where none was recorded."""
+    if not all(longest):
+        return setting.length_log_sd
+    limit = float(setting.max_response_tokens)
+    return max(_LEAST_LOG_SD, log_sd_of_longest(mean=mean, max_tokens=limit, longest=fmean(longest), count=count))
+
+
+def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, group: Group, ensemble: Ensemble) -> CheckRecord | None:
+    arm = _arm(arms, Arm.SPECULATIVE)
+    k = 0 if arm is None else arm.num_speculative_tokens
+    if arm is None or k == 0 or len({entry.num_speculative_tokens for entry in arm.schedule}) > 1:
+        return None  # the simulator knows one k a rollout
+    at_k = [point for point in tuning.points if point.k == k]
+    require(bool(at_k), "run.tuning.points", f"must hold the speculative arm's k = {k}", k)
+    nearest = min(at_k, key=lambda point: abs(point.batch - group.shape.num_rollouts))
+    cell = _arm_cell("speculative arm", group, k, nearest.mean_acceptance_length, arm.timed_steps)
+    band = ensemble.bands_s([cell])[0]
+    return CheckRecord(
+        k=k,
+        acceptance_length=cell.acceptance_length,
+        measured_s=cell.generation_s,
+        predicted_s=float(ensemble.predict_s([cell])[0]),
+        predicted_p10_s=band.p10,
+        predicted_p90_s=band.p90,
+    )
+
+
+def _arm(arms: Sequence[ArmRecord], wanted: Arm) -> ArmRecord | None:
+    return next((arm for arm in arms if arm.arm is wanted and arm.steps), None)
+
+
+def _arm_cell(label: str, group: Group, k: int, length: float, steps: Sequence[StepRecord]) -> Cell:
+    return Cell(
+        label=label,
+        group=group,
+        k=k,
+        acceptance_length=length,
+        generation_s=fmean(step.times.generation_s for step in steps),
+        log_sd=_CELL_LOG_SD,
+    )
+
+
+def _sweep_cells(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Cell]:
+    """One cell a point, each on the clock of its own interleaved baseline: the machine drifts between points.
+
+    A batch's autoregressive time is the median over its baselines; a point's is that over its own speedup.
+    """
+    by_batch = {batch: [point for point in points if point.batch == batch] for batch in {p.batch for p in points}}
+    groups = {batch: _sweep_group(setting, mean, batch, of_batch) for batch, of_batch in by_batch.items()}
+    cells = []
+    for point in points:
+        group, baseline_s = groups[point.batch], median(other.autoregressive_s for other in by_batch[point.batch])
+        cells.append(
+            Cell(
+                label=f"{group.name}, k = {point.k}",
+                group=group,
+                k=point.k,
+                acceptance_length=point.mean_acceptance_length,
+                generation_s=baseline_s / _speedup(point) if point.k else baseline_s,
+                log_sd=_CELL_LOG_SD if point.k else _baseline_log_sd(point),
+                clock=f"{group.name}, k = 0" if point.k else "",
+            )
+        )
+    return cells
+
+
+def _baseline_log_sd(point: SweepPoint) -> float:
+    """Noise of the median of a baseline's rounds, from their own spread."""
+    spread = log(point.generation_p90_s / point.generation_p10_s) / _P10_TO_P90
+    return max(_CELL_LOG_SD, _MEDIAN_OVER_MEAN * spread / sqrt(point.num_repeats))
+
+
+def _sweep_group(setting: Setting, mean: float, batch: int, points: Sequence[SweepPoint]) -> Group:
+    """The responses of all `points` of one batch; `mean` of the arm's where theirs were not counted."""
+    tokens = [point.autoregressive_response_tokens for point in points]
+    longest = [point.autoregressive_longest_tokens for point in points]
+    own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
+    return Group(
+        name=f"sweep, batch {batch}",
+        shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # tuning runs one engine
+        mean_tokens=own_mean,
+        mean_log_sd=log_sd,
+        length_log_sd=_spread_of(setting, own_mean, longest, batch),
+    )
+
+
+def _speedup(point: SweepPoint) -> float:
+    """Over the interleaved baseline, for equal responses: k = 0 and k sample other ones to the same prompts.
+
+    By the longest of a round where it was recorded, for a round lasts as long as it; else by their tokens.
+    """
+    counted = (
+        (point.longest_response_tokens, point.autoregressive_longest_tokens),
+        (point.mean_response_tokens, point.autoregressive_response_tokens),
+    )
+    own, baseline = next((pair for pair in counted if all(pair)), (1.0, 1.0))
+    return point.speedup * own / baseline
+
+
+def known_layout(run: RunRecord) -> LayoutRecord:
+    """Layout of a run, which a command that needs it requires the recipe to name."""
+    rule = "must be of a recipe that names its simulator.model and simulator.hardware"
+    require(run.layout is not None, "--run", rule, run.recipe)
+    assert run.layout is not None
+    return run.layout
+
+
+def run_setting(layout: LayoutRecord) -> Setting:
+    """The layout of a run. What it does not hold (prompts, spread of lengths) is assumed as for its kind of machine."""
+    base = load_setting(_CPU_SETTING if target_of(layout.hardware) == "cpu" else PAPER_SETTING)
+    return replace(
+        base,
+        model=layout.model,
+        hardware=layout.hardware,
+        precision=Precision(layout.precision),
+        learner_precision=Precision(layout.learner_precision),
+        num_gpus=layout.num_gpus,
+        gpus_per_engine=layout.gpus_per_engine,
+        max_response_tokens=layout.max_response_tokens,
+        slots=Slots.RESPONSE,  # of the loops here; the published runs' make room by the group
+    )

@@ -1,1 +1,0 @@
-"""Projections with bands, and the records and commands' results that they become."""

@@ -1,0 +1,346 @@
+"""Projections with bands: what speculation would give on another model, GPU count, draft length or policy lag.
+
+A band is p10 to p90 over draws of the structural variant, of its parameters, of the layouts that the assumptions
+allow, of the learner's efficiency where it was not measured, and of the error that the calibration left; outside the
+measured ranges that error grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.catalog import BYTES, Precision, load_hardware, load_model
+from slipstream.config import require, require_sizes
+from slipstream.records.files import write_record
+from slipstream.simulator import Array
+from slipstream.simulator.calibration import Calibration, Draw, Ensemble, check_length
+from slipstream.simulator.iteration import CostModel, network_collective
+from slipstream.simulator.paper import PAPER_SETTING, calibrate_paper, paper_learner, read_simulator_reference
+from slipstream.simulator.rollout import RolloutShape, Trace, slowest_engine
+from slipstream.simulator.settings import IDEAL, Setting, load_setting
+from slipstream.simulator.step_cost import Learner, Overlap, overlap
+from slipstream.statistics import Spread, spread
+from slipstream.types import StageTimes
+
+PUBLISHED_MODEL = "qwen3-235b-a22b"  # that the paper's own simulator projects, on GB200
+_LARGE_SETTING = "paper-235b"
+_MAX_ROLLOUTS = 1_000_000
+_GENERATION_FRACTION = 0.75  # arXiv 2604.26779 has 12 of 16 nodes
+_WEIGHT_SHARE = 0.5  # of an engine's memory at most: the rest is for the key-value cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """Point to project. `acceptance_length` counts the bonus token; `lag` 0 is a synchronous, colocated step."""
+
+    setting: Setting
+    mean_tokens: float
+    k: int
+    acceptance_length: float
+    lag: int = 0
+    generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, when lag >= 1
+
+    def __post_init__(self) -> None:
+        check_length(self.k, self.acceptance_length)
+        require(self.lag >= 0, "lag", "must be >= 0", self.lag)
+        require(0 < self.generation_fraction < 1, "generation_fraction", "must lie in (0, 1)", self.generation_fraction)
+
+    @property
+    def generation_gpus(self) -> int:
+        """GPUs that generate."""
+        gpus = self.setting.num_gpus
+        return gpus if self.lag == 0 else max(1, round(gpus * self.generation_fraction))
+
+    @property
+    def training_gpus(self) -> int:
+        """GPUs that train: the same ones when colocated."""
+        gpus = self.setting.num_gpus
+        return gpus if self.lag == 0 else max(1, gpus - self.generation_gpus)
+
+    @property
+    def shape(self) -> RolloutShape:
+        """The rollouts, over the engines that generate."""
+        return self.setting.shape(self.generation_gpus)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionRequest:
+    """Request of a user. 0 takes the layout's own value; `acceptance_length` counts the bonus token."""
+
+    model: str
+    hardware: str = "gb200"
+    num_gpus: int
+    k: int
+    acceptance_length: float
+    lag: int = 0  # 0: synchronous and colocated
+    generation_fraction: float = _GENERATION_FRACTION  # of the GPUs, with a lag
+    gpus_per_engine: int = 0
+    num_rollouts: int = 0
+    mean_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.num_gpus >= 1, "num_gpus", "must be >= 1", self.num_gpus)
+        require(self.gpus_per_engine >= 0, "gpus_per_engine", "must be >= 0", self.gpus_per_engine)
+        require(self.num_rollouts >= 0, "num_rollouts", "must be >= 0", self.num_rollouts)
+        require(self.mean_tokens >= 0, "mean_tokens", "must be >= 0", self.mean_tokens)
+        rule = f"must be at most {_MAX_ROLLOUTS}, each of which is simulated"
+        require(self.num_rollouts <= _MAX_ROLLOUTS, "num_rollouts", rule, self.num_rollouts)
+        require_sizes(self)
+
+    def scenario(self) -> Scenario:
+        """The request on the layout that comes nearest to its model.
+
+        Raises:
+            ConfigError: model or hardware is unknown, or the model does not fit on the GPUs.
+        """
+        sparse = load_model(self.model).num_experts > 0
+        base = load_setting(_LARGE_SETTING if sparse else PAPER_SETTING)
+        known = (self.model, self.hardware) == (base.model, base.hardware)
+        fitting = base.gpus_per_engine if known else _fitting_gpus(self.model, self.hardware, base.precision)
+        engine = self.gpus_per_engine or fitting
+        require(self.num_gpus >= engine, "num_gpus", f"must hold an engine of {engine} GPUs", self.num_gpus)
+        setting = replace(
+            base,
+            model=self.model,
+            hardware=self.hardware,
+            num_gpus=self.num_gpus,
+            gpus_per_engine=engine,
+            num_rollouts=self.num_rollouts or base.num_rollouts,
+        )
+        scenario = Scenario(
+            setting=setting,
+            mean_tokens=self.mean_tokens or max(base.mean_response_tokens.values()),
+            k=self.k,
+            acceptance_length=self.acceptance_length,
+            lag=self.lag,
+            generation_fraction=self.generation_fraction,
+        )
+        require(
+            self.lag == 0 or engine <= scenario.generation_gpus < self.num_gpus,
+            "generation_fraction",
+            f"must leave, of {self.num_gpus} GPUs, an engine's {engine} for generation and one for training",
+            self.generation_fraction,
+        )
+        return scenario
+
+
+def assumed_layouts(scenario: Scenario) -> tuple[Scenario, ...]:
+    """Other readings of a layout that no one published: GPUs an engine and mean length, each up and down."""
+    setting, found = scenario.setting, []
+    for gpus in (setting.gpus_per_engine // 2, setting.gpus_per_engine, setting.gpus_per_engine * 2):
+        for factor in (1 / 1.5, 1.0, 1.5):
+            mean = factor * scenario.mean_tokens
+            known = (gpus, mean) == (setting.gpus_per_engine, scenario.mean_tokens)
+            if known or not 1 <= gpus <= scenario.generation_gpus or mean >= setting.max_response_tokens:
+                continue
+            found.append(replace(scenario, setting=replace(setting, gpus_per_engine=gpus), mean_tokens=mean))
+    return tuple(found)
+
+
+def _fitting_gpus(model: str, hardware: str, precision: Precision) -> int:
+    """The smallest power of two of GPUs whose memory holds the weights and as much again."""
+    needed = load_model(model).total_parameters * BYTES[precision]
+    gpus = 1
+    while needed > _WEIGHT_SHARE * gpus * load_hardware(hardware).memory_bytes:
+        gpus *= 2
+    return gpus
+
+
+_NUM_DRAWS = 96
+_IDEAL_STACK = "an ideal stack: no host, launch or draft overhead, all peaks reached"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectedPoint:
+    """Speedups of speculation over autoregressive decoding in one setting, with what to be wary of."""
+
+    model: str
+    hardware: str
+    num_gpus: int
+    lag: int
+    k: int
+    acceptance_length: float  # assumed
+    rollout_speedup: Spread
+    step_speedup: Spread
+    autoregressive_step_s: Spread
+    speculative_step_s: Spread
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """Bands of what was asked, and the steps of the draw whose step speedup is the median."""
+
+    point: ProjectedPoint
+    autoregressive: StageTimes
+    speculative: StageTimes
+
+
+def project(
+    scenario: Scenario,
+    ensemble: Ensemble,
+    learner: Learner,
+    *,
+    layouts: Sequence[Scenario] = (),
+    num_draws: int = _NUM_DRAWS,
+    seed: int = 0,
+) -> Projection:
+    """Both arms of `scenario`, with bands.
+
+    Args:
+        layouts: other readings of what the scenario only assumes; draws are spread evenly over all of them.
+    """
+    scenarios = (scenario, *layouts)
+    batch = max(float(each.shape.per_engine) for each in scenarios)
+    sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
+    latency = network_collective()
+    around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the calibration's draws
+    collectives_s = latency.median * np.exp(latency.log_sd * around[:, 1])
+    drawn = zip(cycle(scenarios), sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=False)
+    arms = [_arms(each, learner, draw, deviation, latency_s) for each, draw, deviation, latency_s in drawn]
+    return _summary(scenario, arms, ensemble.best.validity.warnings(k=scenario.k, batch=batch))
+
+
+def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Scenario] = ()) -> Projection:
+    """The same on a stack without overhead: peaks reached, nothing but the roofline. Bands over the layouts alone."""
+    draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
+    arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
+    return _summary(scenario, arms, (_IDEAL_STACK,))
+
+
+def speedup_map(
+    scenario: Scenario, calibration: Calibration, *, ks: Sequence[int], acceptance_lengths: Sequence[float]
+) -> Array:
+    """Rollout speedup [len(ks), len(acceptance_lengths)] of the most probable parameters; NaN where AL > k + 1."""
+    trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
+    model = calibration.model(scenario.setting)
+
+    def seconds(k: int) -> float:
+        return float(model.span_s(trace, k=k, tokens_per_iteration=1.0).sum())
+
+    base_s = seconds(0)
+    lengths = np.asarray(acceptance_lengths, dtype=np.float64)
+    rows = [np.where(lengths <= k + 1, base_s / seconds(k) * lengths, np.nan) for k in ks]
+    return np.stack(rows)
+
+
+def best_of_map(scenario: Scenario, calibration: Calibration) -> Scenario:
+    """The point of the k x acceptance map, k = 1 to 7, where the rollout is fastest."""
+    ks, lengths = range(1, 8), [float(length) for length in range(1, 9)]
+    found = speedup_map(scenario, calibration, ks=ks, acceptance_lengths=lengths)
+    row, column = np.unravel_index(int(np.nanargmax(found)), found.shape)
+    return replace(scenario, k=ks[row], acceptance_length=lengths[column])
+
+
+def _arms(
+    scenario: Scenario, learner: Learner, draw: Draw, deviation: float, network_collective_s: float
+) -> tuple[Overlap, Overlap]:
+    """The autoregressive and the speculative arm of a draw.
+
+    Args:
+        deviation: the learner's, see `Learner.stages`.
+        network_collective_s: latency of a collective between domains.
+    """
+    setting, mean = scenario.setting, scenario.mean_tokens
+    model = CostModel(setting=setting, parameters=draw.parameters, network_collective_s=network_collective_s)
+    trainer = learner.stages(setting, num_gpus=scenario.training_gpus, mean_tokens=mean, deviation=deviation)
+
+    def arm(k: int, length: float, error: float) -> Overlap:
+        def seconds(trace: Trace) -> Array:
+            return error * model.span_s(trace, k=k, tokens_per_iteration=length)
+
+        lengths = setting.lengths(mean)
+        return overlap(trainer, lengths=lengths, shape=scenario.shape, lag=scenario.lag, seconds=seconds)
+
+    speculative = arm(scenario.k, scenario.acceptance_length, draw.speculative_error)
+    return arm(0, 1.0, draw.autoregressive_error), speculative
+
+
+def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> Projection:
+    step_speedups = [base.step.step_s / spec.step.step_s for base, spec in arms]
+    middle = int(np.argsort(step_speedups, kind="stable")[len(arms) // 2])
+    point = ProjectedPoint(
+        model=scenario.setting.model_shape.name,
+        hardware=scenario.setting.accelerator.name,
+        num_gpus=scenario.setting.num_gpus,
+        lag=scenario.lag,
+        k=scenario.k,
+        acceptance_length=scenario.acceptance_length,
+        rollout_speedup=spread([base.period_s / spec.period_s for base, spec in arms]),
+        step_speedup=spread(step_speedups),
+        autoregressive_step_s=spread([base.step.step_s for base, _ in arms]),
+        speculative_step_s=spread([spec.step.step_s for _, spec in arms]),
+        warnings=warnings,
+    )
+    base, spec = arms[middle]
+    return Projection(point=point, autoregressive=base.step, speculative=spec.step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPoint:
+    """The paper's own projection, and ours beside it: on an ideal stack, and as calibrated on its measurements."""
+
+    published_rollout_speedup: float
+    published_step_speedup: float
+    ideal: ProjectedPoint
+    calibrated: ProjectedPoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedProjection:
+    """Projection of a request, and the assumptions about its layout."""
+
+    ideal: ProjectedPoint
+    calibrated: ProjectedPoint
+    assumptions: tuple[str, ...]
+
+
+def project_published() -> list[PublishedPoint]:
+    """The points that the paper's closed simulator projects, from a calibration on the paper's measurements."""
+    points = []
+    for reference in read_simulator_reference().projected:
+        scenario = ProjectionRequest(
+            model=PUBLISHED_MODEL,
+            num_gpus=reference.num_gpus,
+            k=reference.k or 0,
+            acceptance_length=reference.acceptance_length or 1.0,
+            lag=reference.lag,
+        ).scenario()
+        if reference.k is None:
+            scenario = best_of_map(scenario, calibrate_paper().best)
+        points.append(
+            PublishedPoint(
+                published_rollout_speedup=reference.rollout_speedup,
+                published_step_speedup=reference.step_speedup,
+                **_projected(scenario),
+            )
+        )
+    return points
+
+
+def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
+    """Project a request on an ideal stack, and from the paper's measurements.
+
+    Args:
+        seed: of the draws behind the bands.
+    """
+    scenario = request.scenario()
+    sources = scenario.setting.sources.items()
+    assumptions = tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed"))
+    return RequestedProjection(assumptions=assumptions, **_projected(scenario, seed))
+
+
+def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
+    """Project `request` from the paper's measurements, write projection.json into `directory`; its path."""
+    return write_record(project_request(request, seed=seed), directory / "projection.json")
+
+
+def _projected(scenario: Scenario, seed: int = 0) -> dict[str, ProjectedPoint]:
+    learner, layouts = paper_learner(), assumed_layouts(scenario)
+    calibrated = project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed)
+    return {"ideal": project_ideal(scenario, learner, layouts=layouts).point, "calibrated": calibrated.point}

@@ -1,0 +1,228 @@
+"""Response lengths, a truncated log-normal, and continuous batching over them: the batch shrinks, the tail is exposed.
+
+Sequences that run together advance together (each iteration gives each the same expected number of tokens), so the
+schedule is a matter of tokens alone: it holds for any model, hardware and k, and is worked out once.
+
+Key-value memory caps the sequences that run at once: those beyond it queue, and one starts where another has ended.
+
+Legend: `B` sequences of one engine, `S` spans between two changes of the running batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+import numpy as np
+
+from slipstream.config import require
+from slipstream.simulator import Array
+
+_BISECTIONS = 60
+_NORMAL_VALUES = np.linspace(-6.0, 6.0, 4001)
+_NORMAL_LEVELS = np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for value in _NORMAL_VALUES])
+_LEVELS = (np.arange(512) + 0.5) / 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """A log-normal cut off at `max_tokens`: what is longer is truncated there, as an engine does."""
+
+    median: float
+    log_sd: float
+    max_tokens: float
+
+    def __post_init__(self) -> None:
+        require(self.median > 0, "lengths.median", "must be > 0 tokens", self.median)
+        require(self.log_sd >= 0, "lengths.log_sd", "must be >= 0", self.log_sd)
+        require(self.max_tokens >= 1, "lengths.max_tokens", "must be >= 1", self.max_tokens)
+
+    def at(self, levels: Array) -> Array:
+        """Length that a share `levels` in (0, 1) of responses do not exceed; rises with the level."""
+        return np.clip(self.median * np.exp(self.log_sd * _normal_quantile(levels)), 1.0, self.max_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean tokens of a response."""
+        return float(np.mean(self.at(_LEVELS)))
+
+    @property
+    def mean_square_tokens(self) -> float:
+        """Mean of the square of a response's tokens."""
+        return float(np.mean(self.at(_LEVELS) ** 2))
+
+
+@lru_cache(maxsize=64)  # a fit asks again for every parameter that changes no length
+def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
+    """The distribution whose mean, truncated responses included, is `mean`.
+
+    A mean of `max_tokens` says that all of them are truncated.
+
+    Raises:
+        ConfigError: the mean is above `max_tokens`.
+    """
+    require(1 <= mean <= max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g}]", mean)
+    # Between two medians at which a response reaches 1 or `max_tokens`, the mean is a straight line.
+    shape = np.exp(log_sd * _normal_quantile(_LEVELS))
+    medians = np.sort(np.concatenate([1.0 / shape, max_tokens / shape]))
+    first, last = np.searchsorted(shape, 1.0 / medians), np.searchsorted(shape, max_tokens / medians)
+    below = np.append(0.0, np.cumsum(shape))
+    means = (first + medians * (below[last] - below[first]) + max_tokens * (len(shape) - last)) / len(shape)
+    return Lengths(median=float(np.interp(mean, means, medians)), log_sd=log_sd, max_tokens=max_tokens)
+
+
+def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
+    """The spread that truncates `truncated_fraction` of responses of that mean at `max_tokens`.
+
+    Raises:
+        ConfigError: the fraction is not in (0, 0.5): none truncated says only that the spread is small.
+    """
+    require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
+    return _log_sd_reaching(max_tokens, level=1.0 - truncated_fraction, mean=mean, max_tokens=max_tokens)
+
+
+def log_sd_of_longest(*, mean: float, max_tokens: float, longest: float, count: int) -> float:
+    """The spread with which the longest of `count` responses of that mean has `longest` tokens, as a median.
+
+    Raises:
+        ConfigError: the longest is shorter than the mean.
+    """
+    require(longest >= mean, "longest", f"must be >= the mean {mean:g}", longest)
+    return _log_sd_reaching(longest, level=_median_level_of_longest(count), mean=mean, max_tokens=max_tokens)
+
+
+def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
+    """The spread with which a share `level` of responses has at most `tokens`: a wider one has more beyond."""
+    z = float(_normal_quantile(np.array([level]))[0])
+    low, high = 0.01, 3.0
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (low + high)
+        median = lengths_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
+        low, high = (middle, high) if median * math.exp(middle * z) < tokens else (low, middle)
+    return 0.5 * (low + high)
+
+
+def longest_of(lengths: Lengths, count: int) -> float:
+    """Median of the longest of `count` responses."""
+    return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
+
+
+def mean_longest_of(lengths: Lengths, count: int) -> float:
+    """Mean of the longest of `count` responses."""
+    return float(np.mean(lengths.at(_LEVELS ** (1.0 / count))))
+
+
+def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
+    """`count` typical responses, ascending; the last is the longest of `longest_of_count` >= `count` responses."""
+    levels = (np.arange(count) + 0.5) / count
+    levels[-1] = max(levels[-1], _median_level_of_longest(longest_of_count))
+    return lengths.at(levels)
+
+
+def _normal_quantile(levels: Array) -> Array:
+    """Inverse of the standard normal distribution function, by table: numpy has none."""
+    return np.interp(levels, _NORMAL_LEVELS, _NORMAL_VALUES)
+
+
+def _median_level_of_longest(count: int) -> float:
+    # All of `count` lie below level u with chance u^count, which is a half at the median.
+    return 0.5 ** (1.0 / count)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """One engine's rollout: in each span `batch_S` sequences run until each has `tokens_S` tokens more."""
+
+    tokens_S: Array
+    batch_S: Array
+    context_S: Array  # tokens in the key-value cache, all running sequences together, mean over the span
+
+
+class Slots(StrEnum):
+    """Event that makes room for another group while generation runs beside training."""
+
+    RESPONSE = "response"  # each response that ends: the lag bound alone limits how many groups are under way
+    GROUP = "group"  # a whole group that ends: at most prompts x lag groups run at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutShape:
+    """Responses of a step and the engines that they are spread over, at least one an engine."""
+
+    num_rollouts: int
+    num_engines: int
+    prompt_tokens: float
+    group_size: int = 1
+    slots: Slots = Slots.RESPONSE
+    cache_tokens: float = math.inf  # that the key-value memory of an engine holds
+
+    @property
+    def per_engine(self) -> int:
+        """Responses of the fullest engine."""
+        return -(-self.num_rollouts // self.num_engines)
+
+
+def mean_context(lengths: Lengths, *, prompt_tokens: float) -> float:
+    """Cached tokens of a running sequence, met at any time: the prompt and E[L^2] / (2 E[L]).
+
+    A sequence is met in proportion to its length and half-way through on average.
+    """
+    return prompt_tokens + lengths.mean_square_tokens / (2.0 * lengths.mean_tokens)
+
+
+def cached_sequences(lengths: Lengths, shape: RolloutShape) -> float:
+    """Sequences of mean context that the key-value memory of an engine holds; at least one."""
+    return max(1.0, shape.cache_tokens / mean_context(lengths, prompt_tokens=shape.prompt_tokens))
+
+
+@lru_cache(maxsize=64)  # every draw of a projection asks for the same few
+def slowest_engine(lengths: Lengths, shape: RolloutShape) -> Trace:
+    """The rollout of the engine that ends last: typical responses, and the longest of all engines'."""
+    lengths_B = stratified(lengths, shape.per_engine, longest_of_count=shape.num_rollouts)
+    fitting = cached_sequences(lengths, shape)
+    if fitting >= shape.per_engine:
+        return batch_continuously(lengths_B, prompt_tokens=shape.prompt_tokens)
+    shuffled_B = np.random.default_rng(0).permutation(lengths_B)  # nobody knows the long ones beforehand
+    return batch_in_slots(shuffled_B, prompt_tokens=shape.prompt_tokens, num_slots=int(fitting))
+
+
+def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) -> Trace:
+    """Run sequences of `lengths_B` tokens in their order, `num_slots` at a time: one starts where another has ended."""
+    free = [0.0] * min(num_slots, len(lengths_B))  # when each slot is free, in tokens since the start
+    starts_B = np.empty(len(lengths_B))
+    for index, length in enumerate(lengths_B.tolist()):
+        starts_B[index] = free[0]
+        heapq.heapreplace(free, free[0] + length)
+    ends_B = starts_B + lengths_B
+    borders = np.unique(np.concatenate([starts_B, ends_B]))
+    middle_S = 0.5 * (borders[1:] + borders[:-1])
+    runs_SB = (starts_B < middle_S[:, None]) & (middle_S[:, None] < ends_B)
+    batch_S = runs_SB.sum(axis=1).astype(np.float64)
+    return Trace(
+        tokens_S=np.diff(borders),
+        batch_S=batch_S,
+        context_S=batch_S * (prompt_tokens + middle_S) - runs_SB @ starts_B,
+    )
+
+
+def batch_continuously(lengths_B: Array, *, prompt_tokens: float) -> Trace:
+    """Start sequences of `lengths_B` tokens together; each runs until it ends."""
+    borders = np.unique(np.concatenate([[0.0], lengths_B]))
+    ended_S = np.searchsorted(np.sort(lengths_B), borders[:-1], side="right")
+    batch_S = (len(lengths_B) - ended_S).astype(np.float64)
+    middle_S = 0.5 * (borders[1:] + borders[:-1])
+    return Trace(tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S))
+
+
+def steady_state(lengths: Lengths, *, running_S: Array, prompt_tokens: float) -> Trace:
+    """Engines that are never drained: `running_S` sequences at all times, each span one mean response long.
+
+    The spans are alternatives, one an entry of `running_S`.
+    """
+    context = mean_context(lengths, prompt_tokens=prompt_tokens)
+    return Trace(
+        tokens_S=np.full_like(running_S, lengths.mean_tokens), batch_S=running_S, context_S=running_S * context
+    )

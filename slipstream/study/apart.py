@@ -1,0 +1,276 @@
+"""An ablation: planned at once, its parts made one by one, each in `<root>/<ablation>/<part>/` and in an MLflow run
+below the ablation's, then ranked.
+
+A part is made by the stages of the whole chain. Data, policy and draft come from the store, so that the parts that
+share them only look them up. How a part ended is a record beside it: the others read that, not what the platform says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.kubernetes.profile import ClusterProfile
+from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
+from slipstream.stages.context import RunContext, arm_node, recorded_recipe
+from slipstream.stages.deliverables import assemble, deliver
+from slipstream.stages.execution import NOTE
+from slipstream.stages.origin import origin_tags
+from slipstream.stages.prepare_data import prepare_data
+from slipstream.stages.prepare_policy import prepare_policy
+from slipstream.stages.pretrain_draft import pretrain_draft
+from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.runs import execution_run
+from slipstream.stages.start_run import on_cluster
+from slipstream.stages.train_grpo import train_grpo
+from slipstream.stages.tune_draft_length import tune_draft_length
+from slipstream.study.ranking import StudyRecord, Trained, outcome_metrics, rank, result_metrics
+from slipstream.study.study_page import answers, write_study
+from slipstream.study.variants import Grid, Kind, Part, Study, Variant, parts, variant_recipes
+from slipstream.tracking import ABLATION, KIND_TAG, RunStatus, Tracker, end_open_runs
+from slipstream.types import Arm
+
+logger = logging.getLogger(__name__)
+
+POLICY_RECORDS = ("policy.json", "*config.json", "tokenizer*", "*.jinja")
+_PLAN, _ENDING = "plan.json", "part.json"
+_PLAN_NODE, _POLICY_NODE = "plan_ablation", "prepare_policy"
+_RECIPES = "the recipe's"
+_AXES = ("draft_inits", "methods", "losses", "draft_lengths", "seeds", "workloads")
+_LOST = "it left no word: its task was lost, cut off or never started"
+_MAX_TAG_CHARACTERS = 5000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """The parts of an ablation."""
+
+    execution: str
+    recipe: str
+    parts: tuple[Part, ...]
+
+    def of_kind(self, kind: Kind) -> tuple[Part, ...]:
+        """Its parts of one kind."""
+        return tuple(part for part in self.parts if part.kind is kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRecord:
+    """The end of a part."""
+
+    is_finished: bool
+    reason: str  # empty where it is finished
+
+
+class PartMissingError(RuntimeError):
+    """A part that this one needs has failed."""
+
+
+def plan_ablation(
+    recipe_name: str,
+    grid: Grid,
+    *,
+    root: Path,
+    execution: str,
+    requested: Mapping[str, Any],
+    cluster: ClusterProfile,
+    reuse_stored: bool = True,
+) -> dict[Kind, list[RunContext]]:
+    """Check the recipe of every variant before anything starts, write them all out, and open the ablation's run.
+
+    Returns:
+        Contexts of the parts, by kind.
+    Raises:
+        ConfigError: the recipe or the cluster refuses a variant, which the error names.
+    """
+    root = root.resolve()
+    resolved = variant_recipes(recipe_name, grid, requested)
+    recipes = {variant: on_cluster(recipe, cluster) for variant, (recipe, _) in resolved.items()}
+    first = next(iter(recipes.values()))
+    plan = PlanRecord(execution=execution, recipe=first.name, parts=parts(recipes))
+    for part in plan.parts:
+        path = recorded_recipe(root, f"{execution}/{part.name}")
+        write_recipe(recipes[part.variant], path, resolved[part.variant][1])
+    write_record(plan, root / execution / _PLAN_NODE / _PLAN)
+    axes = {f"grid.{name}": ", ".join(map(str, getattr(grid, name))) or _RECIPES for name in _AXES}
+    _ablation_run(root, plan, first, {**axes, "recipe": first.name}).detach()
+    counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)
+    logger.info("ablation %s starts: recipe %s, parts: %s", execution, first.name, counts)
+    return {
+        kind: [
+            replace(_context(root, f"{execution}/{part.name}", recipes[part.variant]), reuse_stored=reuse_stored)
+            for part in plan.of_kind(kind)
+        ]
+        for kind in Kind
+    }
+
+
+def make_part(context: RunContext) -> str:
+    """Make the part that `context` names in an MLflow run of its own, and record how it ended; its name.
+
+    Raises:
+        PartMissingError: a part that it needs failed.
+    """
+    plan = read_plan(Path(context.root), context.part_of)
+    part = next(part for part in plan.parts if f"{plan.execution}/{part.name}" == context.execution)
+    recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
+    logger.info("ablation: part %d of %d, %s", plan.parts.index(part) + 1, len(plan.parts), part.name)
+    execution_run(context, recipe, origin_tags(), parameters(recipe)).detach()
+    path = Path(context.root) / context.execution / _ENDING  # an interrupt leaves none
+    try:
+        for name in part.needs:  # without them it would fail as they did, or be compared with nothing
+            found = ending(Path(context.root), plan.execution, name)
+            if found is None:
+                raise PartMissingError(f"{name} did not end: its task was lost or never ran")
+            if not found.is_finished:
+                raise PartMissingError(f"{name} failed: {found.reason}")
+        _make(context, recipe, part)
+    except Exception as error:
+        write_record(PartRecord(is_finished=False, reason=f"{type(error).__name__}: {error}"), path)
+        execution_run(context, recipe).close(RunStatus.FAILED)
+        logger.error("ablation: %s failed, the others go on: %s", context.execution, error)
+        raise
+    write_record(PartRecord(is_finished=True, reason=""), path)
+    execution_run(context, recipe).close()
+    return part.name
+
+
+def rank_ablation(root: Path, execution: str) -> Path:
+    """Rank, write the page and end the ablation's run; the directory of the page.
+
+    A failed variant is in the table of failures and fails nothing else.
+    """
+    record = collect(root, read_plan(root, execution))
+    for outcome in record.outcomes:
+        name = f"{execution}/{outcome.variant.name}"
+        recipe = load_recipe(str(recorded_recipe(root, name)))
+        with execution_run(_context(root, name, recipe), recipe) as tracker:
+            tracker.log(outcome_metrics(outcome))
+    directory = _report(root, record)
+    logger.info("ablation %s: %s", execution, " ".join(answers(record)))
+    return directory
+
+
+def fail_ablation(root: Path, execution: str, *, message: str) -> Path | None:
+    """End the open runs of a failed ablation, and rank what there is; None for one that has no plan yet."""
+    if not (root / execution / _PLAN_NODE / _PLAN).is_file():
+        logger.error("ablation %s failed before it was planned: %s", execution, message)
+        return None
+    end_open_runs(root, execution, RunStatus.FAILED)
+    tags = {"failed.message": message[-_MAX_TAG_CHARACTERS:] or "unknown"}
+    directory = _report(root, collect(root, read_plan(root, execution)), tags, RunStatus.FAILED)
+    logger.error("ablation %s failed; what it knows is in %s", execution, directory)
+    return directory
+
+
+def collect(root: Path, plan: PlanRecord) -> StudyRecord:
+    """Rank every variant that has an arm and a baseline; the others fail with a reason."""
+    arms: dict[str, ArmRecord | None] = {}
+    for part in (*plan.of_kind(Kind.BASELINE), *plan.of_kind(Kind.VARIANT)):
+        node = arm_node(Arm.AUTOREGRESSIVE if part.kind is Kind.BASELINE else Arm.SPECULATIVE)
+        path, found = root / plan.execution / part.name / node / "arm.json", ending(root, plan.execution, part.name)
+        is_there = found is not None and found.is_finished and path.is_file()
+        arms[part.name] = read_record(ArmRecord, path) if is_there else None
+    ended: dict[Variant, Trained | str] = {}
+    for part in plan.of_kind(Kind.VARIANT):
+        arm, baseline = arms[part.name], next(arms[name] for name in part.needs if name in arms)
+        if arm is None:
+            ended[part.variant] = _reason(root, plan, part)
+        elif baseline is None:
+            ended[part.variant] = "its baseline is missing"
+        else:
+            ended[part.variant] = Trained(arm=arm, baseline=baseline)
+    return rank(Study.ABLATION, ended, execution=plan.execution, recipe=plan.recipe)
+
+
+def read_plan(root: Path, execution: str) -> PlanRecord:
+    """Read what `plan_ablation` planned."""
+    return read_record(PlanRecord, root / execution / _PLAN_NODE / _PLAN)
+
+
+def ending(root: Path, execution: str, name: str) -> PartRecord | None:
+    """The end of a part; None for one that left no word."""
+    path = root / execution / name / _ENDING
+    return read_record(PartRecord, path) if path.is_file() else None
+
+
+def _context(root: Path, execution: str, recipe: Recipe) -> RunContext:
+    return RunContext(execution=execution, root=str(root), experiment=recipe.name, workload=recipe.workload.value)
+
+
+def _ablation_run(root: Path, plan: PlanRecord, recipe: Recipe, params: Mapping[str, str] | None = None) -> Tracker:
+    """The MLflow run of the ablation, to which those of its parts belong; with `params` it is opened."""
+    tags = {KIND_TAG: ABLATION, **(origin_tags() if params else {})}
+    return execution_run(_context(root, plan.execution, recipe), recipe, tags, params)
+
+
+def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
+    """Run the stages of a part. The policy is the one that its own part delivered: the same files for all others."""
+    data = prepare_data(context, recipe, trains_draft=part.kind in (Kind.DRAFT, Kind.VARIANT))
+    if part.kind is Kind.POLICY:
+        policy = prepare_policy(context, recipe, data=data)
+        deliver(context, _POLICY_NODE, policy, records=POLICY_RECORDS, weights=(".",))
+        return
+    delivered = Path(context.root) / context.part_of / part.needs[0] / "deliverables" / _POLICY_NODE
+    policy = assemble(context, delivered, _never_fetched)
+    if part.kind is Kind.BASELINE:  # reads neither draft nor tuning
+        train_grpo(context, recipe, Arm.AUTOREGRESSIVE, policy=policy, data=data, draft=policy, tuning=data)
+        return
+    draft = pretrain_draft(context, recipe, policy=policy, data=data)
+    if part.kind is Kind.VARIANT:
+        k = part.variant.setting.num_speculative_tokens
+        tuning = (
+            _given_length(context, recipe, k, policy=policy, draft=draft)
+            if k
+            else tune_draft_length(context, recipe, policy=policy, data=data, draft=draft)
+        )
+        train_grpo(context, recipe, Arm.SPECULATIVE, policy=policy, data=data, draft=draft, tuning=tuning)
+
+
+def _never_fetched(name: str, target: Path) -> None:
+    raise AssertionError(f"weights {name} lie under the root, not in {target}")
+
+
+def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:
+    """The record of a draft length that the grid names, which is not measured before it is used."""
+    from slipstream.drafts.compatibility import require_fit
+
+    weights = draft_weights(recipe.draft, draft)
+    require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    directory = context.directory("tune_draft_length")
+    record = TuningRecord(chosen_k=k, reason=f"k={k} is what the grid asks for", points=(), schedule=())
+    write_record(record, directory / "tuning.json")
+    return directory
+
+
+def _reason(root: Path, plan: PlanRecord, part: Part) -> str:
+    """Reason why a part has no result: its own, else that of what it needs, for one that never started has none."""
+    for name in (part.name, *part.needs):
+        found = ending(root, plan.execution, name)
+        if found is not None and found.reason:
+            return found.reason if name == part.name else f"{name} failed: {found.reason}"
+    return _LOST
+
+
+def _report(
+    root: Path, record: StudyRecord, tags: Mapping[str, str] | None = None, status: RunStatus = RunStatus.FINISHED
+) -> Path:
+    """Write the page, log results, table and figure in the ablation's run, and end that; the page's directory."""
+    directory = root / record.execution / record.study.node
+    paths = write_study(record, directory)
+    plan = read_plan(root, record.execution)
+    recipe = load_recipe(str(recorded_recipe(root, f"{plan.execution}/{plan.parts[0].name}")))
+    words = [*answers(record), f"{len(record.failures)} variants failed.", "The page is the artifact `ablation.html`."]
+    tracker = _ablation_run(root, plan, recipe)
+    tracker.log(result_metrics(record))
+    tracker.set_tags({NOTE: "\n\n".join(words), "num_failed": str(len(record.failures)), **(tags or {})})
+    for path in paths:
+        tracker.log_artifact(path)
+    tracker.close(status)
+    return directory

@@ -1,0 +1,190 @@
+"""A bake-off: train with every drafter from one policy, their steps in turn with those of an autoregressive arm.
+
+Each drafter has an engine and a learner of its own. As many live at once as `tuning.max_live_engines` allows, the
+autoregressive arm among them; it runs anew beside each such group.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.length import DraftLength
+from slipstream.recipe import Recipe, parameters
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import DraftRecord
+from slipstream.records.steps import ArmRecord
+from slipstream.stages.context import RunContext
+from slipstream.stages.execution import NOTE
+from slipstream.stages.pretrain_draft import pretrain_draft
+from slipstream.stages.recipe_engines import draft_weights
+from slipstream.stages.runs import execution_run, tracked
+from slipstream.stages.store import finished
+from slipstream.stages.support import decode, settled, tokenizer
+from slipstream.stages.train_grpo import arm_plan
+from slipstream.study.ranking import Trained, rank, result_metrics
+from slipstream.study.study_page import answers, write_study
+from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
+from slipstream.tracking import ABLATION, KIND_TAG, RunStatus
+from slipstream.train.arm import ArmPlan, train
+from slipstream.train.turns import Turn, in_turn
+from slipstream.types import Arm, Prompt
+from slipstream.workers.engines import RemoteEngine
+from slipstream.workers.session import connect
+
+logger = logging.getLogger(__name__)
+
+NODE = Study.BAKE_OFF.node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Member:
+    """One arm of a group, with all that its training needs: a drafter's, or the autoregressive one."""
+
+    context: RunContext
+    recipe: Recipe
+    plan: ArmPlan
+    pretraining_s: float = 0.0
+
+
+def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]:
+    """Refuse what the recipe cannot do with one of the drafters, before anything expensive starts; their names.
+
+    Raises:
+        ConfigError: the error names the drafter.
+    """
+    drafters = drafter_recipes(recipe, grid)
+    context.directory(NODE)  # by which an execution is known for a bake-off
+    return [drafter.name for drafter in drafters]
+
+
+def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
+    """Compare the drafters; a directory with bake_off.html, bake_off.json and a figure.
+
+    One that fails is in the table with its reason, and the others go on.
+    """
+    done = finished(context, NODE, "bake_off.json")
+    if done is not None:
+        return done
+    recipe = settled(context, recipe)
+    drafters = drafter_recipes(recipe, grid)
+    directory = context.directory(NODE)
+    connect()
+    with tracked(context, recipe, NODE, {"k": str(grid.draft_lengths[0])}) as tracker:
+        members: dict[Variant, _Member] = {}
+        ended: dict[Variant, Trained | str] = {}
+        for drafter, own in drafters.items():
+            try:
+                members[drafter] = _pretrained(context, drafter, own, policy=policy, data=data)
+            except Exception as error:
+                logger.exception("bake_off: %s drops out, the others go on", drafter.name)
+                ended[drafter] = f"{type(error).__name__}: {error}"
+        for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
+            logger.info("bake_off: %s, their steps in turn", ", ".join(drafter.name for drafter in group))
+            ended |= _trained(context, {each: members[each] for each in group}, number, policy=policy, data=data)
+        name, dtype = recipe.name, recipe.learner.dtype.value
+        record = rank(Study.BAKE_OFF, ended, execution=context.execution, recipe=name, dtype=dtype)
+        for path in write_study(record, directory):
+            tracker.log_artifact(path)
+        tracker.log(result_metrics(record))
+    text = " ".join(answers(record))
+    with execution_run(context, recipe) as run:
+        run.log(result_metrics(record))
+        # Of many arms, as an ablation is: beside executions of the chain, which have two, it would be misread.
+        run.set_tags({NOTE: text, "num_dropouts": str(len(record.failures)), KIND_TAG: ABLATION})
+    logger.info("bake_off: %s", text)
+    return directory
+
+
+def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
+    """A drafter whose draft is there; those that differ in their training during RL alone share one."""
+    from slipstream.drafts.compatibility import require_fit
+
+    own = replace(context, execution=f"{context.execution}/{drafter.name}")
+    execution_run(own, recipe, params=parameters(recipe)).detach()
+    try:
+        draft = pretrain_draft(own, recipe, policy=policy, data=data)
+        weights = draft_weights(recipe.draft, draft)
+        require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+    except Exception:
+        execution_run(own, recipe).close(RunStatus.FAILED)
+        raise
+    length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
+    return _Member(
+        context=own,
+        recipe=recipe,
+        plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
+        pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
+    )
+
+
+def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:
+    """Groups of `size` at most, as even as can be."""
+    num = -(-len(drafters) // size)
+    for index in range(num):
+        yield drafters[index * len(drafters) // num : (index + 1) * len(drafters) // num]
+
+
+def _trained(
+    context: RunContext, group: Mapping[Variant, _Member], number: int, *, policy: Path, data: Path
+) -> dict[Variant, Trained | str]:
+    """Train one group beside an autoregressive arm of its own.
+
+    Raises:
+        Exception: that arm failed: there is nothing to compare with.
+    """
+    alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
+    own = replace(context, execution=f"{context.execution}/{alone}")
+    execution_run(own, recipe, params=parameters(recipe)).detach()
+    length = DraftLength(num_speculative_tokens=0)
+    plan = arm_plan(recipe, Arm.AUTOREGRESSIVE, policy=policy, draft=policy, length=length)
+    members = {alone: _Member(context=own, recipe=recipe, plan=plan), **{each.name: m for each, m in group.items()}}
+    starting = threading.Semaphore(recipe.tuning.num_starting)
+    run = partial(_train, starting=starting, policy=policy, prompts=read_prompt_sets(data).train)
+    arms = in_turn({name: partial(run, member) for name, member in members.items()})
+    if isinstance(arms[alone], BaseException):
+        raise arms[alone]
+    ended: dict[Variant, Trained | str] = {}
+    for drafter, member in group.items():
+        arm = arms[drafter.name]
+        if isinstance(arm, BaseException):
+            logger.error("bake_off: %s drops out, the others went on", drafter.name, exc_info=arm)
+            ended[drafter] = f"{type(arm).__name__}: {arm}"
+        else:
+            ended[drafter] = Trained(arm=arm, baseline=arms[alone], pretraining_s=member.pretraining_s)
+    return ended
+
+
+def _train(
+    member: _Member, turn: Turn, *, starting: threading.Semaphore, policy: Path, prompts: Sequence[Prompt]
+) -> ArmRecord:
+    """Train one arm, a step at a time; its MLflow run ends with it."""
+    directory = member.context.directory("train_grpo")
+    with execution_run(member.context, member.recipe) as tracker:
+        record = train(
+            member.recipe,
+            replace(member.plan, start_engine=partial(_started, member.plan, starting)),
+            policy=policy,
+            prompts=prompts,
+            decode=decode(tokenizer(policy)),
+            directory=directory,
+            log=tracker.log,
+            turn=turn,
+        )
+        tracker.log_artifact(write_record(record, directory / "arm.json"))
+    return record
+
+
+@contextmanager
+def _started(plan: ArmPlan, starting: threading.Semaphore) -> Iterator[RemoteEngine]:
+    """The plan's engine, of which only so many start at once."""
+    with ExitStack() as opened:
+        with starting:
+            engine = opened.enter_context(plan.start_engine())
+        yield engine

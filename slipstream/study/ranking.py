@@ -1,0 +1,238 @@
+"""Rank the variants of a study by measured step time, each beside the autoregressive arm that it is compared with.
+
+Speedups are ratios within a seed, paired by step, and only then taken over seeds: what a seed's prompts cost cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.report.formats import metrics_with_ends
+from slipstream.report.summary import last_quarter, pooled_acceptance
+from slipstream.statistics import Estimate, bootstrap_difference, bootstrap_grouped_ratio
+from slipstream.study.variants import Setting, Study, Variant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A variant's arm, and the autoregressive one of its workload and seed, in a bake-off that of its group."""
+
+    arm: ArmRecord
+    baseline: ArmRecord
+    pretraining_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One variant beside its autoregressive arm; intervals are over steps."""
+
+    variant: Variant
+    num_speculative_tokens: int  # it drafted with; 0: speculation lost in tuning
+    num_steps: int
+    generation: Estimate  # autoregressive seconds over the variant's
+    step: Estimate  # the same of whole steps, training of the draft included
+    reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
+    mean_acceptance_length: float  # bonus token included
+    ends: tuple[float, float]  # the same over the first quarter of the steps and over the last
+    pretraining_s: float  # with the policy's responses, in a bake-off; 0: there was none
+    training_s: float  # of the draft, a step on average; 0: there was none
+    saved_s: float  # a step, median autoregressive less median own; negative: lost
+    machine: str  # empty: not recorded
+    baseline_machine: str
+
+    @property
+    def is_unequal(self) -> bool:
+        """Return True if it was timed on another machine than its baseline: their ratio says little."""
+        return "" not in (self.machine, self.baseline_machine) and self.machine != self.baseline_machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A variant without a result."""
+
+    variant: Variant
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One setting over its seeds. Intervals are over seeds and steps, with one seed over steps alone."""
+
+    rank: int  # from 1, within its workload
+    setting: Setting
+    outcomes: tuple[Outcome, ...]  # by seed
+    generation: Estimate
+    step: Estimate
+    behind: Estimate | None  # step time over the first's of its workload; None: it is that, or no seed is common
+    reward_difference: Estimate
+    mean_acceptance_length: float  # mean over the seeds
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Draft tokens an iteration by seed; where they are tuned they may differ."""
+        return tuple(outcome.num_speculative_tokens for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyRecord:
+    """A whole study: every variant of its grid is among the rows' outcomes or the failures."""
+
+    study: Study
+    execution: str
+    recipe: str
+    rows: tuple[Row, ...]  # by workload, the fastest step first
+    failures: tuple[Failure, ...]
+    dtype: str = ""  # of learner and engines; empty: not recorded
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Every variant that came to a result."""
+        return tuple(outcome for row in self.rows for outcome in row.outcomes)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All variants, those that failed too."""
+        return (*(o.variant for o in self.outcomes), *(failure.variant for failure in self.failures))
+
+
+def rank(
+    study: Study, ended: Mapping[Variant, Trained | str], *, execution: str, recipe: str, dtype: str = ""
+) -> StudyRecord:
+    """Rank every variant that was trained, within its workload.
+
+    Args:
+        ended: the arms of each variant of the grid, or the reason why it has none.
+    """
+    by_setting: dict[Setting, dict[int, Trained]] = {}
+    for variant, arms in ended.items():
+        if isinstance(arms, Trained):
+            by_setting.setdefault(variant.setting, {})[variant.seed] = arms
+    rows: list[Row] = []
+    for workload in dict.fromkeys(setting.workload for setting in by_setting):
+        own = [_row(*each) for each in by_setting.items() if each[0].workload is workload]
+        own.sort(key=lambda row: (-row.step.value, row.setting.name))
+        first = by_setting[own[0].setting]
+        for number, row in enumerate(own, start=1):
+            arms = by_setting[row.setting]
+            common = [Trained(baseline=arms[s].arm, arm=first[s].arm) for s in sorted(arms.keys() & first.keys())]
+            # Groups of a bake-off had autoregressive arms of their own, so that their steps are not compared directly.
+            behind = _speedup(common, _step_s) if number > 1 and common and study is Study.ABLATION else None
+            rows.append(replace(row, rank=number, behind=behind))
+    failures = tuple(Failure(variant=each, reason=why) for each, why in ended.items() if isinstance(why, str))
+    return StudyRecord(
+        study=study, execution=execution, recipe=recipe, rows=tuple(rows), failures=failures, dtype=dtype
+    )
+
+
+def verdict(row: Row) -> str:
+    """Say if the setting is faster than no speculation, and if another one is better than it."""
+    if not any(row.lengths):
+        return "speculation lost in tuning"
+    if row.step.ci95 is None:
+        return "one timed step, no interval"
+    if loses(row):
+        return "LOSES to autoregressive"
+    if row.step.ci95[0] <= 1:
+        return "no gain beyond the noise"
+    if row.behind is None or row.behind.ci95 is None:
+        return "faster"
+    return "faster, as the first" if row.behind.ci95[0] <= 1 else "faster, behind the first"
+
+
+def loses(row: Row) -> bool:
+    """Return True if the step is slower than without speculation, beyond the noise."""
+    return row.step.ci95 is not None and row.step.ci95[1] < 1
+
+
+def equals_first(row: Row, first: Row) -> bool:
+    """Return True if a faster setting is not told apart from the first of its workload."""
+    if row.behind is not None:
+        return verdict(row) == "faster, as the first"
+    low = first.step.ci95[0] if first.step.ci95 else first.step.value
+    return row.step.ci95 is not None and row.step.ci95[1] >= low
+
+
+def result_metrics(record: StudyRecord) -> dict[str, float]:
+    """Every `result/…` metric of the study's run: the counts, those of each setting, and those of the best."""
+    counts = ("num_settings", "num_failed") if record.study is Study.ABLATION else ("num_drafters", "num_dropouts")
+    metrics = {f"result/{counts[0]}": float(len(record.rows)), f"result/{counts[1]}": float(len(record.failures))}
+    for row in record.rows:
+        metrics |= _metrics(row, f"_{row.setting.name.replace('-', '_')}")
+    return metrics | (_metrics(max(record.rows, key=lambda row: row.step.value)) if record.rows else {})
+
+
+def outcome_metrics(outcome: Outcome) -> dict[str, float]:
+    """Every `result/…` metric of a variant's run."""
+    return {"result/num_speculative_tokens": float(outcome.num_speculative_tokens), **_metrics(outcome)}
+
+
+def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
+    return {
+        f"result/mean_acceptance_length{suffix}": found.mean_acceptance_length,
+        **metrics_with_ends(f"result/generation_speedup{suffix}", found.generation),
+        **metrics_with_ends(f"result/step_speedup{suffix}", found.step),
+        **metrics_with_ends(f"result/reward_difference{suffix}", found.reward_difference),
+    }
+
+
+def _row(setting: Setting, trained: Mapping[int, Trained]) -> Row:
+    seeds = sorted(trained)
+    outcomes = tuple(_outcome(Variant(setting=setting, seed=seed), trained[seed]) for seed in seeds)
+    estimates = _estimates([trained[seed] for seed in seeds])
+    return Row(rank=0, setting=setting, outcomes=outcomes, behind=None, **estimates)
+
+
+def _outcome(variant: Variant, trained: Trained) -> Outcome:
+    arm, baseline = trained.arm, trained.baseline
+    timed, quarter = arm.timed_steps, max(1, len(arm.steps) // 4)
+    return Outcome(
+        variant=variant,
+        num_speculative_tokens=arm.num_speculative_tokens,
+        num_steps=len(arm.steps),
+        ends=(_acceptance_length(arm.steps[:quarter]), _acceptance_length(arm.steps[-quarter:])),
+        pretraining_s=trained.pretraining_s,
+        training_s=float(np.mean([step.draft_update.elapsed_s if step.draft_update else 0.0 for step in timed])),
+        saved_s=float(np.median([*map(_step_s, baseline.timed_steps)]) - np.median([*map(_step_s, timed)])),
+        machine=arm.machine,
+        baseline_machine=baseline.machine,
+        **_estimates([trained]),
+    )
+
+
+def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
+    """The fields that a row and an outcome share, over one seed or several."""
+    return {
+        "generation": _speedup(trained, lambda step: step.times.generation_s),
+        "step": _speedup(trained, _step_s),
+        "reward_difference": _reward_difference(trained),
+        "mean_acceptance_length": float(np.mean([_acceptance_length(each.arm.steps) for each in trained])),
+    }
+
+
+def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
+    return bootstrap_grouped_ratio(
+        [([*map(seconds, each.baseline.timed_steps)], [*map(seconds, each.arm.timed_steps)]) for each in trained]
+    )
+
+
+def _step_s(step: StepRecord) -> float:
+    return step.times.step_s
+
+
+def _reward_difference(trained: Iterable[Trained]) -> Estimate:
+    """Rewards of the last quarter of the steps that both arms made, variant minus autoregressive."""
+    pairs: list[tuple[float, float]] = []
+    for each in trained:
+        base, own = ({step.step: step.reward_mean for step in arm.steps} for arm in (each.baseline, each.arm))
+        pairs += [(base[step], own[step]) for step in last_quarter(sorted(base.keys() & own.keys()))]
+    return bootstrap_difference([base for base, _ in pairs], [own for _, own in pairs])
+
+
+def _acceptance_length(steps: Sequence[StepRecord]) -> float:
+    acceptance = pooled_acceptance(steps)
+    return acceptance.mean_acceptance_length if acceptance else 1.0

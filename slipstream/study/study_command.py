@@ -1,0 +1,135 @@
+"""`slipstream study`, with its presets `ablation` and `bakeoff`: variants beside a baseline here, and their table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from slipstream import demo
+from slipstream.config import require
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
+from slipstream.recipe import load_recipe
+from slipstream.records.files import read_record
+from slipstream.stages.context import new_execution
+from slipstream.stages.launch import handed_on, requested
+from slipstream.study.variants import Grid, Study, drafter_recipes, variant_recipes
+from slipstream.types import Workload
+
+PRESETS = {
+    "study": "train variants of a draft here, one by one or their steps in turn, and rank them",
+    "ablation": "train a grid of drafts and draft lengths here, and rank them",
+    "bakeoff": "compare drafters on one policy here, their steps in turn",
+}
+"""Help of each command."""
+_AXES: dict[str, tuple[type, list[str]]] = {
+    "methods": (DraftMethod, ["--methods"]),
+    "draft_inits": (DraftInit, ["--draft-inits", "--inits"]),
+    "losses": (str, ["--losses"]),
+    "draft_lengths": (int, ["--draft-lengths", "--num-speculative-tokens"]),
+    "online": (DraftOnline, ["--online"]),
+    "seeds": (int, ["--seeds", "--seed"]),
+    "workloads": (Workload, ["--workloads", "--workload"]),
+}
+"""Lists that span the grid, with the flags that the presets have for them."""
+_APART = {"draft_inits": FRESH_INITS, "draft_lengths": (3, 7)}
+_IN_TURN = {
+    "methods": (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM),
+    "draft_inits": FRESH_INITS,
+    "online": (DraftOnline.OFF, DraftOnline.ALWAYS),
+    "draft_lengths": (3,),
+}
+_EPILOG = (
+    "A list that is left out keeps what the recipe says. An ablation without any has --draft-inits in_domain general "
+    "--draft-lengths 3 7. With steps in turn there is one length, seed and workload, and lists that are left out are "
+    "--methods eagle3 draft_model ngram --draft-inits in_domain general --online off always --draft-lengths 3. An "
+    "ablation chooses a length (k) of 0 by measured time."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyLaunch:
+    """A workflow with its inputs."""
+
+    study: Study
+    inputs: Mapping[str, Any]  # None: not given
+    execution: str
+    reuse_stored: bool
+
+    def command(self, root: Path) -> list[str]:
+        """`pyflyte run` and the workflow's inputs."""
+        given = {name: json.dumps(v) if isinstance(v, tuple) else v for name, v in self.inputs.items()}
+        reuse = "--reuse_stored" if self.reuse_stored else "--no_reuse_stored"
+        return [*demo.pyflyte_run(self.study.value), *demo.given_inputs(**given, run_root=str(root)), reuse]
+
+
+def add_options(command: argparse.ArgumentParser, preset: str) -> None:
+    """The lists that span the grid, and what all variants share."""
+    command.add_argument("--recipe", default="tiny")
+    for name, (kind, flags) in _AXES.items():
+        choices = list(kind) if issubclass(kind, StrEnum) else None
+        command.add_argument(*flags, dest=name, nargs="+", default=[], type=str if choices else kind, choices=choices)
+    command.add_argument("--num-steps", type=int, help="GRPO steps an arm; default: the recipe's")
+    command.add_argument("--overrides", nargs="+", default=[], metavar="FIELD=VALUE", help="of every variant's recipe")
+    command.add_argument("--run-root", default="runs")
+    command.add_argument("--fresh", action="store_true", help="make data, policies and drafts anew, though stored")
+    if preset == "study":
+        command.add_argument("--in-turn", action="store_true", help="one step of each variant in turn: a bake-off")
+    command.set_defaults(preset=preset, **({} if preset == "study" else {"in_turn": preset == "bakeoff"}))
+    command.epilog = _EPILOG
+
+
+def launched(options: argparse.Namespace) -> StudyLaunch:
+    """Build the launch that the options ask for.
+
+    Raises:
+        ConfigError: the grid or a variant's recipe breaks a rule.
+    """
+    overrides = handed_on(options.overrides)
+    grid = _grid(options)
+    if options.in_turn:
+        inputs: dict[str, Any] = {"workload": next(iter(grid.workloads), None), "seed": next(iter(grid.seeds), None)}
+        changes = requested(overrides, num_steps=options.num_steps, **inputs)
+        drafter_recipes(load_recipe(options.recipe, overrides=changes), grid)
+        inputs |= {"methods": grid.methods, "inits": grid.draft_inits, "online": grid.online}
+        inputs["num_speculative_tokens"] = grid.draft_lengths[0]
+    else:
+        variant_recipes(options.recipe, grid, requested(overrides, num_steps=options.num_steps))
+        inputs = {name: values for name, values in vars(grid).items() if name != "online"}
+    inputs |= {"recipe": demo.handed_on_recipe(options.recipe), "num_steps": options.num_steps, "overrides": overrides}
+    return StudyLaunch(
+        study=Study.BAKE_OFF if options.in_turn else Study.ABLATION,
+        inputs=inputs,
+        execution=new_execution(f"{options.preset}-{Path(options.recipe).stem}"),
+        reuse_stored=not options.fresh,
+    )
+
+
+def _grid(options: argparse.Namespace) -> Grid:
+    """The grid that the lists span, with the preset's values for those that it needs."""
+    given = {name: tuple(map(kind, getattr(options, name))) for name, (kind, _) in _AXES.items()}
+    if not options.in_turn:
+        rule = "must be left out without steps in turn"
+        require(not given["online"], "--online", rule, options.online, "an ablation keeps the recipe's")
+        return Grid(**(given if any(given.values()) else _APART))
+    rule = "must be left out with steps in turn"
+    require(not given["losses"], "--losses", rule, options.losses, "override draft.loss, for all of them")
+    for name in ("draft_lengths", "seeds", "workloads"):
+        rule = "must name at most one value with steps in turn"
+        require(len(given[name]) <= 1, _AXES[name][1][0], rule, getattr(options, name), "an ablation takes several")
+    return Grid(**given | {name: given[name] or values for name, values in _IN_TURN.items()})
+
+
+def result(root: Path, launch: StudyLaunch) -> str:
+    """Text for the end: the tables, the answers, and where the page lies."""
+    from slipstream.study.ranking import StudyRecord
+    from slipstream.study.study_page import answers, study_text
+
+    page = root / launch.execution / launch.study.node / f"{launch.study.value}.html"
+    require(page.with_suffix(".json").is_file(), "the study", "must have left a ranking", str(page.parent))
+    record = read_record(StudyRecord, page.with_suffix(".json"))
+    return "\n\n".join(["", study_text(record), *answers(record), f"page: {page}"])

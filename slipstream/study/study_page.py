@@ -1,0 +1,207 @@
+"""The tables of a study, in a terminal and on one self-contained HTML page with their figure and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from slipstream.records.files import write_atomic, write_record
+from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg
+from slipstream.report.formats import (
+    WORKLOAD_LABELS,
+    difference_with_interval,
+    interval,
+    speedup,
+    speedup_with_interval,
+)
+from slipstream.report.reference import DraftReference, read_reference
+from slipstream.study.ranking import Row, StudyRecord, equals_first, loses, verdict
+from slipstream.study.variants import TUNED, Setting, Study
+from slipstream.types import Arm
+from slipstream.workers.placement.table import table
+
+_WORDS = {
+    **{"eagle3": "EAGLE-3", "draft_model": "small model", "ngram": "n-gram", "suffix": "suffix", "mtp": "MTP"},
+    "in_domain": "the task's prompts",
+    "general": "general prompts",
+    "from_hub": "a given draft, the task's prompts",
+    **{"always": "trained every step", "when_stale": "trained when stale"},
+}
+"""A drafter's method, prompts and training in RL, as they are shown."""
+_PUBLISHED = {
+    "ngram-off": "n-gram",
+    "eagle3-general-off": "EAGLE-3, UltraChat + Magpie, offline",
+    "eagle3-general-always": "EAGLE-3, UltraChat + Magpie, online",
+    "eagle3-in_domain-off": "EAGLE-3, DAPO, offline",
+    "eagle3-in_domain-always": "EAGLE-3, DAPO, online",
+}
+"""Published draft of each drafter's kind: general prompts were UltraChat and Magpie, the task's DAPO."""
+_ROW_HEIGHT_IN = 0.34
+
+Cell = Callable[[StudyRecord, Row], str]
+
+
+def label(record: StudyRecord, setting: Setting) -> str:
+    """Describe the drafter; in an ablation, what sets it apart from the others, and all of it if nothing does."""
+    if setting.online is not None:
+        return ", ".join(_WORDS[part] for part in (setting.method, setting.init, setting.online) if part in _WORDS)
+    settings = {variant.setting for variant in record.variants}
+    shown = {
+        "workload": WORKLOAD_LABELS[setting.workload.value],
+        **{axis: str(getattr(setting, axis)) for axis in ("init", "method", "loss")},
+    }
+    words = [text for axis, text in shown.items() if len({getattr(other, axis) for other in settings}) > 1]
+    length = f"k {setting.num_speculative_tokens or TUNED}"
+    return ", ".join([*words, length]) if words or len(settings) > 1 else setting.name
+
+
+def _seeds(record: StudyRecord, row: Row) -> str:
+    """Number of seeds that came to a result, of all where one failed."""
+    number = len({variant.seed for variant in record.variants})
+    return str(number) if len(row.outcomes) == number else f"{len(row.outcomes)} of {number}"
+
+
+def _seconds(value: float, digits: int) -> str:
+    return f"{value:.{digits}f} s" if value else "-"
+
+
+def _repaid(_: StudyRecord, row: Row) -> str:
+    """Steps after which the time that they save is that of pretraining."""
+    (outcome,) = row.outcomes
+    if not outcome.pretraining_s:
+        return "-"
+    return f"{outcome.pretraining_s / outcome.saved_s:.0f} steps" if outcome.saved_s > 0 else "never"
+
+
+def _published(form: Callable[[DraftReference], str]) -> Cell:
+    """A cell of what was measured elsewhere of a drafter of this kind, on the workload of the same name."""
+
+    def cell(_: StudyRecord, row: Row) -> str:
+        drafts = read_reference().workloads[row.setting.workload.value].drafts
+        return next((form(draft) for draft in drafts if draft.draft == _PUBLISHED.get(row.setting.name)), "-")
+
+    return cell
+
+
+COLUMNS: dict[str, Cell] = {
+    "rank": lambda _, row: str(row.rank),
+    "setting": lambda record, row: label(record, row.setting),
+    "drafter": lambda record, row: label(record, row.setting),
+    "k": lambda _, row: ", ".join(map(str, sorted(set(row.lengths)))),  # `5, 7` where seeds were tuned differently
+    "seeds": _seeds,
+    "step speedup": lambda _, row: speedup_with_interval(row.step),
+    "generation speedup": lambda _, row: speedup_with_interval(row.generation),
+    "step time / first": lambda _, row: "-" if row.behind is None else speedup_with_interval(row.behind),
+    "reward - AR": lambda _, row: difference_with_interval(row.reward_difference),
+    "acceptance length": lambda _, row: f"{row.mean_acceptance_length:.2f}",
+    "AL": lambda _, row: f"{row.mean_acceptance_length:.2f}",
+    "AL, first to last": lambda _, row: " to ".join(f"{length:.2f}" for length in row.outcomes[0].ends),
+    "pretraining": lambda _, row: _seconds(row.outcomes[0].pretraining_s, 0),
+    "repaid after": _repaid,
+    "training a step": lambda _, row: _seconds(row.outcomes[0].training_s, 2),
+    "paper: acceptance length": _published(lambda draft: f"{draft.mean_acceptance_length:.2f}"),
+    "paper: generation speedup": _published(lambda draft: speedup(draft.generation_speedup)),
+    "verdict": lambda _, row: verdict(row),
+}
+_RANKED = ("rank", "setting", "k", "seeds", "step speedup", "generation speedup", "step time / first", "reward - AR")
+TABLES: dict[Study, tuple[tuple[str, ...], ...]] = {
+    Study.ABLATION: ((*_RANKED, "acceptance length", "verdict"),),
+    Study.BAKE_OFF: (  # each fits a terminal
+        ("drafter", "AL", "generation speedup", "step speedup", "verdict"),
+        ("drafter", "pretraining", "repaid after", "training a step", "reward - AR"),
+        ("drafter", "AL, first to last", "paper: acceptance length", "paper: generation speedup"),
+    ),
+}
+"""Headings of the tables. AL is the acceptance length; what was published stands in columns of its own."""
+
+
+def cells(record: StudyRecord, row: Row, headings: Sequence[str]) -> list[str]:
+    """The cells of a row under `headings`."""
+    return [COLUMNS[heading](record, row) for heading in headings]
+
+
+def study_text(record: StudyRecord) -> str:
+    """Plain text: the tables, then what failed and why."""
+    tables = [
+        table([list(headings), *(cells(record, row, headings) for row in record.rows)])
+        for headings in (TABLES[record.study] if record.rows else ())
+    ]
+    failures = "\n".join(f"{failure.variant.name} FAILED: {failure.reason}" for failure in record.failures)
+    return "\n\n".join(filter(None, [*tables, failures]))
+
+
+def answers(record: StudyRecord) -> list[str]:
+    """One sentence a workload: which setting is the fastest, by how much, and which are as good."""
+    sentences = []
+    for first in (row for row in record.rows if row.rank == 1):
+        workload, name = first.setting.workload, label(record, first.setting)
+        start = f"{WORKLOAD_LABELS[workload.value]}: "
+        if first.step.ci95 is not None and first.step.ci95[0] <= 1:
+            sentences.append(f"{start}no draft makes a step faster beyond the noise; the best is {name}.")
+            continue
+        others = [row for row in record.rows if row.setting.workload is workload and row.rank > 1]
+        equal = [label(record, row.setting) for row in others if equals_first(row, first)]
+        tie = f" Not told apart from it by these steps: {'; '.join(equal)}." if equal else ""
+        sentences.append(
+            f"{start}{name} has the shortest step: {speedup(first.step.value)} ({interval(first.step)}) the "
+            f"autoregressive arm's speed, generation {speedup(first.generation.value)}.{tie}"
+        )
+    return sentences or ["No variant came to a result."]
+
+
+def write_study(record: StudyRecord, directory: Path) -> list[Path]:
+    """Write the page, `speedups.svg` if there is a result, and the record, each atomically and named as the study."""
+    html, figure = directory / f"{record.study.value}.html", directory / "speedups.svg"
+    svg = speedups(record) if record.rows else ""
+    write_atomic(html, _page(record, svg).encode())
+    if svg:
+        write_atomic(figure, svg.encode())
+    written = write_record(record, html.with_suffix(".json"))  # last: it says that all is there
+    return [html, *([figure] if svg else []), written]
+
+
+def _page(record: StudyRecord, svg: str) -> str:
+    here = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("study.html.jinja").render(
+        record=record,
+        is_ablation=record.study is Study.ABLATION,
+        answers=answers(record),
+        workloads={row.setting.workload: WORKLOAD_LABELS[row.setting.workload.value] for row in record.rows},
+        tables=TABLES[record.study],
+        cells=partial(cells, record),
+        loses=loses,
+        paper_label=read_reference().label,
+        figure=Markup(svg),
+        style=Markup((here.with_name("report") / "style.css").read_text()),
+    )
+
+
+def speedups(record: StudyRecord) -> str:
+    """Step and generation speedup of every setting, ranked from the top: interval, value, and each seed's own value."""
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for ax, kind in zip(axes, ("step", "generation"), strict=True):
+            for place, row in enumerate(record.rows):
+                estimate = getattr(row, kind)
+                low, high = estimate.ci95 or (estimate.value, estimate.value)
+                errors = [[max(0.0, estimate.value - low)], [max(0.0, high - estimate.value)]]
+                colour = LOSS if loses(row) else ARM_COLOURS[Arm.SPECULATIVE]
+                ax.errorbar([estimate.value], [place], xerr=errors, fmt="o", markersize=5, color=colour, capsize=3)
+                values = [getattr(outcome, kind).value for outcome in row.outcomes]
+                ax.plot(values, [place + 0.24] * len(values), "|", color=INK, markersize=5, alpha=0.7)
+            ax.axvline(1, color=INK, linewidth=0.9, linestyle="--")
+            ax.set(title=f"{kind.capitalize()} speedup over autoregressive", ylim=(len(record.rows) - 0.4, -0.6))
+            ax.grid(visible=True, axis="x")
+            ax.grid(visible=False, axis="y")
+            names = [f"{row.rank}. {label(record, row.setting)}" for row in record.rows] if kind == "step" else []
+            ax.set_yticks(range(len(names)), names)
+
+    return draw_svg(2, 0.9 + _ROW_HEIGHT_IN * len(record.rows), draw)

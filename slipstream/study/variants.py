@@ -1,0 +1,257 @@
+"""The plan of a study: its variants, their recipes, and the parts that make them. Pure, before anything starts.
+
+An ablation trains its variants one by one; a bake-off takes their steps in turn. Extend both by adding to the enums of
+`drafts.config`: what they hold, a grid may name. A part of an ablation is what runs once:
+
+    policy      a workload's, with the data
+    draft       of a workload, initialisation, method, loss and seed; every draft length takes the same one
+    baseline    the autoregressive arm of a workload and seed, which every variant of both is compared with
+    variant     the speculative arm of one point of the grid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import product
+from typing import Any
+
+from slipstream.config import ConfigError, merge, require
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.drafts.methods import TRAITS, Training, require_package
+from slipstream.recipe import Recipe, load_recipe, resolve_recipe
+from slipstream.stages.launch import require_loop
+from slipstream.types import ArmLoop, Workload
+
+MAX_VARIANTS, MAX_DRAFTERS = 64, 24
+TUNED = "tuned"
+"""In names and tables: the draft length is chosen by measured time, as in a run of the whole chain."""
+_OWN_INPUTS = {"init": "draft_inits", "method": "methods", "loss": "losses", "seed": "seeds"}  # by field of the draft
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Study(StrEnum):
+    """The two studies, by the name of their workflow and of their page's file."""
+
+    ABLATION = "ablation"
+    BAKE_OFF = "bake_off"
+
+    @property
+    def node(self) -> str:
+        """The task that leaves the page."""
+        return "rank_ablation" if self is Study.ABLATION else "bake_off"
+
+
+class Kind(StrEnum):
+    """Product of a part."""
+
+    POLICY = "policy"
+    DRAFT = "draft"
+    BASELINE = "baseline"
+    VARIANT = "variant"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One point of a grid, whatever the seed."""
+
+    workload: Workload
+    method: DraftMethod
+    init: DraftInit | None  # None: nothing is pretrained
+    loss: str
+    num_speculative_tokens: int  # 0: tuned
+    online: DraftOnline | None = None  # None: the recipe's, as in an ablation
+
+    @property
+    def draft_name(self) -> str:
+        """Name of the draft, which all draft lengths of an ablation share."""
+        return f"{self.workload.value}-{self.init}-{self.method.value}-{self.loss}"
+
+    @property
+    def name(self) -> str:
+        """Name of a directory or a run; in a bake-off the drafter's, for nothing else differs there."""
+        if self.online is None:
+            return f"{self.draft_name}-k{self.num_speculative_tokens or f'-{TUNED}'}"
+        return "-".join(filter(None, (self.method, self.init, self.online)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One setting with one seed: what is trained once."""
+
+    setting: Setting
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of a directory or a run; all variants of a bake-off have one seed."""
+        return f"{self.setting.name}-seed{self.seed}" if self.setting.online is None else self.setting.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Lists of values to compare: every combination is a variant. An empty list keeps what the recipe says."""
+
+    draft_inits: tuple[DraftInit, ...] = ()
+    methods: tuple[DraftMethod, ...] = ()
+    losses: tuple[str, ...] = ()
+    draft_lengths: tuple[int, ...] = ()  # k; 0, or no list: chosen by measured time, as `tune_draft_length` chooses it
+    seeds: tuple[int, ...] = ()
+    workloads: tuple[Workload, ...] = ()
+    online: tuple[DraftOnline, ...] = ()  # of a bake-off alone
+
+    def __post_init__(self) -> None:
+        number = 1
+        for name, values in vars(self).items():
+            require(len(set(values)) == len(values), name, "must name each value once", values)
+            number *= max(1, len(values))
+        require(min(self.draft_lengths, default=0) >= 0, "draft_lengths", "must be >= 0", self.draft_lengths, "0 tunes")
+        require(min(self.seeds, default=0) >= 0, "seeds", "must be >= 0", self.seeds)
+        rule = f"must have at most {MAX_VARIANTS} variants"
+        require(number <= MAX_VARIANTS, "the grid", rule, number, "shorten one of its lists, or run two ablations")
+
+    def variants(self, recipes: Iterable[Recipe]) -> tuple[Variant, ...]:
+        """All variants of `recipes`, the study's for each workload; those that share a baseline lie together.
+
+        In a bake-off a method that is not pretrained has no prompts, and one that RL cannot train is not trained.
+        """
+        found: dict[Variant, None] = {}
+        for recipe in recipes:
+            for seed, method, init, loss, k, online in product(
+                self.seeds or (recipe.grpo.seed,),
+                self.methods or (recipe.draft.method,),
+                self.draft_inits or (recipe.draft.init,),
+                self.losses or (recipe.draft.loss,),
+                self.draft_lengths or (0,),
+                self.online or (None,),
+            ):
+                setting = Setting(
+                    workload=recipe.workload, method=method, init=init, loss=loss, num_speculative_tokens=k
+                )
+                if online is not None:
+                    own_init = init if TRAITS[method].training is not Training.NONE else None
+                    own_online = online if TRAITS[method].trains_online else DraftOnline.OFF
+                    setting = replace(setting, init=own_init, online=own_online)
+                found[Variant(setting=setting, seed=seed)] = None
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Product of one task, made once. Its recipe is that of `variant`; a policy and a baseline ignore its draft."""
+
+    name: str
+    kind: Kind
+    variant: Variant
+    needs: tuple[str, ...]  # parts that must be finished before
+
+
+def parts(variants: Iterable[Variant]) -> tuple[Part, ...]:
+    """The parts of all `variants`, each after those that it needs."""
+    found: dict[str, Part] = {}
+    for variant in variants:
+        setting, seed = variant.setting, f"seed{variant.seed}"
+        policy = f"policy-{setting.workload.value}"
+        draft = f"draft-{setting.draft_name}-{seed}"
+        baseline = f"baseline-{setting.workload.value}-{seed}"
+        for name, kind, needs in (
+            (policy, Kind.POLICY, ()),
+            (draft, Kind.DRAFT, (policy,)),
+            (baseline, Kind.BASELINE, (policy,)),
+            (variant.name, Kind.VARIANT, (policy, draft, baseline)),
+        ):
+            found.setdefault(name, Part(name=name, kind=kind, variant=variant, needs=needs))
+    order = list(Kind)
+    return tuple(sorted(found.values(), key=lambda part: order.index(part.kind)))
+
+
+def chosen_seeds(seeds: Iterable[int], kickoff_time: datetime) -> tuple[int, ...]:
+    """The seeds that are given, else the one of a schedule's kickoff, else none: the recipe's is kept."""
+    day = kickoff_day(kickoff_time)
+    return tuple(seeds) or ((day,) if day else ())
+
+
+def kickoff_day(kickoff_time: datetime) -> int:
+    """Days from 1970-01-01 to the kickoff in UTC, the seed of what a schedule starts; 0 without a schedule."""
+    moment = kickoff_time if kickoff_time.tzinfo is not None else kickoff_time.replace(tzinfo=UTC)
+    return (moment - _EPOCH).days
+
+
+def variant_recipes(
+    name: str, grid: Grid, requested: Mapping[str, Any]
+) -> dict[Variant, tuple[Recipe, dict[str, str]]]:
+    """Every variant of an ablation with its recipe, and who gave the recipe's values, as `resolve_recipe` says.
+
+    Args:
+        name: of the ablation's recipe, or a path to it.
+        requested: what the launch overrides for all of them, but not what the grid varies.
+    Raises:
+        ConfigError: the recipe refuses a variant, which the error names.
+    """
+    draft = requested.get("draft", {})
+    for field, own in _OWN_INPUTS.items():
+        taken = isinstance(draft, Mapping) and field in draft
+        require(not taken, "overrides", f"must leave out draft.{field}", f"draft.{field}", f"give the input {own}")
+    recipes = [load_recipe(name, workload=of, overrides=requested) for of in grid.workloads or (None,)]
+    return {variant: _variant_recipe(name, variant, requested, grid) for variant in grid.variants(recipes)}
+
+
+def _variant_recipe(
+    name: str, variant: Variant, requested: Mapping[str, Any], grid: Grid
+) -> tuple[Recipe, dict[str, str]]:
+    """The recipe of one variant, in which only what the grid lists is changed."""
+    setting = variant.setting
+    values = {"init": str(setting.init), "method": setting.method.value, "loss": setting.loss, "seed": variant.seed}
+    own: dict[str, Any] = {"draft": {field: values[field] for field, of in _OWN_INPUTS.items() if getattr(grid, of)}}
+    if grid.seeds:
+        own["grpo"] = {"seed": variant.seed}
+    if setting.num_speculative_tokens:  # the engine must have room for it
+        own["tuning"] = {"candidate_ks": [0, setting.num_speculative_tokens]}
+    workload = setting.workload if grid.workloads else None
+    try:
+        resolved = resolve_recipe(name, workload=workload, overrides=merge(requested, own))
+        require_loop(resolved[0], ArmLoop.SYNCHRONOUS)
+    except ConfigError as error:
+        raise ConfigError(f"variant {variant.name}: {error}") from error
+    return resolved
+
+
+def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
+    """Every drafter of a bake-off with its recipe.
+
+    Raises:
+        ConfigError: a list is empty, there are too many drafters, or the recipe refuses one, which the error names.
+    """
+    for name in ("methods", "draft_inits", "online", "draft_lengths"):
+        require(bool(getattr(grid, name)), name, "must name at least one value", ())
+    require(grid.draft_lengths[0] >= 1, "num_speculative_tokens", "must be >= 1", grid.draft_lengths[0])
+    drafters = grid.variants([recipe])
+    rule = f"must be at most {MAX_DRAFTERS}"
+    require(len(drafters) <= MAX_DRAFTERS, "the number of drafters", rule, len(drafters), "shorten one of the lists")
+    return {drafter: _drafter_recipe(recipe, drafter.setting) for drafter in drafters}
+
+
+def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
+    """The recipe of one drafter, in which only its draft is changed."""
+    assert setting.online is not None
+    try:
+        require_loop(recipe, ArmLoop.SYNCHRONOUS)  # steps in turn are one after another
+        require_package(setting.method)
+        require(
+            not recipe.placement.takes_turns,
+            "placement.memory",
+            "must be 'shared' in a bake-off",
+            recipe.placement.memory.value,
+            "there several learners live at once, and each would wait with all its memory",
+        )
+        init = recipe.draft.init if setting.init is None else setting.init
+        return replace(
+            recipe,
+            draft=replace(recipe.draft, method=setting.method, init=init, online=setting.online),
+            tuning=replace(recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens)),  # the engine has room
+            engine=replace(recipe.engine, num_kept_idle=min(recipe.engine.num_kept_idle, 1)),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"drafter {setting.name}: {error}") from error

@@ -1,0 +1,369 @@
+"""Asynchronous GRPO: generation and training at the same time, each in a thread of its own.
+
+- produce: owns the engines. It generates, and gives them new weights when the trainer asks for that.
+- score: rewards what was generated.
+- train: learns from it, and has the next weights published. It alone is finite.
+
+How far generation runs ahead is a bound on the lag and nothing else: while the engines hold version v,
+(v + lag + 1) batches are asked of them in all.
+
+`one_step_off`: batch t comes, whole, from version t - lag of the policy. The engines take version t when they have made
+the batches that older versions are to make, and generate batch t + lag. Which version makes a batch is fixed, so
+nothing depends on how fast any part is; with a lag of 0 the steps are those of `SyncLoop`. A step that is followed by a
+checkpoint ends when all that was asked for is there, so that none of it is made twice.
+
+`in_flight`: engines never stop. New weights enter between two of their iterations, and what is under way goes on.
+Groups are submitted in the order of the prompts and come back in any. Of each is known which version it was submitted
+under, and no token of it is older. A batch takes first the groups that the steps after it could not take any more, for
+they would be older than the lag allows or too many at once, and waits for them; then others in the order in which they
+came. So no group is left out for being long, and none is trained on that is too old.
+
+Of groups that were submitted under version v, the last step that can take them is v + lag. A step takes `P` groups, so
+all of version v or before are taken in time only if no more than `P * (v + lag - t + 1)` of them are left when step t
+begins. That holds for every v, not for the oldest alone: a step that takes young groups, only because they are there,
+may leave more old ones than a later batch holds. It can always be kept: while the newest version is t,
+(t + lag + 1) batches were submitted in all, so at most a batch of those that are there has to be taken in one step.
+
+Legend: `P` prompts a step; group `i` is prompt `i % P` of batch `i // P`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.data.prompts import PromptStream
+from slipstream.engine.acceptance import combine
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.requests import GroupRequest, group_requests, rollout_seed
+from slipstream.grpo.loop_config import LoopConfig, TooOld
+from slipstream.records.steps import RefitCheck, StepRecord
+from slipstream.refit.gate import Export
+from slipstream.rewards.verifier import RewardResult
+from slipstream.train.batch import Versions
+from slipstream.train.loop import Trainer, engine_seed, recent
+from slipstream.train.metrics import StageClock, Stopwatch
+from slipstream.train.pending import Pending, Scored, Submitted
+from slipstream.train.queues import Queue, ThreadGroup
+from slipstream.train.recovery import FaultTolerantEngines
+from slipstream.types import Arm, LoopMode, RolloutGroup
+
+MAX_ADVANCE_S = 0.05
+"""How long new weights may wait for engines that could take them."""
+
+
+@dataclass(kw_only=True)
+class AsyncLoop:
+    """Training beside generation; a loop runs once.
+
+    Attributes:
+        threads: of this training alone.
+        pending: what an earlier attempt generated and did not train on; what it had under way is restarted.
+        on_step: gets each step's record before the next one starts, and what is pending if a checkpoint is due.
+        submitted: counter of all attempts; None counts nothing.
+    """
+
+    arm: Arm
+    engines: FaultTolerantEngines
+    prompts: PromptStream
+    score: Callable[[Sequence[RolloutGroup]], RewardResult]
+    trainer: Trainer
+    sampling: SamplingConfig
+    loop: LoopConfig
+    on_step: Callable[[StepRecord, Pending | None], None]
+    start_clock: Callable[[], StageClock] = StageClock
+    threads: ThreadGroup = field(default_factory=ThreadGroup)
+    pending: Pending = field(default_factory=Pending)
+    submitted: Submitted | None = None
+    max_advance_s: float = MAX_ADVANCE_S
+
+    def run(self, start_step: int) -> None:
+        """Train from `start_step` to the end.
+
+        Raises:
+            Exception: what any of the three loops raised.
+        """
+        threads, scored, config = self.threads, self.pending.scored, self.trainer.config
+        self._exports: Queue[Export] = Queue(threads)
+        self._published: Queue[tuple[RefitCheck, int]] = Queue(threads)  # and how many rollouts were restarted
+        self._generated: Queue[tuple[int, GenerationResult, float]] = Queue(threads)  # index, and when it ended
+        self._advanced: Queue[Portion] = Queue(threads)
+        self._scored: Queue[Scored] = Queue(threads, scored)
+        # In flight, of each group that was submitted and not trained on: the version that it was submitted under.
+        # Threads read and change it under their lock.
+        self._started = {} if self._is_whole else {each.index: _oldest(each) for each in scored}
+        num_kept = start_step * self._per_step + sum(len(each.result.groups) for each in scored)
+        self._num_submitted = num_kept + len(self.pending.under_way)  # of all attempts; `produce` alone changes it
+        num_lost = 0 if self.submitted is None else max(0, self.submitted.read() - num_kept)
+        self._watch = Stopwatch(num_regenerated=num_lost * config.group_size)
+        threads.run(
+            {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)},
+            finite="train",
+        )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether batches are generated whole, each by one version."""
+        return self.loop.mode is not LoopMode.IN_FLIGHT
+
+    @property
+    def _lag(self) -> int:
+        return self.loop.max_off_policy_steps
+
+    @property
+    def _per_step(self) -> int:
+        return self.trainer.config.prompts_per_step
+
+    def _produce(self) -> None:
+        """The loop that owns the engines. Consumes prompts, as many as the lag allows, and the trainer's new weights.
+
+        Waits for: the engines, in flight for a moment at a time; and for new weights, when the lag allows no more
+        groups and all that were asked for have come back. Unblocked by: the trainer, or the end of the training.
+        """
+        version = self._publish(self._exports.take())
+        self._submit(self.pending.under_way, version)
+        while True:
+            num_batches = min(version + self._lag + 1, self.trainer.config.num_steps)
+            admitted = range(self._num_submitted, max(self._num_submitted, num_batches * self._per_step))
+            if self._is_whole:
+                for batch in range(admitted.start // self._per_step, admitted.stop // self._per_step):
+                    self._generate(batch)
+            else:
+                self._submit(admitted, version)
+            export = self._exports.poll() if self.engines.under_way else self._exports.take()
+            if export is not None:
+                version = self._publish(export)
+            else:
+                self._advance()
+
+    def _publish(self, export: Export) -> int:
+        with self._watch.delivery.busy():
+            refit = self.engines.deliver(export)
+        restarts = not self._is_whole and self.loop.too_old is TooOld.RESTART
+        self._published.put((refit, self._restart_overdue(export.version) if restarts else 0))
+        return export.version
+
+    def _restart_overdue(self, version: int) -> int:
+        """Restart what this step would have to wait for; how many rollouts that were.
+
+        A group of which nothing was complete is as young as the version then, and no step waits for it. Of one that was
+        partly complete the rest is restarted, and the step waits: its complete rollouts cannot get younger.
+        """
+        due = self.threads.update(lambda: overdue(self._started, version, lag=self._lag))
+        num_restarted = 0
+        for index in [request.index for request in self.engines.under_way if request.index in due]:
+            num = self.engines.restart([index], seeds=lambda request: _other_seeds(request, version))
+            num_restarted += num
+            if num == self.trainer.config.group_size:
+                self.threads.update(lambda index=index: self._started.update({index: version}))
+        return num_restarted
+
+    def _count_submitted(self, num_submitted: int) -> None:
+        self._num_submitted = max(self._num_submitted, num_submitted)
+        if self.submitted is not None:
+            self.submitted.note(self._num_submitted)
+
+    def _generate(self, batch: int) -> None:
+        """Generate a whole batch."""
+        config = self.trainer.config
+        self._count_submitted((batch + 1) * self._per_step)
+        with self._watch.engine.busy():
+            result = self.engines.generate(
+                self.prompts.batch(batch),
+                sampling=self.sampling,
+                group_size=config.group_size,
+                seed=engine_seed(config.seed, self.arm, batch),
+            )
+        self._watch.engine.rested(result.engine_idle_fraction * result.generation_s)
+        self._generated.put((batch, result, time.perf_counter()))
+
+    def _submit(self, indices: Sequence[int], version: int) -> None:
+        if not indices:
+            return
+        self.threads.update(lambda: self._started.update(dict.fromkeys(indices, version)))
+        self._count_submitted(indices[-1] + 1)
+        config = self.trainer.config
+        by_step: dict[int, tuple[GroupRequest, ...]] = {}
+        for step in {index // self._per_step for index in indices}:
+            seed = engine_seed(config.seed, self.arm, step)
+            by_step[step] = group_requests(self.prompts.batch(step), group_size=config.group_size, seed=seed)
+        self.engines.submit(
+            [replace(by_step[index // self._per_step][index % self._per_step], index=index) for index in indices]
+        )
+
+    def _advance(self) -> None:
+        start_s = time.perf_counter()
+        with self._watch.engine.busy():
+            portion = self.engines.advance(max_s=self.max_advance_s)
+        ended_s = time.perf_counter()
+        self._watch.engine.rested(max(0.0, ended_s - start_s - (portion.ended_s - portion.started_s)))
+        self._advanced.put(replace(portion, groups=()))
+        for index, group in portion.groups:
+            result = GenerationResult(groups=(group,), acceptance=None, generation_s=0.0)
+            self._generated.put((index, result, ended_s))
+
+    def _score(self) -> None:
+        """The loop that scores. Consumes what `produce` generated and queues it, with its rewards, for training.
+
+        Waits for: something that was generated. Unblocked by: `produce`, or the end of the training.
+        """
+        max_groups = (self._lag + 1) * self._per_step
+        while True:
+            index, result, generated_s = self._generated.take()
+            with self._watch.score.busy():
+                rewards = self.score(result.groups)
+            self._scored.put(Scored(index=index, result=result, rewards=rewards, generated_s=generated_s))
+            num_groups = sum(len(each.result.groups) for each in self._scored.items)
+            assert num_groups <= max_groups, f"{num_groups} groups wait for training, of at most {max_groups}"
+
+    def _train(self, start_step: int) -> None:
+        """The finite loop. Consumes one batch a step, and has its new weights published at the next.
+
+        Waits for: the learner to write its new weights; its batch, in flight one that leaves nothing behind that the
+        next step could not take; and, at the end of the step, the engines to have taken the weights. Where they need
+        the learner for that, all of it comes first. Unblocked by: `produce` and `score`, or the end of the training.
+        """
+        trainer, watch = self.trainer, self._watch
+        versions: tuple[Versions, ...] = self.pending.published
+        for step in range(start_step, trainer.config.num_steps):
+            clock = self.start_clock()
+            draft_version, published = trainer.draft.version, None
+            with watch.exporting():
+                export = self.engines.export(step, draft_version=draft_version)
+                self._exports.put(export)
+                if not export.frees_learner:
+                    published = self._published.take()
+            versions = (*recent(versions, step - 1, self._lag), (step, draft_version))
+            batch = self._take_batch(step, clock)
+            result, rewards = self._joined(batch)
+            with watch.learner.busy():
+                learned = trainer.learn(step, result, rewards, clock=clock, published=versions)
+            if published is None:
+                published = watch.delivered(clock, self._published.take)
+            refit, num_restarted = published
+            watch.num_restarted += num_restarted
+            pending = self._pending(step, versions, clock) if trainer.config.is_checkpoint_due(step) else None
+            record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
+            self.on_step(record, pending)
+
+    def _take_batch(self, step: int, clock: StageClock) -> Sequence[Scored]:
+        """The batch of a step, once it is there; in flight its groups are taken out of `_started`."""
+
+        def chosen(waiting: Sequence[Scored]) -> list[Scored] | None:
+            if self._is_whole:
+                return [each for each in waiting if each.index == step] or None
+            groups = choose_batch(waiting, self._started, step, lag=self._lag, per_step=self._per_step)
+            for each in groups or ():
+                del self._started[each.index]
+            return groups
+
+        def num_awaited() -> int:
+            there = [each.index for each in self._scored.items]
+            missing = num_missing(there, self._started, step, lag=self._lag, per_step=self._per_step)
+            return missing * self.trainer.config.group_size
+
+        if not self._is_whole:
+            self._watch.num_awaited += self.threads.update(num_awaited)
+        return self._watch.waited(clock, lambda: self._scored.pick(chosen))
+
+    def _joined(self, batch: Sequence[Scored]) -> tuple[GenerationResult, RewardResult]:
+        """The batch as one result, in flight with what the engines did since the step before."""
+        watch = self._watch
+        if self._is_whole:
+            (own,) = batch
+            watch.num_regenerated += own.result.num_regenerated
+            return own.result, own.rewards
+        advanced = self._advanced.drain()
+        drafted = [each.acceptance for each in advanced if each.acceptance is not None]
+        watch.num_regenerated += sum(each.num_regenerated for each in advanced)
+        result = GenerationResult(
+            groups=tuple(group for each in batch for group in each.result.groups),
+            acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
+            generation_s=watch.generated_s(),
+        )
+        rewards = RewardResult(
+            rewards=tuple(reward for each in batch for reward in each.rewards.rewards),
+            num_timeouts=sum(each.rewards.num_timeouts for each in batch),
+            num_crashes=sum(each.rewards.num_crashes for each in batch),
+        )
+        return result, rewards
+
+    def _pending(self, step: int, versions: tuple[Versions, ...], clock: StageClock) -> Pending:
+        """What a checkpoint after this step holds: whole batches once all that were asked for are there."""
+        if self._is_whole:
+            num_ahead = min(self._lag, self.trainer.config.num_steps - 1 - step)
+            rest = self._watch.waited(clock, lambda: self._scored.wait_for(num_ahead))
+            return Pending(scored=tuple(rest), published=recent(versions, step, self._lag))
+
+        def snapshot() -> Pending:
+            scored = self._scored.items
+            in_queue = {each.index for each in scored}
+            under_way = tuple(sorted(index for index in self._started if index not in in_queue))
+            return Pending(scored=scored, under_way=under_way, published=versions)
+
+        return self.threads.update(snapshot)
+
+
+def overdue(started: Mapping[int, int], step: int, *, lag: int) -> set[int]:
+    """Groups that would be older than the lag allows in the step after this one.
+
+    Args:
+        started: by index of each group that was not trained on yet, the version that it was submitted under.
+        step: which takes a batch; its version is the newest.
+        lag: in steps.
+    """
+    return {index for index, version in started.items() if version <= step - lag}
+
+
+def num_missing(there: Sequence[int], started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> int:
+    """How many groups this step has to take and has to wait for; `there` are those that it could take.
+
+    Raises:
+        AssertionError: more are overdue than a batch holds; the steps before took the wrong ones.
+    """
+    missing = 0
+    for version, num_required in _required(started, step, lag=lag, per_step=per_step):
+        missing = max(missing, num_required - sum(started[index] <= version for index in there))
+    return missing
+
+
+def choose_batch(
+    waiting: Sequence[Scored], started: Mapping[int, int], step: int, *, lag: int, per_step: int
+) -> list[Scored] | None:
+    """`per_step` groups, or None as long as too few are there: those that have to be taken, then in the order given.
+
+    Raises:
+        AssertionError: see `num_missing`.
+    """
+    there = [each.index for each in waiting]
+    if len(there) < per_step or num_missing(there, started, step, lag=lag, per_step=per_step):
+        return None
+    chosen: list[int] = []
+    for version, num_required in _required(started, step, lag=lag, per_step=per_step):
+        others = [index for index in there if started[index] <= version and index not in chosen]
+        chosen += others[: max(0, num_required - len(chosen))]
+    chosen += [index for index in there if index not in chosen][: per_step - len(chosen)]
+    by_index = {each.index: each for each in waiting}
+    return [by_index[index] for index in chosen]
+
+
+def _required(started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> list[tuple[int, int]]:
+    """How many groups of each version or before this step has to take; the oldest version first."""
+    required: list[tuple[int, int]] = []
+    for num_later, version in enumerate(range(step - lag, step - lag + max(1, lag))):
+        num = max(0, sum(each <= version for each in started.values()) - num_later * per_step)
+        assert num <= per_step, f"{num} groups of version {version} or before have to be taken in step {step}"
+        required.append((version, num))
+    return required
+
+
+def _oldest(scored: Scored) -> int:
+    """The version that no token of it is older than."""
+    return min(rollout.policy_version for group in scored.result.groups for rollout in group.rollouts)
+
+
+def _other_seeds(request: GroupRequest, version: int) -> tuple[int, ...]:
+    """Seeds of rollouts that are restarted under this version: the old ones would repeat what was sampled."""
+    return tuple(rollout_seed(seed, request.prompt.id, version) for seed in request.seeds)

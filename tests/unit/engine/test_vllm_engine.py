@@ -1,0 +1,52 @@
+"""What vLLM is told of the device."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+import pytest
+
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.vllm_engine import device_arguments, loadable
+
+GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
+CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
+
+
+@pytest.mark.parametrize("can_rest", [False, True])
+def test_on_a_gpu_an_engine_in_flight_has_no_step_under_way_between_two_others(can_rest: bool) -> None:
+    at_rest, flying = (device_arguments(GPU, is_in_flight=each, can_rest=can_rest) for each in (False, True))
+    assert "async_scheduling" not in at_rest
+    assert flying == at_rest | {"async_scheduling": False}
+
+
+def test_on_a_cpu_where_vllm_never_schedules_ahead_it_is_told_nothing_of_it() -> None:
+    assert device_arguments(CPU, is_in_flight=True) == device_arguments(CPU, is_in_flight=False)
+    assert "async_scheduling" not in device_arguments(CPU, is_in_flight=True)
+
+
+@pytest.mark.parametrize("name", ["a [b]", "c*", "d?"])
+def test_a_model_is_found_by_a_glob_pattern_whatever_its_path(tmp_path: Path, name: str) -> None:
+    model = tmp_path / name / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").touch()
+    with loadable(model) as path:
+        (found,) = glob.glob(f"{path}/*.safetensors")
+        assert Path(found).resolve() == (model / "model.safetensors").resolve()
+    assert not path.exists()
+    assert model.is_dir()
+
+
+def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
+    with loadable(tmp_path) as path:
+        assert path == tmp_path
+
+
+def test_only_an_engine_that_can_rest_has_vllms_sleep_mode_and_only_on_a_gpu() -> None:
+    assert device_arguments(GPU, is_in_flight=False) == {"gpu_memory_utilization": 0.6}
+    assert device_arguments(GPU, is_in_flight=False, can_rest=True) == {
+        "gpu_memory_utilization": 0.6,
+        "enable_sleep_mode": True,
+    }
+    assert "enable_sleep_mode" not in device_arguments(CPU, is_in_flight=False, can_rest=True)

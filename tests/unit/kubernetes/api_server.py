@@ -1,0 +1,229 @@
+"""An HTTP server that speaks the part of the Kubernetes API that a preflight asks for.
+
+Shapes: Kubernetes 1.34's API reference, KubeRay 1.5 and NVIDIA's DRA driver 25.8; what nobody reads is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kubernetes import client as k8s
+
+from slipstream.kubernetes.kubernetes_api import Api, api_of
+
+Answer = tuple[int, dict[str, Any]]
+HANGS: Answer = (0, {})
+NAMESPACE = "slipstream"
+CORE = f"/api/v1/namespaces/{NAMESPACE}"
+
+
+@dataclass
+class Cluster:
+    """Answers by `METHOD path`, what was asked, and how long a client waits."""
+
+    answers: dict[str, Answer]
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (method and path with query, body)
+    released: threading.Event = field(default_factory=threading.Event)
+    denied: set[str] = field(default_factory=set)  # rights, as in "create rayjobs"
+
+
+def status(code: int, message: str) -> Answer:
+    """What the API server answers where it refuses."""
+    body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    return code, body
+
+
+def forbidden(verb: str, resource: str) -> Answer:
+    """As a cluster with RBAC says it."""
+    user = "system:serviceaccount:slipstream:default"
+    return status(403, f'{resource} is forbidden: User "{user}" cannot {verb} resource "{resource}" in API group ""')
+
+
+def node(name: str, *, clique: str | None = "a.0", **changes: Any) -> dict[str, Any]:
+    """A compute tray of a GB200 NVL72."""
+    labels = {"kubernetes.io/arch": "arm64", "nvidia.com/gpu.product": "NVIDIA-GB200"}
+    if clique is not None:
+        labels["nvidia.com/gpu.clique"] = clique
+    allocatable = {
+        "cpu": "143500m",
+        "memory": "1004Gi",
+        "ephemeral-storage": "1Ti",
+        "nvidia.com/gpu": "4",
+    } | changes.get("allocatable", {})
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"unschedulable": changes.get("cordoned", False), "taints": changes.get("taints", [])},
+        "status": {
+            "allocatable": allocatable,
+            "conditions": [{"type": "Ready", "status": "True" if changes.get("ready", True) else "Unknown"}],
+        },
+    }
+
+
+def node_list(*nodes: dict[str, Any]) -> Answer:
+    return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": {}, "items": list(nodes)}
+
+
+def crd(name: str, *served: str) -> Answer:
+    plural, _, group = name.partition(".")
+    names = {"plural": plural, "kind": plural.title()}
+    versions = [{"name": version, "served": True, "storage": version == served[0]} for version in served]
+    return 200, {
+        "kind": "CustomResourceDefinition",
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "metadata": {"name": name},
+        "spec": {"group": group, "names": names, "scope": "Namespaced", "versions": versions},
+        "status": {"conditions": [{"type": "Established", "status": "True"}], "acceptedNames": names},
+    }
+
+
+def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> Answer:
+    return 200, {
+        "kind": "PersistentVolumeClaim",
+        "apiVersion": "v1",
+        "metadata": {"name": "slipstream-runs"},
+        "spec": {"accessModes": [mode], "storageClassName": "lustre"},
+        "status": {"phase": phase},
+    }
+
+
+def storage_class(binding: str = "Immediate") -> Answer:
+    return 200, {
+        "kind": "StorageClass",
+        "apiVersion": "storage.k8s.io/v1",
+        "metadata": {"name": "lustre"},
+        "provisioner": "lustre.csi.storage",
+        "volumeBindingMode": binding,
+    }
+
+
+def secret(**values: str) -> Answer:
+    return 200, {"kind": "Secret", "apiVersion": "v1", "metadata": {"name": "s"}, "data": values}
+
+
+def api_groups(*groups: str) -> Answer:
+    """Of `group/version`."""
+    items = []
+    for group in groups:
+        name, _, version = group.partition("/")
+        entry = {"groupVersion": group, "version": version}
+        items.append({"name": name, "versions": [entry], "preferredVersion": entry})
+    return 200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": items}
+
+
+def quotas(*items: tuple[dict[str, str], dict[str, str]]) -> Answer:
+    """Of (hard, used)."""
+    listed = [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}} for hard, used in items]
+    return 200, {"kind": "ResourceQuotaList", "apiVersion": "v1", "metadata": {}, "items": listed}
+
+
+def pod(phase: str, **container_state: Any) -> Answer:
+    state = [
+        {"name": "probe", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": container_state}
+    ]
+    return 200, {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {"name": "slipstream-preflight-x1"},
+        "status": {"phase": phase, "containerStatuses": state if container_state else []},
+    }
+
+
+def whole_cluster() -> Cluster:
+    """Eight trays in one clique, and everything installed."""
+    deployed = {"metadata": {"name": "slipstream-channel"}, "kind": "ResourceClaimTemplate"}
+    account = {"kind": "ServiceAccount", "apiVersion": "v1", "metadata": {"name": "slipstream"}}
+    return Cluster(
+        answers={
+            "GET /api/v1/nodes": node_list(*[node(f"tray-{index}") for index in range(8)]),
+            "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions/rayjobs.ray.io": crd("rayjobs.ray.io", "v1"),
+            "GET /apis/apiextensions.k8s.io/v1/customresourcedefinitions/computedomains.resource.nvidia.com": crd(
+                "computedomains.resource.nvidia.com", "v1beta1"
+            ),
+            "GET /apis/": api_groups("apps/v1", "resource.k8s.io/v1"),
+            f"GET /apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaimtemplates/slipstream-channel": (
+                200,
+                deployed,
+            ),
+            f"GET {CORE}/persistentvolumeclaims/slipstream-runs": claim(),
+            "GET /apis/storage.k8s.io/v1/storageclasses/lustre": storage_class(),
+            f"GET {CORE}/secrets/slipstream-ray": secret(auth_token="eA=="),
+            f"GET {CORE}/serviceaccounts/slipstream": (200, account),
+            f"GET {CORE}/resourcequotas": quotas(
+                ({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "32"})
+            ),
+            f"POST {CORE}/pods": pod("Pending"),
+            f"GET {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
+            f"DELETE {CORE}/pods/slipstream-preflight-x1": pod("Succeeded"),
+            "GET /health": (200, {}),
+        }
+    )
+
+
+@contextmanager
+def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, str]]:
+    """A client of the cluster, and the server's address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else every answer waits 40 ms, between its head and its body
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self._answer()
+
+        def do_DELETE(self) -> None:
+            self._answer()
+
+        def _answer(self) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            body = json.loads(self.rfile.read(length)) if length else {}
+            route = f"{self.command} {self.path.partition('?')[0]}"
+            cluster.asked.append((f"{self.command} {self.path}", body))
+            if route.endswith("/selfsubjectaccessreviews"):
+                code, answer = _review(cluster, body)
+            else:
+                code, answer = cluster.answers.get(route, status(404, f"no {route}"))
+            if code == 0:
+                cluster.released.wait(30)
+                return
+            data = json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield api_of(k8s.Configuration(host=address), timeout_s=timeout_s), address
+    finally:
+        cluster.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+def _review(cluster: Cluster, body: dict[str, Any]) -> Answer:
+    wanted = body["spec"]["resourceAttributes"]
+    is_allowed = f"{wanted['verb']} {wanted['resource']}" not in cluster.denied
+    return 201, {
+        "kind": "SelfSubjectAccessReview",
+        "apiVersion": "authorization.k8s.io/v1",
+        "spec": body["spec"],
+        "status": {"allowed": is_allowed, **({} if is_allowed else {"reason": "no RBAC policy matched"})},
+    }

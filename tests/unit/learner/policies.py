@@ -1,0 +1,72 @@
+"""Small policies for the tests of the learner, and what they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.grpo.config import LossConfig, OptimizerConfig
+from slipstream.grpo.update import Update
+from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.types import TrainBatch
+
+VOCAB = 32
+SCRATCH = ScratchConfig(
+    hidden_size=32, num_layers=3, head_dim=16, ffn_hidden_size=48, max_position_embeddings=64, num_steps=30, seed=3
+)
+LEARNER = LearnerConfig(max_tokens_per_microbatch=64, num_threads=1)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+def new_policy(
+    scratch: ScratchConfig = SCRATCH, learner: LearnerConfig = LEARNER, optimizer: OptimizerConfig | None = OPTIMIZER
+) -> MegatronPolicy:
+    return MegatronPolicy.from_scratch(scratch, vocab_size=VOCAB, eos_token_id=1, learner=learner, optimizer=optimizer)
+
+
+def random_sequences(count: int = 9, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(tuple(rng.integers(0, VOCAB, rng.integers(5, 30)).tolist()) for _ in range(count))
+
+
+def update_of(
+    policy: MegatronPolicy,
+    sequences: Sequence[tuple[int, ...]] | None = None,
+    *,
+    start: int = 3,
+    seed: int = 0,
+    kl_coefficient: float = 0.0,
+    advantages: Sequence[float] | None = None,
+) -> Update:
+    """An update of the policy on rollouts of its own at temperature 0.8."""
+    sequences = random_sequences(seed=seed) if sequences is None else sequences
+    starts = (start,) * len(sequences)
+    logprobs = policy.logprobs(sequences, starts, 0.8)
+    drawn = np.random.default_rng(seed).normal(size=len(sequences)).tolist()
+    batch = TrainBatch(
+        token_ids=tuple(sequences),
+        prompt_lengths=starts,
+        rollout_logprobs=tuple(tuple(row.tolist()) for row in logprobs),
+        advantages=tuple(drawn if advantages is None else advantages),
+        policy_version=policy.version,
+    )
+    return Update(
+        batch=batch,
+        trainer_logprobs=logprobs,
+        ref_logprobs=logprobs if kl_coefficient else None,
+        loss=LossConfig(kl_coefficient=kl_coefficient),
+        temperature=0.8,
+    )
+
+
+def save(policy: MegatronPolicy, directory: Path) -> Path:
+    """The policy as a model directory, with the tokenizer of another model."""
+    tokenizer = directory / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "config.json").write_text('{"of": "another model"}')
+    policy.save_hf(directory / "model", tokenizer)
+    return directory / "model"

@@ -1,0 +1,342 @@
+"""What of a policy is saved, who saves it, and which checkpoints it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.grpo.config import OptimizerConfig, OptimizerMethod
+from slipstream.learner.checkpoint import CheckpointError, on_disk
+from slipstream.learner.checkpoint.on_disk import LearnerRanks, inspect_checkpoint, open_checkpoint
+from slipstream.learner.checkpoint.policy import (
+    HeldParameter,
+    Run,
+    Stepped,
+    held_parameters,
+    owned,
+    runs,
+)
+from slipstream.learner.config import LearnerConfig, ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.weights import Shard
+from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.types import Dtype
+from tests.unit.learner import policies
+from tests.unit.learner.policies import LEARNER
+from tests.unit.train.world import BareLearner
+
+NORM = "decoder.final_layernorm.weight"
+
+
+SCRATCH = dataclasses.replace(policies.SCRATCH, num_layers=2)
+
+
+def _policy(
+    method: OptimizerMethod = OptimizerMethod.ADAMW,
+    *,
+    scratch: ScratchConfig = SCRATCH,
+    learner: LearnerConfig = LEARNER,
+) -> MegatronPolicy:
+    return policies.new_policy(scratch, learner, OptimizerConfig(method=method, learning_rate=1e-2))
+
+
+def _saved(policy: MegatronPolicy, path: Path, *, num_updates: int = 1) -> Path:
+    for _ in range(num_updates):
+        policy.lm_step([[1, 2, 3, 4]], [1])
+    policy.save_checkpoint(path, {})
+    policy.finish_checkpoint()
+    return path
+
+
+def _run(name: str, size: int, *, is_sharded: bool = False, is_first_copy: bool = True) -> Run:
+    parameter = torch.nn.Parameter(torch.zeros(size))
+    held = HeldParameter(name, parameter, bands=[], stepped=None, is_first_copy=is_first_copy)
+    return Run("weight", held, parameter.detach(), 0, size, is_sharded)
+
+
+def test_data_parallel_ranks_share_out_what_all_of_them_hold() -> None:
+    found = [_run("a", 5), _run("b", 3), _run("c", 1), _run("d", 2), _run("copy", 9, is_first_copy=False)]
+    # The rank with fewer bytes takes the next: a to 0 (5, 0), b to 1 (5, 3), c to 1 (5, 4), d to 1 (5, 6).
+    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
+    assert names == [["a"], ["b", "c", "d"]]
+
+
+def test_what_a_distributed_optimizer_has_dealt_out_stays_where_it_is() -> None:
+    found = [_run("a", 5), _run("mine", 7, is_sharded=True)]
+    names = [[run.held.name for run in owned(found, data_rank=rank, data_size=2)] for rank in range(2)]
+    assert names == [["a", "mine"], ["mine"]]
+
+
+def test_the_first_rank_that_has_an_expert_writes_it() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(9))
+
+    def expert(*, is_data_copy: bool) -> Run:
+        held = HeldParameter(
+            "expert", parameter, bands=[], stepped=None, is_first_copy=True, is_expert=True, is_data_copy=is_data_copy
+        )
+        return Run("weight", held, parameter.detach(), 0, 9, is_sharded=False)
+
+    # Experts count for nobody when the rest is dealt: ranks hold other ones, and have to agree on the rest.
+    for rank, is_copy, written in ((0, False, ["expert", "a"]), (1, False, ["expert", "b"]), (2, True, ["c"])):
+        found = [expert(is_data_copy=is_copy), _run("a", 5), _run("b", 3), _run("c", 1)]
+        assert [run.held.name for run in owned(found, data_rank=rank, data_size=3)] == written
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_an_index_names_each_weight_master_and_moment_once_with_its_whole_shape(
+    dtype: Dtype, tied: bool, tmp_path: Path
+) -> None:
+    policy = _policy(
+        OptimizerMethod.MUON,
+        scratch=dataclasses.replace(SCRATCH, tie_word_embeddings=tied),
+        learner=dataclasses.replace(LEARNER, dtype=dtype),
+    )
+    reader, state = open_checkpoint(LearnerRanks(), _saved(policy, tmp_path / "c"))
+    got = {name: (entry.shape, entry.dtype) for name, entry in reader.index.items()}
+
+    expected: dict[str, Any] = {"rng.cpu/00000": (tuple(torch.get_rng_state().shape), "U8")}
+    low = dtype is Dtype.BFLOAT16
+    for name, weight in policy.weights():
+        shape = tuple(weight.shape)
+        expected[f"weight/{name}"] = (shape, "BF16" if low else "F32")
+        if low:
+            expected[f"main/{name}"] = (shape, "F32")
+        is_hidden_matrix = len(shape) == 2 and "layers" in name
+        for moment in ("momentum_buffer",) if is_hidden_matrix else ("exp_avg", "exp_avg_sq"):
+            expected[f"{moment}/{name}"] = (shape, "F32")
+    assert got == expected
+    assert state == {
+        "version": 0,
+        "num_updates": 1,
+        "layout": {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1},
+        "extra": {},
+    }
+    with reader:
+        for name, weight in policy.weights():
+            assert torch.equal(reader.read_whole(f"weight/{name}"), weight)
+
+
+def test_before_the_first_update_there_are_no_moments(tmp_path: Path) -> None:
+    reader, _ = open_checkpoint(LearnerRanks(), _saved(_policy(), tmp_path / "c", num_updates=0))
+    assert {name.partition("/")[0] for name in reader.index} == {"weight", "rng.cpu"}
+    learned = _policy()
+    learned.lm_step([[1, 2, 3, 4]], [1])
+    learned.load_checkpoint(tmp_path / "c")
+    fresh = _policy()
+    assert learned.lm_step([[5, 6, 7]], [1]) == fresh.lm_step([[5, 6, 7]], [1])
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(learned.weights(), fresh.weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (_policy, None),
+        (lambda: _policy(OptimizerMethod.MUON), "momentum_buffer/model.layers.0.self_attn.q_proj.weight must be F32"),
+        (
+            lambda: _policy(learner=dataclasses.replace(LEARNER, dtype=Dtype.BFLOAT16)),
+            "weight/model.embed_tokens.weight must be BF16",
+        ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=3)),
+            "weight/model.layers.2.input_layernorm.weight must be F32",
+        ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, num_layers=1)),
+            "weight/model.layers.1.input_layernorm.weight is in one of the two alone",
+        ),
+        (
+            lambda: _policy(scratch=dataclasses.replace(SCRATCH, ffn_hidden_size=64)),
+            r"weight/model\.layers\.0\.mlp\.gate_proj\.weight must be F32 \(64, 32\)",
+        ),
+    ],
+    ids=["same", "other optimizer", "other type", "more layers", "fewer layers", "wider layers"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(
+    other: Any, message: str | None, tmp_path: Path
+) -> None:
+    _saved(_policy(), tmp_path / "c")
+    policy = other()
+    before = [weight.clone() for _, weight in policy.weights()]
+    if message is None:
+        policy.load_checkpoint(tmp_path / "c")
+        return
+    with pytest.raises(ValueError, match=message):
+        policy.load_checkpoint(tmp_path / "c")
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, policy.weights(), strict=True))
+
+
+def test_a_policy_without_optimizer_takes_the_weights_alone(tmp_path: Path) -> None:
+    trained = _policy()
+    _saved(trained, tmp_path / "c")
+    judge = policies.new_policy(SCRATCH, optimizer=None)
+    judge.load_checkpoint(tmp_path / "c")
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trained.weights(), judge.weights(), strict=True))
+
+
+class GroupCountingAdam(torch.optim.Optimizer):
+    """Keeps its count of steps in the group, as TransformerEngine's fused Adam does."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter] = {"exp_avg": parameter + group["step"], "exp_avg_sq": parameter * group["step"]}
+
+
+@torch.no_grad()
+def test_a_count_of_steps_in_the_group_is_saved_and_comes_back_there() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    adam = GroupCountingAdam([parameter])
+    for _ in range(3):
+        adam.step()
+    held = HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+    saved = {run.kind: run.numbers.clone() for run in runs(held, num_updates=3)}
+    assert saved["exp_avg"].tolist() == [4.0, 4.0] and saved["exp_avg_sq"].tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 2 updates, got \[3.0\]"):
+        list(runs(held, num_updates=2))
+    other = GroupCountingAdam([parameter])
+    moments = {kind: saved[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    Stepped(parameter, 0, 2, other, is_sharded=False).restore(moments, 3)
+    assert [group["step"] for group in other.param_groups] == [3]
+    assert other.state[parameter] == moments
+
+
+def _stepped(state: dict[str, Any]) -> HeldParameter:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    adam = torch.optim.AdamW([parameter])
+    adam.state[parameter] = state
+    return HeldParameter(NORM, parameter, [], Stepped(parameter, 0, 2, adam, is_sharded=False), is_first_copy=True)
+
+
+def test_a_state_that_no_checkpoint_would_keep_is_refused_by_name() -> None:
+    held = _stepped({"step": torch.tensor(1.0), "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0})
+    with pytest.raises(ValueError, match=rf"state of {NORM} must be .* differs in \['max_exp_avg_sq'\]"):
+        list(runs(held, num_updates=1))
+
+
+def test_an_optimizer_that_has_counted_other_updates_than_the_policy_is_refused() -> None:
+    held = _stepped({"step": torch.tensor(2.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)})
+    with pytest.raises(ValueError, match=rf"{NORM} must have made the policy's 3 updates, got \[2.0\]"):
+        list(runs(held, num_updates=3))
+
+
+def test_tensor_ranks_beyond_the_first_write_no_norms() -> None:
+    policy = _policy()
+    model, arch = policy._gpt, policy.architecture
+    first = held_parameters(model, None, arch, Shard())
+    assert all(held.is_first_copy for held in first)
+    second = held_parameters(model, None, arch, Shard(tensor_rank=1, tensor_size=2))
+    assert {held.name for held in second if not held.is_first_copy} == {
+        held.name for held in second if held.parameter.dim() == 1
+    }
+
+
+class OwnPolicy(BareLearner):
+    """A real policy, as an arm's checkpoints need it."""
+
+    def __init__(self) -> None:
+        self.policy = _policy()
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        return self.policy.load_checkpoint(path)
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return inspect_checkpoint(path)["extra"]
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        self.policy.lm_step([[1, 2, 3, 4]], [1])
+        self.policy.save_checkpoint(path, extra)
+        self.policy.finish_checkpoint()
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Done."""
+
+
+def _flip(path: Path, name: str) -> None:
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+
+
+RANK = "rank-00000.safetensors"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = f"damaged: {RANK} does not have the digest"
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    path = checkpoints.directory / "step-000000"
+    checkpoints.save(learner, [])
+    path.rename(tmp_path / "step-000001")
+    whole = [weight.clone() for _, weight in learner.policy.weights()]
+    learner.save_checkpoint(tmp_path / "step-000002", {"recipe": "a recipe", "steps": []})
+    _flip(tmp_path / "step-000002", RANK)
+    for look in (learner.inspect_checkpoint, learner.load_checkpoint):
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            look(tmp_path / "step-000002")
+    checkpoints._drop_oldest(learner)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    caplog.clear()
+    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert message in caplog.messages[0] and caplog.messages[0].endswith("; trying the one before it")
+    assert all(torch.equal(weight, kept) for (_, weight), kept in zip(learner.policy.weights(), whole, strict=True))
+
+
+def test_what_nobody_touched_is_not_read_again_and_a_copy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = OwnPolicy()
+    learner.save_checkpoint(tmp_path / "step-000001", {"a": 1})
+    shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000002", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "step-000002" / RANK, ns=(1 << 62, 1 << 62))
+    read: list[str] = []
+    monkeypatch.setattr(on_disk, "sum_of", lambda path, sum_of=on_disk.sum_of: read.append(path.name) or sum_of(path))
+    assert learner.inspect_checkpoint(tmp_path / "step-000001") == {"a": 1}
+    assert read == []
+    assert learner.inspect_checkpoint(tmp_path / "step-000002") == {"a": 1}
+    assert RANK in read
+
+
+@pytest.mark.parametrize("kind", ["file", "empty", "full", "nothing", "dangling"])
+def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path) -> None:
+    path, learner = tmp_path / "step-000009", OwnPolicy()
+    match kind:
+        case "file":
+            path.write_text("a note")
+        case "empty" | "full":
+            path.mkdir()
+        case "dangling":
+            path.symlink_to(tmp_path / "nowhere")
+    if kind == "full":
+        (path / "notes.txt").write_text("not ours")
+    for look in (learner.inspect_checkpoint, learner.load_checkpoint):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint at {path}"):
+            look(path)
+    if kind in ("file", "dangling"):  # a save takes its place all the same
+        learner.save_checkpoint(path, {"a": 1})
+        assert learner.load_checkpoint(path) == {"a": 1}
+        learner.save_checkpoint(path, {"a": 2})
+        assert learner.inspect_checkpoint(path) == {"a": 2}
+        assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(tmp_path: Path) -> None:
+    learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
+    checkpoints.save(learner, [])
+    (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
+    shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")
+    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert "recipe" in learner.inspect_checkpoint(tmp_path / "step-000000")
+    learner.save_checkpoint(tmp_path / "step-000001", {"recipe": "a recipe", "steps": []})
+    checkpoints._drop_oldest(learner)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000001"]

@@ -1,0 +1,227 @@
+"""Our Muon against torch's, and memory that is given back between updates: nobody notices, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.grpo.config import OptimizerMethod
+from slipstream.learner.checkpoint.policy import HeldParameter
+from slipstream.learner.config import ScratchConfig
+from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.optimizer import BatchedMuon, TrainingMemory, orthogonal
+from slipstream.types import Dtype
+from tests.unit.learner.policies import LEARNER, OPTIMIZER, SCRATCH, VOCAB, new_policy
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (8, 24)]
+
+
+def _matrices() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("num_iterations", [3, 5])
+def test_the_updates_are_those_of_torch(num_iterations: int) -> None:
+    ours, theirs = _matrices(), _matrices()
+    optimizers = (
+        BatchedMuon(ours, lr=0.02, weight_decay=0.1, num_iterations=num_iterations),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, ns_steps=num_iterations, adjust_lr_fn="match_rms_adamw"),
+    )
+    start = [matrix.detach().clone() for matrix in ours]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other, begin in zip(ours, theirs, start, strict=True):
+        moved, expected = (one - begin).detach(), (other - begin).detach()
+        assert float((moved - expected).norm() / expected.norm()) < 0.02  # both iterate in bfloat16
+
+
+def test_each_matrix_of_a_batch_is_made_orthogonal_by_itself() -> None:
+    matrix = _matrices()[0].detach()
+    matrices = torch.stack([matrix * scale for scale in (1e-3, 1.0, 1e3)])
+    singular_values = torch.linalg.svdvals(orthogonal(matrices, num_iterations=5))
+    assert singular_values.min() > 0.5
+    assert singular_values.max() < 1.5
+
+
+def test_a_matrix_without_gradient_is_left_alone() -> None:
+    moving, still = _matrices()[:2]
+    before = still.detach().clone()
+    moving.grad = torch.ones_like(moving)
+    BatchedMuon([moving, still], lr=0.1).step()
+    assert torch.equal(still, before)
+
+
+SEQUENCES = [np.random.default_rng(i).integers(0, VOCAB, 12 + i).tolist() for i in range(6)]
+STARTS = [3] * len(SEQUENCES)
+KINDS = [
+    pytest.param(dtype, method, is_distributed, id=f"{dtype}-{method}{'-distributed' if is_distributed else ''}")
+    for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16)
+    for method, is_distributed in (
+        (OptimizerMethod.ADAMW, False),
+        (OptimizerMethod.ADAMW, True),
+        (OptimizerMethod.MUON, False),
+    )
+]
+
+
+def _policy(
+    dtype: Dtype = Dtype.FLOAT32,
+    method: OptimizerMethod = OptimizerMethod.ADAMW,
+    is_distributed: bool = False,
+    scratch: ScratchConfig = SCRATCH,
+) -> MegatronPolicy:
+    learner = replace(LEARNER, dtype=dtype, distributed_optimizer=is_distributed)
+    return new_policy(scratch, learner, replace(OPTIMIZER, learning_rate=1e-2, method=method))
+
+
+def _weights(policy: MegatronPolicy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in (*policy.weights(), *policy.mtp_weights())}
+
+
+def _held(policy: MegatronPolicy) -> list[HeldParameter]:
+    return policy._checkpoints._held
+
+
+def _state(policy: MegatronPolicy) -> list[Tensor]:
+    """What the optimizer keeps, and what it steps."""
+    stepped = [held.stepped for held in _held(policy) if held.stepped is not None]
+    moments = [each.optimizer.state[each.main][name] for each in stepped for name in each.moments]
+    return [each.clone() for each in [*(each.main for each in stepped), *moments]]
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
+def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bit(
+    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
+) -> None:
+    resting, other = (_policy(dtype, method, is_distributed) for _ in range(2))
+    for _ in range(3):
+        resting.rest()
+        losses = [policy.lm_step(SEQUENCES, STARTS) for policy in (resting, other)]
+        assert losses[0] == losses[1]
+    resting.rest()
+    assert _same(list(_weights(resting).values()), list(_weights(other).values()))
+    resting.lm_step(SEQUENCES, STARTS)
+    other.lm_step(SEQUENCES, STARTS)
+    assert _same(_state(resting), _state(other))
+
+
+@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
+def test_a_resting_learner_has_its_weights_alone(dtype: Dtype, method: OptimizerMethod, is_distributed: bool) -> None:
+    policy = _policy(dtype, method, is_distributed)
+    policy.lm_step(SEQUENCES, STARTS)
+    before, logprobs = _weights(policy), policy.logprobs(SEQUENCES, STARTS, 1.0)
+    num = policy.architecture.num_parameters()
+    matrices = sum(held.parameter.numel() for held in _held(policy) if _is_muons(held))
+
+    num_bytes = policy.rest()
+
+    # Gradients and two moments in float32, of what Muon steps one; and masters of weights in bfloat16. Megatron pads
+    # its buffers, and shards, a little.
+    expected = 4 * (3 * num - matrices) + (4 * num if dtype is Dtype.BFLOAT16 else 0)
+    assert expected <= num_bytes < 1.02 * expected
+    for held in _held(policy):
+        assert held.parameter.untyped_storage().nbytes() > 0
+        assert held.parameter.main_grad.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
+        assert held.parameter.grad is None
+        assert held.stepped is not None
+        state = held.stepped.optimizer.state[held.stepped.main]
+        assert [state[name].untyped_storage().nbytes() for name in held.stepped.moments] == [0] * (
+            len(held.stepped.moments)
+        )
+    assert _same(list(_weights(policy).values()), list(before.values()))
+    assert all(np.array_equal(a, b) for a, b in zip(policy.logprobs(SEQUENCES, STARTS, 1.0), logprobs, strict=True))
+    assert policy.rest() == 0
+
+
+def _is_muons(held: HeldParameter) -> bool:
+    return held.stepped is not None and held.stepped.moments == ("momentum_buffer",)
+
+
+def test_a_learner_may_rest_before_its_first_update() -> None:
+    policy = _policy()
+    assert policy.rest() >= 4 * policy.architecture.num_parameters()  # there are no moments yet
+    other = _policy()
+    assert policy.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
+
+
+def test_a_policy_that_only_evaluates_has_nothing_to_give_back(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    _policy().save_hf(tmp_path / "model", tmp_path / "tokenizer")
+    assert MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None).rest() == 0
+
+
+@pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
+def test_a_checkpoint_of_a_resting_learner_is_that_of_one_awake(
+    dtype: Dtype, method: OptimizerMethod, is_distributed: bool, tmp_path: Path
+) -> None:
+    policy = _policy(dtype, method, is_distributed)
+    policy.lm_step(SEQUENCES, STARTS)
+    policy.rest()
+    policy.save_checkpoint(tmp_path / "resting", {})
+    policy.finish_checkpoint()
+    policy.save_checkpoint(tmp_path / "awake", {})
+    policy.finish_checkpoint()
+    files = [file.name for file in (tmp_path / "awake").iterdir() if file.suffix == ".safetensors"]
+    assert files
+    assert all((tmp_path / "resting" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes() for name in files)
+
+    resumed = _policy(dtype, method, is_distributed)
+    resumed.rest()
+    resumed.load_checkpoint(tmp_path / "resting")
+    resumed.rest()
+    assert resumed.lm_step(SEQUENCES, STARTS) == policy.lm_step(SEQUENCES, STARTS)
+    assert _same(_state(resumed), _state(policy))
+
+
+def test_an_mtp_layer_rests_with_its_policy() -> None:
+    scratch = replace(SCRATCH, num_mtp_layers=1, head_dim=8)
+    resting, other = _policy(scratch=scratch), _policy(scratch=scratch)
+    for _ in range(3):
+        resting.rest()
+        assert resting.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
+        assert resting.mtp_loss == other.mtp_loss
+    assert resting._mtp_trainer is not None
+    resting.rest()
+    assert resting._mtp_trainer.memory.is_away
+    assert _same(list(_weights(resting).values()), list(_weights(other).values()))
+
+
+def test_what_shares_a_storage_with_the_weights_stays() -> None:
+    layer = torch.nn.Linear(4, 3, bias=False)
+    shard = torch.nn.Parameter(layer.weight.detach().view(-1)[:6])  # as a float32 distributed optimizer steps it
+    master = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([shard, master], lr=1.0)
+    master.grad = torch.ones(5)
+    memory = TrainingMemory(layer, [optimizer], device=torch.device("cpu"))
+    view = master.detach()[2:]
+
+    assert memory.give_back() == 20
+    assert (master.untyped_storage().nbytes(), master.grad) == (0, None)
+    assert shard.untyped_storage().nbytes() == 48
+    memory.take()
+    assert view.tolist() == [1.0, 1.0, 1.0]  # a reference from before is as good as new
+
+
+def test_what_the_optimizer_keeps_on_the_host_stays_there() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    memory = TrainingMemory(torch.nn.Module(), [optimizer], device=torch.device("meta"))
+    assert memory.give_back() == 0
+    assert optimizer.state[weight]["exp_avg"].untyped_storage().nbytes() == 12

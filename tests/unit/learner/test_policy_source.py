@@ -1,0 +1,130 @@
+"""A policy from a hub id or a directory: checked by its configs alone, before any weight is read or fetched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from slipstream.config import ConfigError
+from slipstream.data.tokenizer import write_tokenizer
+from slipstream.learner.config import PolicyConfig
+from slipstream.learner.policy_source import resolve, write_policy_tokenizer
+from slipstream.recipe import Recipe, load_recipe
+from slipstream.records.stages import PolicyRecord
+from slipstream.stages.support import policy_needs
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 3,
+}
+
+
+def model(path: Path, **changes: Any) -> Path:
+    """A model directory without readable weights."""
+    write_tokenizer(path, max_length=512)
+    (path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    (path / "model.safetensors").write_bytes(b"never read")
+    return path
+
+
+def recipe(path: str) -> Recipe:
+    return replace(load_recipe("tiny"), policy=PolicyConfig(model=path))
+
+
+def resolve_policy(recipe: Recipe, directory: Path) -> PolicyRecord:
+    return resolve(recipe.policy, policy_needs(recipe), directory)
+
+
+def test_a_directory_is_resolved_without_reading_its_weights(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+
+    record = resolve_policy(recipe(str(source)), tmp_path / "out")
+
+    assert (record.architecture, record.vocab_size, record.max_position_embeddings) == ("Qwen3ForCausalLM", 64, 512)
+    assert record.eos_token_id == 3
+    assert record.pretrain_steps == 0
+    assert (tmp_path / "out" / "model.safetensors").resolve() == source / "model.safetensors"
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"policy\.model must be a local directory or a reachable hub id, got 'a/b'"):
+        resolve_policy(recipe("a/b"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"(?i)qwen3.*llama"),
+        ({"max_position_embeddings": 128}, r"engine\.max_model_len must be <= the policy's 128 positions, got 256"),
+        ({"num_hidden_layers": 21}, r"draft\.aux_hidden_state_layer_ids must be < 21, .* got \(2, 12, 21\)"),
+    ],
+    ids=["another architecture", "a shorter context than the engine's", "fewer layers than the draft reads"],
+)
+def test_a_model_that_does_not_suit_the_run_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = model(tmp_path / "model", **changes)
+    with pytest.raises(ConfigError, match=message):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model must have weights in \*\.safetensors files, got '.*model'"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    (source / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"policy\.model must have a chat template"):
+        resolve_policy(recipe(str(source)), tmp_path / "out")
+
+
+_COMMIT = "0" * 40
+
+
+def test_configs_and_tokenizer_are_fetched_and_weights_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = model(tmp_path / "hub", num_hidden_layers=36, max_position_embeddings=32768)
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        """What the hub's client does with the patterns, from a directory."""
+        asked.append((name, revision))
+        files = {path.name: path for path in hub.iterdir()}
+        (tmp_path / "snapshot").mkdir()
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            shutil.copyfile(files[file], tmp_path / "snapshot" / file)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    recipe = load_recipe("qwen3_8b")
+    write_policy_tokenizer(recipe.policy, policy_needs(recipe), tmp_path / "tokenizer")
+
+    fetched = {path.name for path in (tmp_path / "snapshot").iterdir()}
+    assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert asked == [(recipe.policy.model, None)]
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()

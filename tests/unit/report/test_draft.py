@@ -1,0 +1,155 @@
+"""What the page says of the draft during RL: its length by running batch, the autopilot, and its training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.records.run import RunRecord
+from slipstream.records.stages import RunningPoint
+from slipstream.records.steps import ArmRecord, AutopilotStep, DraftDecision, DraftUpdate, ScheduleEntry
+from slipstream.report import figures
+from slipstream.report.page import draw
+from slipstream.report.reference import read_reference
+from slipstream.report.sentences import arm_length, autopilot_text, schedule_text
+from slipstream.report.summary import DraftTraining, draft_training
+from slipstream.report.tables import running_table
+from slipstream.types import Arm
+from tests.unit.report.handmade import RECORD, page_text
+
+TABLE = tuple(
+    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 5), (3, 4, 2))
+)
+
+
+def point(k: int, start: int, end: int, speedup: float) -> RunningPoint:
+    return RunningPoint(
+        k=k,
+        batch_from=start,
+        batch_to=end,
+        num_rounds=4,
+        num_steps=40,
+        token_ms=2.0,
+        tokens_per_step=1.5,
+        speedup=speedup,
+        gain=1.0,
+        gain_low=1.0,
+    )
+
+
+POINTS = (point(2, 1, 2, 1.5), point(5, 1, 2, 2.0), point(2, 3, 4, 1.25))
+
+
+def record(*, arm_has_it: bool = True, flown: tuple[AutopilotStep, ...] = ()) -> RunRecord:
+    tuning = replace(RECORD.tuning, chosen_k=2, schedule=TABLE, running=POINTS, schedule_gain=1.1)
+
+    def arm(each: ArmRecord) -> ArmRecord:
+        if each.arm is not Arm.SPECULATIVE:
+            return each
+        template = each.steps[0]
+        steps = tuple(replace(template, step=i, autopilot=step) for i, step in enumerate(flown)) or each.steps
+        return replace(each, num_speculative_tokens=5, schedule=TABLE if arm_has_it else (), steps=steps)
+
+    return replace(RECORD, tuning=tuning, arms=tuple(map(arm, RECORD.arms)))
+
+
+def test_every_k_is_shown_at_every_running_batch_with_the_schedules_own() -> None:
+    table = running_table(record())
+    assert table.groups[0].columns == ("k = 2", "k = 5")
+    assert [(row.label, row.cells, row.kind) for row in table.rows] == [
+        ("1 to 2", ("1.50x", "2.00x", "k = 5"), "chosen"),
+        ("3 to 4", ("1.25x", "", "k = 2"), ""),
+    ]
+
+
+def test_an_engine_that_drafts_nothing_although_it_has_a_draft_has_a_column_of_its_own() -> None:
+    off = replace(point(0, 3, 4, 0.9), is_switched_off=True)
+    plain = record()
+    table = running_table(replace(plain, tuning=replace(plain.tuning, running=(point(0, 3, 4, 1.0), off, *POINTS))))
+    assert table.groups[0].columns == ("k = 0", "drafts switched off", "k = 2", "k = 5")
+    assert table.rows[1].cells == ("1.00x", "0.90x", "1.25x", "", "k = 2")
+
+
+def test_the_schedule_is_said_with_what_it_should_gain_and_whether_it_was_used() -> None:
+    assert schedule_text(record()) == (
+        "By running batch: 1-2: 5, 3-4: 2. By these times it decodes 1.10x as fast as k = 2 throughout. "
+        "The speculative arm drafted by it."
+    )
+    assert schedule_text(record(arm_has_it=False)).endswith("The arm drafted with one k all the same.")
+    constant = replace(RECORD, tuning=replace(RECORD.tuning, schedule=TABLE[1:], chosen_k=2))
+    assert schedule_text(constant) == "No running batch wants another draft length: k = 2 everywhere."
+
+
+def test_an_arm_that_drafts_by_the_running_batch_is_named_with_its_table() -> None:
+    lengths = [arm_length(arm) for arm in record().arms]
+    assert lengths == ["0", "by running batch (1-2: 5, 3-4: 2)"]
+
+
+def test_the_autopilots_turns_are_said_step_by_step() -> None:
+    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
+    off = AutopilotStep(speculates=False, is_probe=False, token_ms=1.0)
+    probe = replace(off, is_probe=True)
+    flown = (on, probe, replace(off, has_switched=True), off, replace(on, has_switched=True))
+    assert autopilot_text(record(flown=flown)) == (
+        "The autopilot had 3 of 5 steps generate without drafts, 1 steps were probes. "
+        "It turned at step 3 (off), step 5 (on again)."
+    )
+    assert autopilot_text(record(flown=(on, on))).endswith("It never turned speculation off.")
+    assert autopilot_text(RECORD) == ""
+
+
+def test_the_page_shows_the_table_and_the_autopilot() -> None:
+    on = AutopilotStep(speculates=True, is_probe=False, token_ms=1.0)
+    page = page_text(record(flown=(on, on)))
+    assert "k = by running batch (1-2: 5, 3-4: 2)" in page
+    assert "running batch" in page
+    assert "The autopilot had 0 of 2 steps" in page
+
+
+NO = DraftDecision(
+    trains=False,
+    reason="nothing is lost",
+    length=2.4,
+    reference_length=2.4,
+    generation_s=2.0,
+    saved_s=0.0,
+    lost_s=0.0,
+    cost_s=None,
+)
+YES = replace(NO, trains=True, reason="it pays", length=2.0, saved_s=6.0, lost_s=1.25, cost_s=0.5)
+
+
+def trained_record() -> RunRecord:
+    """Of the speculative arm's steps of 52, 5, 5 and 5 s the last two trained the draft, for 0.5 and 0.75 s."""
+    base, spec = RECORD.arms
+    seconds = (None, None, 0.5, 0.75)
+    steps = tuple(
+        replace(
+            step,
+            draft_decision=NO if elapsed_s is None else YES,
+            draft_update=None if elapsed_s is None else DraftUpdate(loss=1.0, num_updates=1, elapsed_s=elapsed_s),
+        )
+        for step, elapsed_s in zip(spec.steps, seconds, strict=True)
+    )
+    return replace(RECORD, arms=(base, replace(spec, steps=steps)))
+
+
+def test_what_the_training_took_is_a_share_of_the_arms_time() -> None:
+    found = draft_training(trained_record())
+    assert found == DraftTraining(num_steps=4, num_trained=2, elapsed_s=1.25, share=1.25 / 67)
+    assert draft_training(RECORD) is None
+
+
+def test_the_page_says_whether_the_draft_was_trained() -> None:
+    reference = read_reference()
+    page = page_text(trained_record())
+    assert "The draft learned beside the policy in 2 of 4 steps, which took 1.25 s,\n1.9 % of the arm's time." in page
+    assert "The draft was fixed during RL." not in page
+    assert "The draft was fixed during RL." in page_text(RECORD)
+    assert "draft_training" in draw(trained_record(), reference)
+    assert "draft_training" not in draw(RECORD, reference)
+
+
+def test_the_figure_shows_acceptance_decisions_and_both_sides() -> None:
+    svg = figures.draft_training(trained_record())
+    words = ("draft trained", "known to be reached", "expected to save", "lost since the last", "a training costs")
+    assert all(word in svg for word in words)

@@ -1,0 +1,117 @@
+"""What the simulator adds to a page keeps measured and projected values apart, each in columns of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from slipstream.recipe import load_recipe
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord
+from slipstream.report import simulator_section as section
+from slipstream.report.page import report_json
+from slipstream.report.simulator_section import predicted, prediction_table, split_table, split_text
+from slipstream.report.summary import compare_loops
+from slipstream.simulator.observed import calibrate_run, run_setting
+from slipstream.simulator.paper import calibrate_paper
+from slipstream.simulator.projection_record import LagLine, SpeedupMap, project_speedup, running_batches
+from slipstream.simulator.step_cost import Bound
+from slipstream.stages.support import recipe_layout
+from slipstream.types import Arm, StageTimes
+from tests.unit.report.handmade import ASYNCHRONOUS, ON_CORES, page_text
+
+_compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
+assert _compared is not None and _layout is not None
+COMPARED, LAYOUT = _compared, _layout
+DEMO_LAYOUT = recipe_layout(
+    load_recipe("tiny", overrides={"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}})
+)
+
+
+def test_every_figure_is_an_svg_that_says_what_is_projected(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    assert DEMO_LAYOUT is not None
+    running = running_batches(calibrate_run(demo_arms(1.0), demo_tuning, run_setting(DEMO_LAYOUT)))
+    assert sum(running[1].span_s) < sum(running[0].span_s)
+    base = StageTimes.in_sequence(data_s=0.2, prepare_s=2.0, generation_s=100.0, logprob_s=18.0, train_s=31.0)
+    surface = SpeedupMap(ks=(1, 3), acceptance_lengths=(1.0, 3.0), rollout_speedups=((0.9, None), (0.8, 1.6)))
+    lines = [
+        LagLine(lag=lag, num_gpus=(512, 1024), step_speedups=speedups)
+        for lag, speedups in ((0, (1.7, 1.6)), (2, (1.4, 1.2)))
+    ]
+    drawn = {
+        "Projected rollout speedup": section.speedup_map(surface),
+        "Projected step speedup": section.speedup_over_gpus(lines),
+        "Projected step, seconds": section.stage_waterfall(base, base.with_generation(56.0)),
+        "measured, s": section.measured_against_simulated([calibrate_paper().record("paper")]),
+        "projected seconds": section.running_batch(running),
+    }
+    for text, svg in drawn.items():
+        assert svg.startswith("<svg")
+        assert text in svg
+
+
+def test_the_page_keeps_measured_and_projected_apart(
+    demo_arms: Callable[[float], tuple[ArmRecord, ...]], demo_tuning: TuningRecord
+) -> None:
+    record = project_speedup(demo_arms(1.0), demo_tuning, layout=DEMO_LAYOUT, execution="demo")
+    assert record.run_check is not None
+    check = section.check_table(record.run_check)
+    assert [group.heading for group in check.groups] == ["measured", "projected"]
+    assert len(section.own_table(record).rows) == len(record.from_run)
+    assert section.published_table(record).quoted == (False,) * 4 + (True,) * 2
+
+
+def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
+    prediction = predicted(ON_CORES, COMPARED)
+    assert prediction is not None
+    assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
+    table = prediction_table(prediction, COMPARED)
+    assert [(group.heading, len(group.columns)) for group in table.groups] == [("measured", 3), ("projected", 5)]
+    arm, row = prediction.arms[1], table.rows[1]
+    assert row.label == "speculative, asynchronous"
+    assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
+    assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
+    assert "as the simulator predicts them" in page_text(ON_CORES)
+    assert "under Asynchronous." in page_text(ON_CORES)
+    assert report_json(ON_CORES)["asynchronous"]["predicted"]["lag"] == 1
+
+
+def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
+    prediction = predicted(ON_CORES, COMPARED)
+    assert prediction is not None
+    bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
+    assert split_text(replace(prediction, arms=(bound, other))) == (
+        "Two cores have one split, one core for generation and one for training. On it the simulator expects the "
+        f"autoregressive step to be bound by its {bound.bound.value} and the speculative step to be bound by its "
+        f"{other.bound.value}."
+    )
+    assert split_text(prediction) in page_text(ON_CORES)
+    assert "Two cores have one split" not in page_text(ASYNCHRONOUS)
+
+
+def test_nothing_is_predicted_without_a_lag_or_on_other_hardware_than_cores() -> None:
+    assert predicted(ASYNCHRONOUS, COMPARED) is None
+    assert predicted(replace(ASYNCHRONOUS, layout=replace(LAYOUT, hardware="gb200")), COMPARED) is None
+    arms = tuple(replace(arm, max_off_policy_steps=0) for arm in ASYNCHRONOUS.asynchronous)
+    in_turn = replace(ON_CORES, asynchronous=arms)
+    assert predicted(in_turn, compare_loops(in_turn)) is None
+    assert "as the simulator predicts them" not in page_text(in_turn)
+
+
+def test_on_gpus_every_split_in_whole_engines_is_projected_and_the_fastest_is_marked() -> None:
+    layout = replace(LAYOUT, model="qwen3-8b", hardware="gb200", num_gpus=4)
+    on_gpus = replace(ASYNCHRONOUS, layout=replace(layout, precision="bfloat16", learner_precision="bfloat16"))
+    table = split_table(on_gpus, COMPARED)
+    assert table is not None
+    assert [row.label for row in table.rows] == ["1 + 3", "2 + 2", "3 + 1"]
+    assert [group.heading for group in table.groups] == ["autoregressive, projected", "speculative, projected"]
+    for column in (2, 5):
+        assert sum(row.cells[column].endswith(", fastest") for row in table.rows) == 1
+    assert "3 + 1" in page_text(on_gpus)
+    assert split_table(ON_CORES, COMPARED) is None
+    alone = replace(on_gpus, layout=replace(layout, num_gpus=1))
+    assert split_table(alone, COMPARED) is None

@@ -1,0 +1,147 @@
+"""An `in_flight` loop played through event by event: groups, slots, a trainer. It is what the closed form is held to.
+
+Version v of the policy is its weights after v steps, P prompts a step. Groups under way or waiting to be trained on:
+
+    submitted <= (version + lag + 1) P; with `Slots.GROUP` at most P x lag of them run at once.
+
+Batch t takes P complete groups, and waits for every group that was started under version t - lag or before.
+One engine stands for all; a sequence runs as soon as its group does and the key-value memory has room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.config import require
+from slipstream.simulator import Array
+from slipstream.simulator.rollout import Slots, Trace
+
+_ALMOST_0_TOKENS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loop:
+    """What bounds the loop. `max_running`: sequences that the key-value memory of the engine holds."""
+
+    lag: int
+    busy_s: float  # of the trainer, a step
+    refit_s: float  # in which neither engine nor trainer is at work
+    prompt_tokens: float
+    slots: Slots = Slots.RESPONSE
+    max_running: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        require(self.lag >= 1, "loop.lag", "must be >= 1", self.lag)
+        require(self.max_running >= 1, "loop.max_running", "must be >= 1", self.max_running)
+
+
+def step_starts(batches: Sequence[Array], loop: Loop, seconds: Callable[[Trace], Array]) -> Array:
+    """When each step that `batches` allow begins to train, in seconds since the first groups were submitted.
+
+    Args:
+        batches: response tokens [P, G] of the groups in the order of their submission; the last `lag` only run beside.
+        seconds: time of each span of a trace on the engine.
+    """
+    play = _Play(batches=batches, loop=loop, seconds=seconds)
+    while len(play.starts) < len(batches) - loop.lag:
+        play.submit()
+        play.start_groups()
+        if play.is_due():
+            play.begin_training()
+        else:
+            play.advance()
+    return np.array(play.starts)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sequence:
+    group: int
+    left: float  # tokens
+    cached: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _Play:
+    batches: Sequence[Array]
+    loop: Loop
+    seconds: Callable[[Trace], Array]
+    now_s: float = 0.0
+    version: int = 0
+    left_of_group: list[int] = field(default_factory=list)  # sequences that have not ended, of each submitted group
+    unstarted: deque[int] = field(default_factory=deque)  # groups
+    queued: deque[_Sequence] = field(default_factory=deque)
+    running: list[_Sequence] = field(default_factory=list)
+    ends_training_s: float | None = None  # None: the trainer waits for its batch
+    starts: list[float] = field(default_factory=list)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.batches[0])
+
+    def submit(self) -> None:
+        """Every group that the lag bound admits."""
+        for index in range(len(self.left_of_group), (self.version + self.loop.lag + 1) * self.num_prompts):
+            self.left_of_group.append(len(self._lengths(index)))
+            self.unstarted.append(index)
+
+    def start_groups(self) -> None:
+        """Groups as far as there are slots, their sequences as far as there is memory."""
+        under_way = {sequence.group for sequence in (*self.running, *self.queued)}
+        cap = self.num_prompts * self.loop.lag if self.loop.slots is Slots.GROUP else len(self.left_of_group)
+        while self.unstarted and len(under_way) < cap:
+            index = self.unstarted.popleft()
+            under_way.add(index)
+            for length in self._lengths(index).tolist():
+                self.queued.append(_Sequence(group=index, left=length, cached=self.loop.prompt_tokens))
+        while self.queued and len(self.running) < self.loop.max_running:
+            self.running.append(self.queued.popleft())
+
+    def is_due(self) -> bool:
+        """Whether the trainer waits, and its batch is there."""
+        step = len(self.starts)
+        complete = [left == 0 for left in self.left_of_group]
+        # Groups of versions up to step - lag are all those that batches 0 to `step` can hold.
+        must = (step + 1) * self.num_prompts if step >= self.loop.lag else 0
+        enough = sum(complete) >= (step + 1) * self.num_prompts
+        return self.ends_training_s is None and enough and all(complete[:must])
+
+    def begin_training(self) -> None:
+        self.starts.append(self.now_s)
+        self.ends_training_s = self.now_s + self.loop.busy_s
+
+    def advance(self) -> None:
+        """To the end of the next sequence or of training, whichever is first."""
+        tokens, span_s = self._next_end()
+        until_s = self.ends_training_s
+        if until_s is not None and until_s <= self.now_s + span_s:
+            share = (until_s - self.now_s) / span_s if span_s > 0 and self.running else 0.0
+            self._run(tokens * share)
+            self.now_s, self.ends_training_s, self.version = until_s + self.loop.refit_s, None, self.version + 1
+            return
+        assert self.running, "the trainer waits for groups that nothing generates"
+        self._run(tokens)
+        self.now_s += span_s
+
+    def _next_end(self) -> tuple[float, float]:
+        """Tokens and seconds until a running sequence ends."""
+        if not self.running:
+            return 0.0, float("inf")
+        tokens, batch = min(sequence.left for sequence in self.running), float(len(self.running))
+        context = sum(sequence.cached for sequence in self.running) + batch * tokens / 2.0
+        trace = Trace(tokens_S=np.array([tokens]), batch_S=np.array([batch]), context_S=np.array([context]))
+        return tokens, float(self.seconds(trace).sum())
+
+    def _run(self, tokens: float) -> None:
+        for sequence in self.running:
+            sequence.left -= tokens
+            sequence.cached += tokens
+            if sequence.left <= _ALMOST_0_TOKENS:
+                self.left_of_group[sequence.group] -= 1
+        self.running = [sequence for sequence in self.running if sequence.left > _ALMOST_0_TOKENS]
+
+    def _lengths(self, index: int) -> Array:
+        return self.batches[index // self.num_prompts][index % self.num_prompts]

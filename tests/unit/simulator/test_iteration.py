@@ -1,0 +1,184 @@
+"""Seconds of one iteration by cause, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.catalog import Precision, load_model, section_names
+from slipstream.simulator.iteration import CostModel, Drafting, IterationCost, active_experts, network_collective
+from slipstream.simulator.rollout import batch_continuously
+from slipstream.simulator.settings import IDEAL, CostParameters, Regime, Setting, load_setting
+
+DENSE = replace(load_setting("paper-8b"), gpus_per_engine=1)
+PARAMETERS = CostParameters(
+    bandwidth_efficiency=0.7,
+    compute_efficiency=0.5,
+    host_s=3e-3,
+    host_per_token_s=1e-5,
+    speculation_s=5e-4,
+    draft_pass_s=3e-4,
+    attention_per_draft_token=0.15,
+    ngram_s_per_token=2e-8,
+    eager_s_per_layer=2.5e-4,
+    tile_factor=1.0,
+)
+
+regimes = st.sampled_from(list(Regime))
+names = st.sampled_from(section_names("models"))
+batches = st.integers(min_value=1, max_value=512)
+contexts = st.floats(min_value=1.0, max_value=32_000.0)
+costs = st.builds(
+    CostParameters,
+    bandwidth_efficiency=st.floats(0.1, 1.0),
+    compute_efficiency=st.floats(0.1, 1.0),
+    host_s=st.floats(0.0, 0.02),
+    host_per_token_s=st.floats(0.0, 1e-3),
+    speculation_s=st.floats(0.0, 0.01),
+    draft_pass_s=st.floats(0.0, 0.01),
+    attention_per_draft_token=st.floats(0.0, 2.0),
+    ngram_s_per_token=st.floats(0.0, 1e-6),
+    eager_s_per_layer=st.floats(0.0, 1e-2),
+    tile_factor=st.floats(0.0, 5.0),
+)
+
+
+def setting(name: str) -> Setting:
+    return replace(DENSE, model=name, gpus_per_engine=8, precision=Precision.FLOAT8)
+
+
+def only(parameters: CostParameters, regime: Regime) -> CostParameters:
+    """Without what the other structures add."""
+    others = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
+    return replace(parameters, **{field: 0.0 for field, of in others.items() if of is not regime})
+
+
+def cost(
+    name: str, parameters: CostParameters, batch: float, context: float, k: int, regime: Regime = Regime.SMOOTH
+) -> IterationCost:
+    model = CostModel(setting=setting(name), parameters=only(parameters, regime))
+    return model.iteration(batch_S=np.array([batch]), context_S=np.array([batch * context]), k=k)
+
+
+def ideal(batch: float, context: float) -> IterationCost:
+    model = CostModel(setting=DENSE, parameters=IDEAL)
+    return model.iteration(batch_S=np.array([batch]), context_S=np.array([context]), k=0)
+
+
+def total(
+    name: str, parameters: CostParameters, batch: float, context: float, k: int, regime: Regime = Regime.SMOOTH
+) -> float:
+    return float(cost(name, parameters, batch, context, k, regime).total_s[0])
+
+
+@given(names, costs, batches, contexts, st.integers(0, 15), regimes)
+def test_a_bigger_batch_is_never_cheaper_per_iteration(
+    name: str, parameters: CostParameters, batch: int, context: float, k: int, regime: Regime
+) -> None:
+    smaller = total(name, parameters, batch, context, k, regime)
+    assert total(name, parameters, batch + 1, context, k, regime) >= smaller
+
+
+@given(names, costs, batches, contexts, st.integers(0, 15), regimes)
+def test_one_more_draft_token_is_never_cheaper_per_iteration(
+    name: str, parameters: CostParameters, batch: int, context: float, k: int, regime: Regime
+) -> None:
+    assert total(name, parameters, batch, context, k + 1, regime) >= total(name, parameters, batch, context, k, regime)
+
+
+@given(names, costs, st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(0, 15), regimes)
+def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
+    name: str, parameters: CostParameters, lengths: list[int], k: int, regime: Regime
+) -> None:
+    trace = batch_continuously(np.sort(np.array(lengths, dtype=float)), prompt_tokens=10)
+    model = CostModel(setting=setting(name), parameters=only(parameters, regime))
+
+    def seconds(drafts: int, drafting: Drafting) -> float:
+        return float(model.span_s(trace, k=drafts, tokens_per_iteration=1.0, drafting=drafting).sum())
+
+    assert seconds(0, Drafting.EAGLE3) == seconds(0, Drafting.NGRAM)
+    assert seconds(k, Drafting.EAGLE3) >= seconds(0, Drafting.EAGLE3)
+
+
+@given(costs, st.floats(1.0, 7.0), st.floats(0.0, 1.0), regimes)
+def test_more_acceptance_is_never_slower(
+    parameters: CostParameters, length: float, more: float, regime: Regime
+) -> None:
+    trace = batch_continuously(np.array([50.0, 100.0, 400.0]), prompt_tokens=10)
+    model = CostModel(setting=setting("qwen3-8b"), parameters=only(parameters, regime))
+    times = [model.span_s(trace, k=7, tokens_per_iteration=each).sum() for each in (length, length + more)]
+    assert times[1] <= times[0]
+
+
+def test_the_ideal_small_batch_reads_the_weights_once() -> None:
+    # 7.568 G parameters that every token reads, two bytes each, at 8 TB/s: 1.892 ms.
+    assert ideal(1.0, 0.0).total_s[0] == pytest.approx(1.892e-3, rel=1e-3)
+
+
+def test_the_ideal_large_batch_is_bound_by_flops() -> None:
+    # 2 x 7.568 G flops a token, 4,096 tokens, 2.5 PF: 24.8 ms.
+    assert ideal(4096.0, 0.0).weights_s[0] == pytest.approx(24.8e-3, rel=1e-3)
+
+
+def test_attention_reads_keys_and_values_of_the_whole_context() -> None:
+    # 36 layers x 8 heads x 128 x 2 (keys, values) x 2 bytes = 147,456 bytes a token; a million tokens at 8 TB/s.
+    assert ideal(1.0, 1e6).attention_s[0] == pytest.approx(147_456e6 / 8e12, rel=1e-9)
+
+
+def test_a_draft_of_eagle_makes_k_passes_and_an_ngram_scans_the_context() -> None:
+    model = CostModel(setting=setting("qwen3-8b"), parameters=PARAMETERS)
+
+    def drafted(k: int, drafting: Drafting) -> float:
+        batch, context = np.array([4.0]), np.array([4000.0])
+        return float(model.iteration(batch_S=batch, context_S=context, k=k, drafting=drafting).draft_s[0])
+
+    eagle = [drafted(k, Drafting.EAGLE3) - 5e-4 for k in (1, 3)]
+    assert eagle[1] == pytest.approx(3 * eagle[0])
+    assert eagle[0] > 3e-4
+    assert drafted(3, Drafting.NGRAM) == pytest.approx(5e-4 + 4000 * 2e-8)
+
+
+def test_leaving_the_captured_sizes_costs_an_eager_iteration() -> None:
+    # 128 x 4 = 512 tokens are captured, 128 x 6 are not: 36 layers x 0.25 ms.
+    inside = cost("qwen3-8b", PARAMETERS, 128, 1000, 3, Regime.CAPTURED)
+    outside = cost("qwen3-8b", PARAMETERS, 128, 1000, 5, Regime.CAPTURED)
+    assert inside.regime_s[0] == 0.0
+    assert outside.regime_s[0] == pytest.approx(36 * 2.5e-4)
+
+
+@pytest.mark.parametrize(("k", "extra_tiles"), [(0, 0), (3, 0), (4, 0.625), (5, 0.75), (7, 1), (8, 1.625)])
+def test_a_tile_holds_sixteen_query_rows(k: int, extra_tiles: float) -> None:
+    # Qwen3-8B has 4 queries a key-value head: 4 (k + 1) rows. At k = 5 they are 24: a second tile, half full.
+    found = cost("qwen3-8b", PARAMETERS, 16, 1000, k, Regime.TILE)
+    plain = cost("qwen3-8b", PARAMETERS, 16, 1000, 0, Regime.TILE)
+    assert found.regime_s[0] == pytest.approx(extra_tiles * plain.attention_s[0])
+
+
+def test_an_engine_across_domains_reduces_over_the_network_too() -> None:
+    # 16 H100 in two domains of 8: two all-reduces in each of 36 layers, over NVLink and then over the network.
+    ideal = {"parameters": IDEAL, "network_collective_s": 3e-5}
+    inside, across = (replace(DENSE, hardware="h100", gpus_per_engine=gpus, num_gpus=64) for gpus in (8, 16))
+    batch = {"batch_S": np.array([10.0]), "context_S": np.array([0.0]), "k": 0}
+    nvlink_s = 10e-6 + 2 * 7 / 8 * 10 * 4096 * 2 / 0.45e12
+    network_s = 3e-5 + 10 * 4096 * 2 / (8 * 50e9)
+    found = [CostModel(setting=setting, **ideal).iteration(**batch).host_s[0] for setting in (inside, across)]
+    assert found[0] == pytest.approx(2 * 36 * nvlink_s)
+    assert found[1] == pytest.approx(2 * 36 * (nvlink_s + network_s))
+
+
+def test_the_latency_between_domains_is_a_belief_with_a_source() -> None:
+    assert (network_collective().median, network_collective().log_sd) == (3e-5, 0.5)
+    model = CostModel(setting=DENSE, parameters=IDEAL)
+    assert model.network_collective_s == network_collective().median
+
+
+def test_experts_fill_up_with_tokens() -> None:
+    model = load_model("qwen3-235b-a22b")
+    active = active_experts(model, np.array([1.0, 2.0, 1e4]))
+    assert active[0] == pytest.approx(8.0)  # one token hits its eight
+    assert active[1] == pytest.approx(15.5)  # 128 (1 - (15/16)^2)
+    assert active[2] == pytest.approx(128.0)

@@ -1,0 +1,300 @@
+"""What is projected, with bands, and beside the published projections."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.simulator.calibration import Draw, Ensemble
+from slipstream.simulator.iteration import CostModel
+from slipstream.simulator.paper import calibrate_paper, paper_learner
+from slipstream.simulator.projection import (
+    PUBLISHED_MODEL,
+    ProjectionRequest,
+    Scenario,
+    assumed_layouts,
+    best_of_map,
+    project,
+    project_ideal,
+    project_request,
+    speedup_map,
+)
+from slipstream.simulator.rollout import slowest_engine
+from slipstream.simulator.settings import IDEAL, load_setting
+from slipstream.simulator.step_cost import Learner
+from slipstream.types import StageTimes
+
+
+def asked(model: str, hardware: str) -> ProjectionRequest:
+    return ProjectionRequest(model=model, hardware=hardware, num_gpus=64, k=3, acceptance_length=2.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "num_gpus"),
+    [
+        ("qwen3-235b-a22b", "h100", 8),  # 235 GB in FP8, and as much again: 470 GB over GPUs of 80
+        ("qwen3-235b-a22b", "h200", 4),  # over GPUs of 141
+        ("qwen3-235b-a22b", "gb200", 8),  # as the layout has it, though 4 would do
+        ("qwen3-30b-a3b", "h100", 1),  # 30.5 GB in FP8
+        ("qwen3-8b", "cpu-2core", 2),  # 16.4 GB in bfloat16 where the memory is 24
+        ("qwen3-8b", "gb200", 2),  # as the layout has it
+        ("qwen3-8b", "h100", 1),
+    ],
+)
+def test_an_engine_gets_the_gpus_that_hold_the_model(model: str, hardware: str, num_gpus: int) -> None:
+    assert asked(model, hardware).scenario().setting.gpus_per_engine == num_gpus
+
+
+def test_more_engines_than_gpus_are_refused() -> None:
+    request = ProjectionRequest(model="qwen3-235b-a22b", num_gpus=4, k=3, acceptance_length=3.0)
+    with pytest.raises(ConfigError, match=r"num_gpus must hold an engine of 8 GPUs, got 4"):
+        request.scenario()
+
+
+@pytest.mark.parametrize(("num_gpus", "fraction"), [(8, 0.75), (64, 0.1), (64, 0.999)])
+def test_a_split_without_an_engine_or_a_learner_is_refused(num_gpus: int, fraction: float) -> None:
+    request = ProjectionRequest(
+        model="qwen3-235b-a22b", num_gpus=num_gpus, k=3, acceptance_length=3.0, lag=1, generation_fraction=fraction
+    )
+    rule = rf"generation_fraction must leave, of {num_gpus} GPUs, an engine's 8 for generation and one for training"
+    with pytest.raises(ConfigError, match=rule):
+        request.scenario()
+    assert replace(request, lag=0).scenario().generation_gpus == num_gpus  # both on all of them
+
+
+def test_a_request_takes_everything_that_it_names() -> None:
+    request = ProjectionRequest(
+        model="mimo-7b",
+        hardware="h200",
+        num_gpus=40,
+        k=4,
+        acceptance_length=2.25,
+        lag=3,
+        generation_fraction=0.6,
+        gpus_per_engine=4,
+        num_rollouts=96,
+        mean_tokens=1234.0,
+    )
+    found = request.scenario()
+    setting = found.setting
+    assert (setting.model, setting.hardware, setting.num_gpus) == ("mimo-7b", "h200", 40)
+    assert (setting.gpus_per_engine, setting.num_rollouts) == (4, 96)
+    assert (found.mean_tokens, found.k, found.acceptance_length, found.lag) == (1234.0, 4, 2.25, 3)
+    assert (found.generation_gpus, found.training_gpus) == (24, 16)
+    assert found.shape.num_engines == 6
+
+
+def test_what_a_request_leaves_out_is_the_layouts() -> None:
+    dense, sparse = asked("mimo-7b", "gb200").scenario(), asked("qwen3-30b-a3b", "gb200").scenario()
+    assert (dense.setting.num_rollouts, dense.mean_tokens) == (2048, 5000)
+    assert (sparse.setting.num_rollouts, sparse.mean_tokens) == (4096, 8000)
+    assert (dense.lag, dense.generation_gpus, dense.training_gpus) == (0, 64, 64)  # colocated
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("num_gpus", 0, "num_gpus must be >= 1, got 0"),
+        ("gpus_per_engine", -1, "gpus_per_engine must be >= 0, got -1"),
+        ("num_rollouts", -1, "num_rollouts must be >= 0, got -1"),
+        ("mean_tokens", -1.0, "mean_tokens must be >= 0, got -1.0"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(field: str, value: float, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        replace(asked("qwen3-8b", "gb200"), **{field: value})
+
+
+def test_the_papers_own_layout_takes_gpus_and_lag() -> None:
+    request = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=2048, k=5, acceptance_length=4.0, lag=2)
+    found = request.scenario()
+    assert found.setting == replace(load_setting("paper-235b"), num_gpus=2048)
+    assert (found.setting.model, found.setting.num_gpus, found.lag) == ("qwen3-235b-a22b", 2048, 2)
+    assert (found.k, found.acceptance_length, found.mean_tokens) == (5, 4.0, 8000)
+
+
+def test_gpus_an_engine_and_the_mean_length_are_varied_up_and_down() -> None:
+    scenario = ProjectionRequest(model=PUBLISHED_MODEL, num_gpus=512, k=3, acceptance_length=3.0).scenario()
+    layouts = assumed_layouts(scenario)
+    found = {(each.setting.gpus_per_engine, round(each.mean_tokens)) for each in layouts}
+    assert found == {(g, m) for g in (4, 8, 16) for m in (5333, 8000, 12000)} - {(8, 8000)}
+    assert all((each.k, each.acceptance_length, each.setting.num_gpus) == (3, 3.0, 512) for each in layouts)
+    # Neither more GPUs an engine than there are, nor longer responses than are allowed.
+    small = replace(scenario, setting=replace(scenario.setting, num_gpus=8), mean_tokens=30000.0)
+    assert {(e.setting.gpus_per_engine, round(e.mean_tokens)) for e in assumed_layouts(small)} == {
+        (4, 20000),
+        (4, 30000),
+        (8, 20000),
+    }
+
+
+SCENARIO = Scenario(setting=load_setting("paper-8b"), mean_tokens=5000, k=3, acceptance_length=3.0)
+STEP = StageTimes.in_sequence(data_s=1.0, prepare_s=2.0, generation_s=0.0, logprob_s=18.0, train_s=108.0)
+LEARNER = Learner(measured=STEP, setting=SCENARIO.setting, mean_tokens=5000.0)
+DRAW = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
+
+
+@pytest.fixture
+def ensemble() -> Ensemble:
+    return calibrate_paper()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotingEnsemble(Ensemble):
+    """Gives one draw many times and notes what it was asked for."""
+
+    draw: Draw
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    def draws(self, *, k: int, batch: float, count: int, seed: int) -> tuple[Draw, ...]:
+        self.asked.append({"k": k, "batch": batch, "count": count, "seed": seed})
+        return (self.draw,) * count
+
+
+def seconds(scenario: Scenario, draw: Draw, k: int, length: float) -> float:
+    """Generation of the slowest engine, put together from the costs."""
+    trace = slowest_engine(scenario.setting.lengths(scenario.mean_tokens), scenario.shape)
+    model = CostModel(setting=scenario.setting, parameters=draw.parameters)
+    return float(model.span_s(trace, k=k, tokens_per_iteration=length).sum())
+
+
+def test_draws_are_asked_for_the_scenario_and_the_fullest_engine(ensemble: Ensemble) -> None:
+    noting = NotingEnsemble(members=ensemble.members, draw=DRAW)
+    wider = replace(SCENARIO, setting=replace(SCENARIO.setting, gpus_per_engine=4))
+    project(SCENARIO, noting, LEARNER, layouts=(wider,), num_draws=5, seed=7)
+    assert noting.asked == [{"k": 3, "batch": 256.0, "count": 5, "seed": 7}]  # 2,048 rollouts over 8 engines
+
+
+def test_a_synchronous_step_is_the_slowest_engine_and_the_learner(ensemble: Ensemble) -> None:
+    parameters = replace(IDEAL, host_s=1e-3, tile_factor=2.0)
+    draw = Draw(parameters=parameters, autoregressive_error=2.0, speculative_error=0.5)
+    scenario = replace(SCENARIO, k=7)
+    found = project(scenario, NotingEnsemble(members=ensemble.members, draw=draw), LEARNER, num_draws=3)
+    trainer = LEARNER.stages(scenario.setting, num_gpus=32, mean_tokens=5000.0)
+    base_s, spec_s = 2.0 * seconds(scenario, draw, 0, 1.0), 0.5 * seconds(scenario, draw, 7, 3.0)
+    assert found.autoregressive == trainer.with_generation(base_s)
+    assert found.speculative == trainer.with_generation(spec_s)
+    assert found.point.rollout_speedup.median == pytest.approx(base_s / spec_s)
+    assert found.point.autoregressive_step_s.p10 == pytest.approx(found.autoregressive.step_s)
+    assert found.point.speculative_step_s.p90 == pytest.approx(found.speculative.step_s)
+    assert found.point.step_speedup.median == pytest.approx(found.autoregressive.step_s / found.speculative.step_s)
+
+
+def test_with_a_lag_the_gpus_are_split(ensemble: Ensemble) -> None:
+    split = replace(SCENARIO, lag=1, generation_fraction=0.5)
+    found = project_ideal(split, LEARNER)
+    trainer = LEARNER.stages(split.setting, num_gpus=16, mean_tokens=5000.0)
+    assert found.autoregressive.train_s == trainer.train_s
+    assert found.autoregressive.step_s >= trainer.other_s
+    # A longer lag lets the engines sustain more; it changes nothing of the trainer.
+    longer = project_ideal(replace(split, lag=4), LEARNER)
+    assert longer.speculative.train_s == trainer.train_s
+    assert longer.point.autoregressive_step_s.median <= found.point.autoregressive_step_s.median
+
+
+def test_a_packed_learner_sees_the_mean_response_of_the_scenario(ensemble: Ensemble) -> None:
+    packed = replace(SCENARIO, setting=replace(SCENARIO.setting, packed=True))
+    trainers = [project_ideal(replace(packed, mean_tokens=mean), LEARNER).autoregressive for mean in (3800.0, 1800.0)]
+    assert trainers[0].train_s == pytest.approx(2.0 * trainers[1].train_s)  # 4,000 and 2,000 with the prompt
+
+
+def test_draws_are_spread_over_the_layouts() -> None:
+    longer = replace(SCENARIO, mean_tokens=6000)
+    found = project_ideal(SCENARIO, LEARNER, layouts=(longer,))
+    alone = [project_ideal(each, LEARNER).point.speculative_step_s.median for each in (SCENARIO, longer)]
+    assert found.point.speculative_step_s.median == pytest.approx(sum(alone) / 2)
+    assert found.point.warnings == ("an ideal stack: no host, launch or draft overhead, all peaks reached",)
+
+
+def test_a_point_says_what_was_asked(ensemble: Ensemble) -> None:
+    scenario = replace(SCENARIO, k=9, acceptance_length=4.5, lag=2)
+    point = project(scenario, ensemble, LEARNER, num_draws=2).point
+    assert (point.model, point.hardware, point.num_gpus) == ("Qwen3-8B", "GB200", 32)
+    assert (point.lag, point.k, point.acceptance_length) == (2, 9, 4.5)
+    assert point.warnings[0] == "k = 9 was not measured (k = 3 to 7): the band is wider"
+
+
+def test_the_map_is_of_the_scenarios_own_layout(ensemble: Ensemble) -> None:
+    model = ensemble.best.model(SCENARIO.setting)
+    draw = replace(DRAW, parameters=model.parameters)
+    for scenario in (SCENARIO, replace(SCENARIO, lag=1, generation_fraction=0.25, mean_tokens=2000)):
+        found = speedup_map(scenario, ensemble.best, ks=(3,), acceptance_lengths=(2.5,))
+        assert found[0, 0] == pytest.approx(seconds(scenario, draw, 0, 1.0) / seconds(scenario, draw, 3, 2.5))
+
+
+def test_the_best_of_the_map_is_the_largest_entry(ensemble: Ensemble) -> None:
+    best = best_of_map(SCENARIO, ensemble.best)
+    found = speedup_map(SCENARIO, ensemble.best, ks=range(1, 8), acceptance_lengths=range(1, 9))
+    assert found[best.k - 1, int(best.acceptance_length) - 1] == np.nanmax(found)
+
+
+def test_the_map_is_blank_where_no_draft_could_be_that_good(ensemble: Ensemble) -> None:
+    found = speedup_map(SCENARIO, ensemble.best, ks=(1, 3), acceptance_lengths=(1.0, 2.0, 3.0, 4.0))
+    assert np.isnan(found).tolist() == [[False, False, True, True], [False, False, False, False]]
+    assert np.all(found[:, 0] <= 1.0)
+    assert found[1, 3] == pytest.approx(4 * found[1, 0])
+
+
+def test_draws_are_the_same_for_the_same_seed(ensemble: Ensemble) -> None:
+    one, same, other = (project(SCENARIO, ensemble, paper_learner(), seed=seed) for seed in (0, 0, 1))
+    assert one == same
+    assert one.point.step_speedup != other.point.step_speedup
+    assert one.autoregressive.step_s > one.speculative.step_s
+
+
+ASKED = ProjectionRequest(model="mimo-7b", hardware="h200", num_gpus=64, k=4, acceptance_length=3.0)
+
+
+def test_the_time_of_the_kickoff_seeds_the_bands() -> None:
+    from tasks.project_request import project_request as task
+
+    projected: Any = task(
+        model=ASKED.model,
+        hardware=ASKED.hardware,
+        num_gpus=ASKED.num_gpus,
+        num_speculative_tokens=ASKED.k,
+        mean_acceptance_length=ASKED.acceptance_length,
+        max_off_policy_steps=ASKED.lag,
+        generation_fraction=ASKED.generation_fraction,
+        mean_response_tokens=ASKED.mean_tokens,
+        kickoff_time=datetime(1970, 1, 8, 6, tzinfo=UTC),
+    )
+    found = json.loads(Path(projected.projection).read_text())
+    assert found == json.loads(json.dumps(asdict(project_request(ASKED, seed=7))))
+    assert found["calibrated"] != json.loads(json.dumps(asdict(project_request(ASKED))))["calibrated"]
+    assert found["ideal"] == json.loads(json.dumps(asdict(project_request(ASKED))))["ideal"]
+
+
+def test_the_workflow_projects_what_its_flat_inputs_say() -> None:
+    from workflows.projection import projection
+
+    projected: Any = projection(
+        model="mimo-7b",
+        hardware="h200",
+        num_gpus=64,
+        num_speculative_tokens=4,
+        mean_acceptance_length=3.0,
+        max_off_policy_steps=2,
+        generation_fraction=0.5,
+        mean_response_tokens=1500.0,
+    )
+    asked = ProjectionRequest(
+        model="mimo-7b",
+        hardware="h200",
+        num_gpus=64,
+        k=4,
+        acceptance_length=3.0,
+        lag=2,
+        generation_fraction=0.5,
+        mean_tokens=1500.0,
+    )
+    assert json.loads(Path(projected.projection).read_text()) == json.loads(json.dumps(asdict(project_request(asked))))
+    interface = projection.python_interface  # pyright: ignore[reportFunctionMemberAccess]
+    assert all(type(default) in (str, int, float, datetime) for default in interface.default_inputs_as_kwargs.values())

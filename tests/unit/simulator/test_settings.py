@@ -1,0 +1,63 @@
+"""Layouts and the beliefs about the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.catalog import load_hardware, section_names
+from slipstream.config import ConfigError
+from slipstream.simulator.settings import load_setting
+
+
+@pytest.mark.parametrize("name", section_names("hardware"))
+def test_every_constant_of_the_hardware_has_a_source(name: str) -> None:
+    hardware = load_hardware(name)
+    with pytest.raises(ConfigError, match="must name a source of every constant"):
+        replace(hardware, sources={})
+    assert all(source for source in hardware.sources.values())
+
+
+@pytest.mark.parametrize("name", section_names("settings"))
+def test_every_figure_of_a_layout_has_a_source(name: str) -> None:
+    with pytest.raises(ConfigError, match="must name a source of every figure"):
+        replace(load_setting(name), sources={})
+
+
+def test_a_section_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"hardware must be a known section, got 'tpu'; known: gb200, h200"):
+        load_hardware("tpu")
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    rule = r"setting.gpus_per_engine must hold 235 GB of weights at 186 GB a GPU, got 1"
+    with pytest.raises(ConfigError, match=rule):
+        replace(load_setting("paper-235b"), gpus_per_engine=1)
+
+
+def test_the_learner_sees_every_response_padded_to_the_longest_or_packed() -> None:
+    assert load_setting("paper-8b").learner_tokens(5000.0) == 2048 * (200 + 8192)
+    assert load_setting("paper-235b").learner_tokens(8000.0) == 4096 * (200 + 8000)
+
+
+def test_an_engine_without_a_response_makes_no_other_faster() -> None:
+    setting = replace(load_setting("paper-8b"), num_rollouts=3, gpus_per_engine=1)
+    assert setting.shape(2).num_engines == 2
+    assert setting.shape(2).per_engine == 2
+    assert setting.shape().num_engines == 3  # of 32
+
+
+def test_key_value_memory_is_what_the_weights_leave() -> None:
+    # Qwen3-8B in bf16 on two GB200: 0.6 x 372 GB less the weights, 2 x 36 x 8 x 128 elements of 2 bytes a token.
+    setting = load_setting("paper-8b")
+    weights = 2 * setting.model_shape.total_parameters
+    assert setting.cache_tokens == pytest.approx((0.6 * 372e9 - weights) / 147456)
+    assert setting.shape().cache_tokens == setting.cache_tokens
+    assert replace(setting, memory_share=weights / 372e9).cache_tokens == 1.0
+
+
+@pytest.mark.parametrize(("field", "value"), [("group_size", 0), ("memory_share", 0.0), ("memory_share", 1.1)])
+def test_a_layout_that_cannot_be_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"setting.{field} must"):
+        replace(load_setting("paper-8b"), **{field: value})

@@ -1,0 +1,254 @@
+"""A grid becomes every combination once, its parts each once, and what cannot be is refused before anything starts."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import parse_overrides
+from slipstream.drafts.config import FRESH_INITS, DraftInit, DraftMethod, DraftOnline
+from slipstream.recipe import CONFIGS, Recipe, load_recipe, write_recipe
+from slipstream.study.variants import (
+    MAX_VARIANTS,
+    Grid,
+    Kind,
+    Variant,
+    chosen_seeds,
+    drafter_recipes,
+    kickoff_day,
+    parts,
+    variant_recipes,
+)
+from slipstream.types import Workload
+from tests.unit.conftest import Refusal
+from tests.unit.lagging import ONE_STEP_OFF
+
+ONE: dict[str, Any] = {
+    "draft_inits": (DraftInit.IN_DOMAIN,),
+    "methods": (DraftMethod.EAGLE3,),
+    "losses": ("kl_div",),
+    "draft_lengths": (3,),
+    "seeds": (0,),
+    "workloads": (Workload.RL_ZERO,),
+}
+
+
+def some(values: st.SearchStrategy[Any], most: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=1, max_size=most, unique=True).map(tuple)
+
+
+DRAFT_FIELDS = ("init", "method", "loss", "seed")
+TINY = {workload: load_recipe("tiny", workload=workload) for workload in Workload}
+
+
+def variants_of(grid: Grid) -> tuple[Variant, ...]:
+    return grid.variants(TINY[workload] for workload in grid.workloads)
+
+
+def recipes_of(*overrides: str, recipe: str = "tiny", **grid: Any) -> list[Recipe]:
+    return [found for found, _ in variant_recipes(recipe, Grid(**grid), parse_overrides(overrides)).values()]
+
+
+GRIDS = st.builds(
+    Grid,
+    draft_inits=some(st.sampled_from(FRESH_INITS), 2),
+    methods=some(st.sampled_from(DraftMethod), 1),
+    losses=some(st.sampled_from(("kl_div", "tv", "lk")), 2),
+    draft_lengths=some(st.integers(0, 9), 2),
+    seeds=some(st.integers(0, 99), 4),
+    workloads=some(st.sampled_from(Workload), 2),
+)
+
+
+def test_the_largest_grid_is_taken() -> None:
+    assert len(variants_of(Grid(**{**ONE, "seeds": tuple(range(MAX_VARIANTS))}))) == MAX_VARIANTS
+
+
+@given(GRIDS)
+def test_every_combination_is_one_variant_with_a_name_of_its_own(grid: Grid) -> None:
+    variants = variants_of(grid)
+    sizes = [len(values) for values in vars(grid).values() if values]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert len(variants) == len(set(variants)) == len({variant.name for variant in variants}) == product
+    assert {variant.seed for variant in variants} == set(grid.seeds)
+    assert {variant.setting.num_speculative_tokens for variant in variants} == set(grid.draft_lengths)
+
+
+@given(GRIDS)
+def test_what_variants_share_is_made_once_and_before_it_is_needed(grid: Grid) -> None:
+    made = parts(variants_of(grid))
+    names = [part.name for part in made]
+    number = {kind: sum(part.kind is kind for part in made) for kind in Kind}
+    per_seed = len(grid.workloads) * len(grid.seeds)
+    drafts = per_seed * len(grid.draft_inits) * len(grid.methods) * len(grid.losses)
+    assert number == {
+        Kind.POLICY: len(grid.workloads),
+        Kind.DRAFT: drafts,
+        Kind.BASELINE: per_seed,
+        Kind.VARIANT: drafts * len(grid.draft_lengths),
+    }
+    assert len(set(names)) == len(names)
+    for place, part in enumerate(made):
+        assert set(part.needs) <= set(names[:place])
+
+
+def test_a_variant_needs_the_policy_the_draft_and_the_baseline_of_its_own_seed() -> None:
+    made = parts(variants_of(Grid(**{**ONE, "seeds": (0, 4)})))
+    assert made[-1].name == "rl_zero-in_domain-eagle3-kl_div-k3-seed4"
+    assert made[-1].needs == (
+        "policy-rl_zero",
+        "draft-rl_zero-in_domain-eagle3-kl_div-seed4",
+        "baseline-rl_zero-seed4",
+    )
+
+
+def test_a_length_of_0_or_none_is_one_that_is_tuned() -> None:
+    for lengths in ((0,), ()):
+        (variant,) = variants_of(Grid(**{**ONE, "draft_lengths": lengths}))
+        assert variant.name == "rl_zero-in_domain-eagle3-kl_div-k-tuned-seed0"
+        (tuned,) = recipes_of(**{**ONE, "draft_lengths": lengths})
+        assert tuned.tuning.candidate_ks == (0, 1, 3, 5, 7)  # the recipe's own
+    (fixed,) = recipes_of(**ONE)
+    assert fixed.tuning.candidate_ks == (0, 3)
+
+
+def test_a_list_that_is_left_out_keeps_what_the_recipe_says(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    own = {"workload": "rl_think", "grpo": {"seed": 5}, "draft": {"init": "general", "loss": "tv", "seed": 9}}
+    write_recipe(load_recipe("tiny", overrides=own), path)
+    (recipe,) = recipes_of(recipe=str(path), draft_lengths=(3,))
+    assert (recipe.workload, recipe.grpo.seed) == (Workload.RL_THINK, 5)
+    assert (recipe.draft.init, recipe.draft.loss, recipe.draft.seed) == (DraftInit.GENERAL, "tv", 9)
+    (zero,) = recipes_of(recipe=str(path), draft_lengths=(3,), seeds=(0,), workloads=(Workload.RL_ZERO,))
+    assert (zero.workload, zero.grpo.seed, zero.draft.seed) == (Workload.RL_ZERO, 0, 0)
+
+
+def test_a_variants_recipe_says_of_what_the_grid_lists_alone_that_the_launch_gave_it() -> None:
+    ((_, origins),) = variant_recipes("tiny", Grid(draft_lengths=(3,)), {}).values()
+    assert [name for name, label in origins.items() if label == "launch"] == ["tuning.candidate_ks"]
+    ((_, origins),) = variant_recipes("tiny", Grid(**ONE), {}).values()
+    launched = ["workload", "tuning.candidate_ks", "grpo.seed", *(f"draft.{each}" for each in DRAFT_FIELDS)]
+    assert sorted(name for name, label in origins.items() if label == "launch") == sorted(launched)
+
+
+def test_each_workload_keeps_its_own_section_of_the_recipe(tmp_path: Path) -> None:
+    values = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    values["workloads"]["rl_think"]["draft"] = {"init": "general"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    zero, think = recipes_of(recipe=str(path), draft_lengths=(3,), workloads=tuple(Workload))
+    assert (zero.draft.init, think.draft.init) == (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
+    assert (zero.engine.max_model_len, think.engine.max_model_len) == (256, 480)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": (1, 1)}, "seeds must name each value once, got (1, 1)"),
+        ({"draft_lengths": (-1,)}, "draft_lengths must be >= 0, got (-1,); 0 tunes"),
+        ({"seeds": (-1,)}, "seeds must be >= 0, got (-1,)"),
+        (
+            {"seeds": tuple(range(MAX_VARIANTS + 1))},
+            "the grid must have at most 64 variants, got 65; shorten one of its lists, or run two ablations",
+        ),
+    ],
+)
+def test_an_unsound_grid_is_refused(refusal: Refusal, changes: dict[str, Any], message: str) -> None:
+    assert refusal(Grid, **{**ONE, **changes}) == message
+
+
+def test_the_recipe_of_a_variant_follows_it_alone() -> None:
+    grid = {**ONE, "draft_inits": (DraftInit.GENERAL,), "losses": ("tv",), "seeds": (5,)}
+    (recipe,) = recipes_of("grpo.group_size=4", "tuning.batch_sizes=[8]", **grid)
+    draft = recipe.draft
+    assert (draft.init, draft.loss, draft.seed, recipe.grpo.seed) == (DraftInit.GENERAL, "tv", 5, 5)
+    assert (recipe.grpo.group_size, recipe.tuning.candidate_ks) == (4, (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"losses": ("mse",)}, {}, "variant rl_zero-in_domain-eagle3-mse-k3-seed0: draft.loss must be one of"),
+        ({"draft_lengths": (99,)}, {}, "variant rl_zero-in_domain-eagle3-kl_div-k99-seed0: engine.max_model_len must"),
+        ({}, ONE_STEP_OFF, "variant rl_zero-in_domain-eagle3-kl_div-k3-seed0: loop.mode must be synchronous here"),
+        ({}, {"draft": {"init": "general"}}, "overrides must leave out draft.init, got 'draft.init'; give the input d"),
+        ({}, {"draft": {"seed": 1}}, "overrides must leave out draft.seed, got 'draft.seed'; give the input seeds"),
+    ],
+)
+def test_a_variant_that_the_recipe_refuses_is_named_and_so_is_an_override_of_what_the_grid_varies(
+    refusal: Refusal, changes: dict[str, Any], overrides: dict[str, Any], message: str
+) -> None:
+    grid = Grid(**{**ONE, **changes})
+    assert refusal(variant_recipes, name="tiny", grid=grid, requested=overrides).startswith(message)
+
+
+def test_without_seeds_the_day_of_the_kickoff_in_utc_is_the_seed_and_without_a_kickoff_there_is_none() -> None:
+    assert chosen_seeds([3, 1], datetime(2026, 11, 22, tzinfo=UTC)) == (3, 1)
+    assert chosen_seeds([0], datetime(2026, 11, 22, tzinfo=UTC)) == (0,)
+    assert chosen_seeds([], datetime(1970, 1, 1, tzinfo=UTC)) == ()
+    assert chosen_seeds([], datetime(1970, 1, 31, 23, 59, tzinfo=UTC)) == (30,)
+    assert kickoff_day(datetime(1970, 1, 31, 23, 59)) == 30
+    west = timezone(timedelta(hours=-5))
+    assert kickoff_day(datetime(1970, 1, 31, 23, 59, tzinfo=west)) == 31
+
+
+DRAFTERS: dict[str, Any] = {
+    "methods": (DraftMethod.EAGLE3,),
+    "draft_inits": (DraftInit.GENERAL,),
+    "online": (DraftOnline.OFF,),
+    "draft_lengths": (3,),
+}
+
+
+def test_a_lookup_takes_part_once_whatever_prompts_and_training_are_tried() -> None:
+    methods = (DraftMethod.EAGLE3, DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM)
+    grid = Grid(methods=methods, draft_inits=FRESH_INITS, online=tuple(DraftOnline)[:2], draft_lengths=(3,))
+    assert [drafter.name for drafter in drafter_recipes(load_recipe("tiny"), grid)] == [
+        "eagle3-in_domain-off",
+        "eagle3-in_domain-always",
+        "eagle3-general-off",
+        "eagle3-general-always",
+        "draft_model-in_domain-off",
+        "draft_model-general-off",
+        "ngram-off",
+    ]
+
+
+def test_a_drafter_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -> None:
+    recipe = load_recipe("tiny")
+    ((drafter, own),) = drafter_recipes(recipe, Grid(**DRAFTERS)).items()
+    assert (drafter.seed, drafter.setting.num_speculative_tokens) == (recipe.grpo.seed, 3)
+    draft = (own.draft.method, own.draft.init, own.draft.online)
+    assert draft == (DraftMethod.EAGLE3, DraftInit.GENERAL, DraftOnline.OFF)
+    assert own.tuning.candidate_ks == (0, 3)
+    assert all(getattr(own, name) == getattr(recipe, name) for name in ("grpo", "sampling", "learner", "policy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recipe", "overrides", "message"),
+    [
+        ({"methods": ()}, "tiny", {}, "methods must name at least one value"),
+        ({"draft_lengths": (0,)}, "tiny", {}, "num_speculative_tokens must be >= 1"),
+        ({"draft_lengths": (99,)}, "tiny", {}, "drafter eagle3-general-off: engine.max_model_len must hold"),
+        ({}, "tiny", ONE_STEP_OFF, "drafter eagle3-general-off: loop.mode must be synchronous here"),
+        (
+            {},
+            "qwen3_8b",
+            {"placement": {"memory": "in_turn"}},
+            "drafter eagle3-general-off: placement.memory must be 's",
+        ),
+    ],
+)
+def test_what_no_bake_off_can_do_is_refused_and_the_drafter_named(
+    refusal: Refusal, changes: dict[str, Any], recipe: str, overrides: dict[str, Any], message: str
+) -> None:
+    grid, loaded = Grid(**{**DRAFTERS, **changes}), load_recipe(recipe, overrides=overrides)
+    assert refusal(drafter_recipes, recipe=loaded, grid=grid).startswith(message)

@@ -1,0 +1,174 @@
+"""Loops that wait for one another, and end together."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from slipstream.train.queues import Ended, Queue, ThreadGroup
+
+
+def forever(threads: ThreadGroup) -> None:
+    threads.wait_for(lambda: None)
+
+
+def test_whoever_waits_gets_what_another_one_brings() -> None:
+    threads, shared, got = ThreadGroup(), [], []
+
+    def produce() -> None:
+        for item in (1, 2, 3):
+            threads.update(lambda item=item: shared.append(item))
+        forever(threads)
+
+    def train() -> None:
+        got.extend(threads.wait_for(lambda: shared.pop(0) if shared else None) for _ in range(3))
+
+    threads.run({"produce": produce, "train": train}, finite="train")
+    assert got == [1, 2, 3]
+
+
+def test_when_the_finite_loop_is_done_the_others_end_where_they_wait() -> None:
+    threads, ended = ThreadGroup(), []
+
+    def produce() -> None:
+        try:
+            forever(threads)
+        except Ended:
+            ended.append("produce")
+            raise
+
+    threads.run({"produce": produce, "train": lambda: None}, finite="train")
+    assert ended == ["produce"]
+    for late in (lambda: threads.update(lambda: None), lambda: threads.wait_for(lambda: 1)):
+        with pytest.raises(Ended):
+            late()
+
+
+def test_a_loop_that_ends_too_early_is_an_error() -> None:
+    threads = ThreadGroup()
+    with pytest.raises(RuntimeError, match=r"^the loop 'produce' ended before the training did$"):
+        threads.run({"produce": lambda: None, "train": lambda: forever(threads)}, finite="train")
+
+
+def test_the_first_failure_is_the_one_that_is_raised() -> None:
+    threads = ThreadGroup()
+
+    def fails() -> None:
+        raise ValueError("first")
+
+    def fails_after_it() -> None:
+        try:
+            forever(threads)
+        finally:
+            raise KeyError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        threads.run({"train": fails_after_it, "produce": fails}, finite="train")
+
+
+def test_loops_run_in_threads_of_their_names_which_a_process_does_not_wait_for() -> None:
+    threads, found = ThreadGroup(), []
+
+    def train() -> None:
+        thread = threading.current_thread()
+        found.append((thread.name, thread.daemon))
+
+    threads.run({"train": train}, finite="train")
+    assert found == [("train", True)]
+
+
+def test_a_loop_inside_a_call_is_waited_for_a_moment_and_until_its_end_by_settling() -> None:
+    threads, released, done = ThreadGroup(), threading.Event(), []
+
+    def produce() -> None:
+        released.wait(30.0)
+        done.append(True)
+
+    start_s = time.monotonic()
+    threads.run({"produce": produce, "train": lambda: None}, finite="train")
+    assert 0.4 < time.monotonic() - start_s < 10.0
+    assert not done
+    released.set()
+    threads.join()
+    assert done == [True]
+
+
+def test_before_anybody_ran_there_is_nobody_to_wait_for() -> None:
+    ThreadGroup().join()
+
+
+def test_what_is_handed_over_comes_in_its_order_by_one_by_look_or_all_at_once() -> None:
+    handed: Queue[int] = Queue(ThreadGroup())
+    assert (handed.poll(), handed.drain()) == (None, [])
+    for item in (0, 1, 2, 3):
+        handed.put(item)
+    assert (handed.take(), handed.poll(), handed.drain(), handed.drain()) == (0, 1, [2, 3], [])
+
+
+def test_a_taker_is_woken_by_what_is_put() -> None:
+    threads, got = ThreadGroup(), []
+    handed: Queue[str] = Queue(threads)
+
+    def produce() -> None:
+        time.sleep(0.05)  # the other one waits by then
+        handed.put("weights")
+        forever(threads)
+
+    threads.run({"train": lambda: got.append(handed.take()), "produce": produce}, finite="train")
+    assert got == ["weights"]
+
+
+def test_an_end_wakes_whoever_waits_and_what_it_would_have_taken_is_left() -> None:
+    threads, shared = ThreadGroup(), ["late"]
+    threads.run({"train": lambda: None}, finite="train")
+    with pytest.raises(Ended):
+        threads.wait_for(lambda: shared.pop())
+    with pytest.raises(Ended):
+        threads.update(lambda: shared.pop())
+    assert shared == ["late"]
+
+
+def test_whoever_takes_something_wakes_the_others() -> None:
+    threads, shared, got = ThreadGroup(), ["a"], []
+
+    def produce() -> None:
+        seen = threads.wait_for(lambda: "empty" if not shared else None)
+        threads.update(lambda: got.append(seen))
+        forever(threads)
+
+    def train() -> None:
+        time.sleep(0.05)  # the other one waits by then
+        got.append(threads.wait_for(lambda: shared.pop() if shared else None))
+        threads.wait_for(lambda: len(got) == 2 or None)
+
+    threads.run({"produce": produce, "train": train}, finite="train")
+    assert sorted(got) == ["a", "empty"]
+
+
+def test_a_change_gives_what_it_makes() -> None:
+    assert ThreadGroup().update(lambda: 7) == 7
+
+
+def test_something_that_counts_as_false_is_something() -> None:
+    assert ThreadGroup().wait_for(lambda: 0) == 0
+    handed: Queue[int] = Queue(ThreadGroup())
+    handed.put(0)
+    assert handed.take() == 0
+
+
+def test_what_is_picked_is_taken_out_and_the_others_stay_in_their_order() -> None:
+    queue = Queue(ThreadGroup(), [5])
+    for item in (3, 9, 1):
+        queue.put(item)
+
+    assert queue.pick(lambda waiting: [waiting[2], waiting[0]]) == [9, 5]
+    assert queue.items == (3, 1)
+
+
+def test_what_waits_is_shown_once_it_is_enough_and_stays() -> None:
+    queue: Queue[int] = Queue(ThreadGroup())
+    assert queue.wait_for(0) == ()
+    queue.put(2)
+    assert queue.wait_for(1) == queue.items == (2,)

@@ -1,0 +1,431 @@
+"""A whole training of nothing: weights are a hash of all that was learned, and rollouts a function of weights and seed.
+
+So two trainings end with the same weights only if every step of both learned from the same rollouts in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.data.prompts import PromptStream
+from slipstream.engine.config import SamplingConfig
+from slipstream.engine.protocol import GenerationResult, Portion
+from slipstream.engine.requests import GroupRequest
+from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.loop_config import LoopConfig, TooOld
+from slipstream.grpo.update import Trained, Update
+from slipstream.records.steps import DraftUpdate, RefitCheck, StepRecord, TrainStats
+from slipstream.refit.channel.driver import Exported
+from slipstream.refit.fingerprint import ALL
+from slipstream.refit.gate import Export
+from slipstream.rewards.verifier import RewardResult
+from slipstream.train.asynchronous import AsyncLoop
+from slipstream.train.batch import Versions
+from slipstream.train.checkpoints import Checkpoints
+from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
+from slipstream.train.pending import Pending, Submitted
+from slipstream.train.queues import ThreadGroup
+from slipstream.types import (
+    Arm,
+    FinishReason,
+    LoopMode,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    StageTimes,
+    VersionSpan,
+)
+
+NUM_STEPS = 6
+GROUP_SIZE = 2
+PROMPTS_PER_STEP = 3
+PROMPTS = tuple(Prompt(id=str(i), text=str(i), token_ids=(1, i), answer="7") for i in range(12))
+STREAM = PromptStream(prompts=PROMPTS, batch_size=PROMPTS_PER_STEP, seed=0)
+SAMPLING = SamplingConfig(temperature=0.5, max_response_tokens=8)
+CONFIG = GrpoConfig(
+    num_steps=NUM_STEPS,
+    prompts_per_step=PROMPTS_PER_STEP,
+    group_size=GROUP_SIZE,
+    optimizer=OptimizerConfig(learning_rate=1e-4),
+    loss=LossConfig(truncated_importance_sampling=2.0),
+    seed=5,
+)
+NO_TIMES = StageTimes(data_s=0.0, prepare_s=0.0, generation_s=0.0, logprob_s=0.0, train_s=0.0, step_s=0.0)
+START = "start"
+
+
+def hashed(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass
+class Delays:
+    """Of every call, at random but for seed None, which makes none."""
+
+    seed: int | None = None
+    longest_s: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def wait(self) -> None:
+        if self.seed is not None:
+            time.sleep(self._random.random() * self.longest_s)
+
+
+class BareLearner(Learner):
+    """Refuses whatever it is asked; a fake answers what its test asks."""
+
+    def logprobs(self, batch: Any, temperature: float) -> list[Any]:
+        raise AssertionError("one update a step needs no pass of its own")
+
+    def ref_logprobs(self, batch: Any, temperature: float) -> Any:
+        raise AssertionError("there is no reference")
+
+    def train_step(self, update: Update) -> Trained:
+        raise AssertionError("nothing is trained")
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        raise AssertionError("no checkpoint is due")
+
+    def finish_checkpoint(self, *, timeout_s: float | None = None) -> None:
+        """Nothing is written in the background."""
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        raise AssertionError("there is no checkpoint")
+
+
+@dataclass
+class World(BareLearner):
+    """Learner, engines and the way of the weights between them; it notes what each was handed."""
+
+    delays: Delays = field(default_factory=Delays)
+    weights: str = START
+    engine_weights: str = START
+    version: int = -1
+    draft: Draft = field(default_factory=Draft)
+    drafts: dict[int, int | None] = field(default_factory=dict)  # version of the draft, by that of the policy
+    calls: list[Any] = field(default_factory=list)  # of the learner and of the refits, in order
+    generated: list[Any] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    scored: list[tuple[str, ...]] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)  # prompts, as the weights have learned from them
+    exported: dict[int, str] = field(default_factory=dict)  # weights by version
+    frees_learner: bool = True
+
+    def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
+        return self.deliver(self.export(version, draft_version=draft_version))
+
+    def export(self, version: int, *, draft_version: int | None) -> Export:
+        self.delays.wait()
+        assert self.version in (version - 1, version, -1), (
+            f"version {self.version} is delivered, the file of another is reused"
+        )
+        self.calls.append(("refit", version, draft_version, self.weights))
+        self.exported[version] = self.weights
+        return export_of(version, draft_version=draft_version, frees_learner=self.frees_learner)
+
+    def deliver(self, export: Export) -> RefitCheck:
+        self.delays.wait()
+        weights = self.exported.pop(export.version)
+        assert self.frees_learner or weights == self.weights, "trained before the engines had its weights"
+        self.engine_weights, self.version = weights, export.version
+        self.drafts[export.version] = export.draft_version
+        return RefitCheck(num_tensors=export.version, elapsed_s=0.0)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
+    ) -> GenerationResult:
+        version, weights = self.version, self.engine_weights
+        self.delays.wait()
+        assert (version, weights) == (self.version, self.engine_weights), "refitted while it generated"
+        self.generated.append(([prompt.id for prompt in prompts], sampling, group_size, seed, version))
+        versions = (version, self.drafts[version])
+        groups = tuple(drawn(prompt, weights, f"{seed}", versions, group_size) for prompt in prompts)
+        return GenerationResult(groups=groups, acceptance=None, generation_s=0.25)
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        return ()
+
+    def score(self, groups: Sequence[RolloutGroup]) -> RewardResult:
+        self.delays.wait()
+        self.scored.append(tuple(group.prompt.id for group in groups))
+        lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+        return RewardResult(rewards=tuple(float(length % 3) for length in lengths), num_timeouts=1, num_crashes=0)
+
+    def train_step(self, update: Update) -> Trained:
+        self.delays.wait()
+        batch = update.batch
+        self.calls.append(("train", self.weights))
+        self.updates.append(update)
+        self.trained += [str(ids[1]) for ids in batch.token_ids[::GROUP_SIZE]]
+        self.weights = hashed(self.weights, batch.token_ids, batch.advantages, batch.rollout_logprobs)
+        stats = TrainStats(
+            loss=int(self.weights[:6], 16) / 2**24,
+            grad_norm=1.0,
+            kl=0.0,
+            clip_fraction=0.0,
+            num_tokens=1,
+            learning_rate=0.1,
+        )
+        own = [np.full(len(row), -0.5, dtype=np.float32) for row in batch.rollout_logprobs]
+        draft = DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.0) if update.trains_draft else None
+        return Trained(stats=stats, own_logprobs=own, draft=draft)
+
+    def save_checkpoint(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "state.json").write_text(json.dumps({"weights": self.weights, "trained": self.trained, "extra": extra}))
+
+    def inspect_checkpoint(self, path: Path) -> dict[str, Any]:
+        return json.loads((path / "state.json").read_text())["extra"]
+
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        state = json.loads((path / "state.json").read_text())
+        self.weights, self.trained = state["weights"], state["trained"]
+        return state["extra"]
+
+
+def export_of(version: int, *, draft_version: int | None = None, frees_learner: bool = True) -> Export:
+    """Of weights that nobody compares."""
+    return Export(
+        version=version,
+        draft_version=draft_version,
+        weights=Exported(policy_version=version),
+        turn=ALL,
+        draft_turn=ALL,
+        policy=None,
+        draft=None,
+        frees_learner=frees_learner,
+    )
+
+
+def drawn(prompt: Prompt, weights: str, seed: str, versions: Versions, group_size: int) -> RolloutGroup:
+    def rollout(sample: int) -> Rollout:
+        source = random.Random(f"{weights}/{prompt.id}/{seed}/{sample}")
+        tokens = tuple(source.randrange(3, 50) for _ in range(source.randrange(1, 8)))
+        return Rollout(
+            prompt_id=prompt.id,
+            token_ids=tokens,
+            rollout_logprobs=tuple(-source.random() for _ in tokens),
+            finish_reason=FinishReason.STOP,
+            policy_version=versions[0],
+            draft_version=versions[1],
+        )
+
+    return RolloutGroup(prompt=prompt, rollouts=tuple(rollout(sample) for sample in range(group_size)))
+
+
+def synchronous(world: World) -> list[StepRecord]:
+    """Train with the synchronous loop."""
+    records: list[StepRecord] = []
+    SyncLoop(
+        arm=Arm.AUTOREGRESSIVE,
+        engine=world,
+        learner=world,
+        gate=world,
+        prompts=STREAM,
+        score=world.score,
+        config=CONFIG,
+        sampling=SAMPLING,
+        on_step=records.append,
+    ).run(start_step=0)
+    return records
+
+
+def trainer_of(world: World, lag: int, *, every: int) -> Trainer:
+    config = replace(CONFIG, checkpoint_every_steps=every)
+    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, draft=world.draft, max_lag=lag)
+
+
+def one_step_off(
+    world: World,
+    lag: int,
+    *,
+    directory: Path | None = None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    threads: ThreadGroup | None = None,
+    every: int = 1,
+) -> list[StepRecord]:
+    """Train with the loop that runs `lag` batches behind; from the last checkpoint of `directory`, if that is given.
+
+    Args:
+        every: so many steps a checkpoint is written, with a `directory`.
+    """
+    loop = LoopConfig(mode=LoopMode.ONE_STEP_OFF, max_off_policy_steps=lag)
+    return _asynchronous(world, loop, directory, on_step, threads=threads, every=every)
+
+
+def in_flight(
+    world: FlightWorld,
+    lag: int,
+    *,
+    too_old: TooOld = TooOld.FINISH,
+    directory: Path | None = None,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> list[StepRecord]:
+    """Train with engines that never stop; from the last checkpoint of `directory`, if that is given."""
+    loop = LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=lag, too_old=too_old)
+    return _asynchronous(world, loop, directory, on_step)
+
+
+def _asynchronous(
+    world: World,
+    loop: LoopConfig,
+    directory: Path | None,
+    on_step: Callable[[StepRecord], None],
+    *,
+    threads: ThreadGroup | None = None,
+    every: int = 1,
+) -> list[StepRecord]:
+    history, pending, step_done = _restored(world, directory, on_step)
+    every = NUM_STEPS + 1 if directory is None else every
+    engines: Any = world
+    AsyncLoop(
+        arm=Arm.AUTOREGRESSIVE,
+        engines=engines,
+        prompts=STREAM,
+        score=world.score,
+        trainer=trainer_of(world, loop.max_off_policy_steps, every=every),
+        sampling=SAMPLING,
+        loop=loop,
+        on_step=step_done,
+        threads=threads or ThreadGroup(),
+        pending=pending,
+        submitted=None if directory is None else Submitted(directory / "submitted"),
+    ).run(start_step=len(history))
+    return history
+
+
+def _restored(
+    world: World, directory: Path | None, on_step: Callable[[StepRecord], None]
+) -> tuple[list[StepRecord], Pending, Any]:
+    """The last checkpoint of `directory`, and what writes one after each step."""
+    checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
+    history, pending = [], Pending()
+    if checkpoints is not None:
+        restored = checkpoints.restore(world)
+        history = restored.steps
+        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
+
+    def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
+        history.append(record)
+        assert checkpoints is not None or waiting is None, "nobody keeps what was generated and not trained on"
+        if checkpoints is not None and waiting is not None:
+            checkpoints.save(world, history, waiting.to_bytes())
+        on_step(record)
+
+    return history, pending, step_done
+
+
+@dataclass
+class _Flying:
+    """A group under way: each rollout's tokens so far, and how many it will have."""
+
+    request: GroupRequest
+    versions: list[list[int]]  # of each token of each rollout
+    lengths: list[int]
+
+
+@dataclass
+class FlightWorld(World):
+    """Its engines take one token a rollout and call; a few rollouts are ten times as long as the others."""
+
+    lag: int = 1
+    flying: dict[int, _Flying] = field(default_factory=dict)
+    submitted: list[int] = field(default_factory=list)  # group indices, in order
+    submitted_seeds: list[tuple[int, ...]] = field(default_factory=list)  # of the same groups
+    completed: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of all rollouts that came back
+    num_restarts: int = 0
+    is_busy: bool = False
+
+    def deliver(self, export: Export) -> RefitCheck:
+        assert not self.is_busy, "refitted inside an iteration"
+        return super().deliver(export)
+
+    def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig = SAMPLING) -> None:
+        for request in requests:
+            assert request.index < (self.version + self.lag + 1) * PROMPTS_PER_STEP, "further ahead than the lag allows"
+            step, place = divmod(request.index, PROMPTS_PER_STEP)
+            assert request.prompt == STREAM.batch(step)[place]
+            self.submitted.append(request.index)
+            self.submitted_seeds.append(request.seeds)
+            self.flying[request.index] = _Flying(
+                request=request, versions=[[] for _ in request.seeds], lengths=[length_of(s) for s in request.seeds]
+            )
+
+    def advance(self, *, max_s: float) -> Portion:
+        self.is_busy = True
+        self.delays.wait()
+        done = []
+        for index, group in list(self.flying.items()):
+            for versions, length in zip(group.versions, group.lengths, strict=True):
+                versions += [self.version] * (len(versions) < length)
+            if all(len(tokens) == length for tokens, length in zip(group.versions, group.lengths, strict=True)):
+                done.append((index, self._landed(self.flying.pop(index))))
+        self.completed += [index for index, _ in done]
+        self.is_busy = False
+        return Portion(groups=tuple(done), acceptance=None, started_s=0.0, ended_s=0.0)
+
+    def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
+        num = 0
+        for group in [self.flying[index] for index in indices]:
+            group.request = replace(group.request, seeds=seeds(group.request))
+            for place, seed in enumerate(group.request.seeds):
+                if len(group.versions[place]) < group.lengths[place]:
+                    group.versions[place], group.lengths[place] = [], length_of(seed)
+                    num += 1
+        self.num_restarts += num
+        return num
+
+    @property
+    def under_way(self) -> tuple[GroupRequest, ...]:
+        return tuple(group.request for group in self.flying.values())
+
+    def _landed(self, group: _Flying) -> RolloutGroup:
+        self.lengths += group.lengths
+        prompt = group.request.prompt
+        return RolloutGroup(
+            prompt=prompt,
+            rollouts=tuple(
+                Rollout(
+                    prompt_id=prompt.id,
+                    token_ids=tuple(3 + (seed + place) % 40 for place in range(len(versions))),
+                    rollout_logprobs=(-0.5,) * len(versions),
+                    finish_reason=FinishReason.STOP,
+                    policy_version=versions[0],
+                    draft_version=self.drafts[versions[0]],
+                    versions=tuple(
+                        VersionSpan(
+                            policy_version=version, draft_version=self.drafts[version], num_tokens=len(list(tokens))
+                        )
+                        for version, tokens in groupby(versions)
+                    ),
+                )
+                for seed, versions in zip(group.request.seeds, group.versions, strict=True)
+            ),
+        )
+
+
+def length_of(seed: int) -> int:
+    """One rollout in eight is long."""
+    return 40 if seed % 8 == 0 else 1 + seed % 4
+
+
+def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Without what the clock said."""
+    return [replace(record, times=NO_TIMES, overlap=None) for record in records]
