@@ -27,8 +27,7 @@ from slipstream.config import ConfigError, require
 from slipstream.data.prompts import read_prompt_sets, render
 from slipstream.data.synthetic import dapo_rows
 from slipstream.drafts.config import DraftLengthRule
-from slipstream.drafts.length import TuningConfig, choose, sweep
-from slipstream.drafts.schedule import constant, described
+from slipstream.drafts.length import TuningConfig, choose, constant, described, sweep
 from slipstream.engine.acceptance import combine
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import Recipe

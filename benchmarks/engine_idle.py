@@ -18,7 +18,7 @@ import ray
 from benchmarks.runs import FinishedRun
 from slipstream.config import require
 from slipstream.data.prompts import PromptStream, read_prompt_sets
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.engine.requests import group_requests

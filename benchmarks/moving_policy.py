@@ -28,7 +28,7 @@ from slipstream import logs
 from slipstream.config import from_mapping, merge, parse_overrides, to_mapping
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.config import DraftOnline
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.recipe import Recipe
 from slipstream.stages.support import decode, tokenizer
 from slipstream.stages.train_grpo import arm_plan

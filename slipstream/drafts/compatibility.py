@@ -1,4 +1,4 @@
-"""Does this draft fit this policy? Answered from configs and file headers, before an engine starts."""
+"""Checks that a draft fits its policy, from configs and file headers, before an engine starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from slipstream.config import ConfigError, require
+from slipstream.config import require
+from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.methods import TRAITS, DraftMethod, Weights, require_package
 
 _LAYER = "layers.0."
 _REQUIRED = (
@@ -21,6 +23,30 @@ _REQUIRED = (
     *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
 _OPTIONAL = ("d2t", "t2d", "embed_tokens.weight", *(f"{_LAYER}self_attn.{name}_norm.weight" for name in "qk"))
+_MTP_PREFIX = "model.mtp_layers."
+_WEIGHTS = "*.safetensors"
+_NUM_NAMED = 5  # of the words that differ
+
+
+def require_fit(config: DraftConfig, policy: Path, draft: Path | None, *, max_model_len: int) -> None:
+    """Refuse a draft that vLLM would load wrongly, or late.
+
+    Args:
+        draft: directory of the draft; None where the method has no weights of its own.
+    Raises:
+        ConfigError: see `check_draft`, `check_mtp` and `check_draft_model`; or the method's package is not installed.
+    """
+    require_package(config.method)
+    if TRAITS[config.method].weights is not Weights.OWN:
+        return  # nothing is loaded
+    assert draft is not None
+    match config.method:
+        case DraftMethod.EAGLE3:
+            check_draft(policy, draft, max_model_len=max_model_len)
+        case DraftMethod.MTP:
+            check_mtp(policy, draft)
+        case _:
+            check_draft_model(policy, draft, max_model_len=max_model_len)
 
 
 def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
@@ -30,33 +56,20 @@ def check_draft(policy: Path, draft: Path, *, max_model_len: int) -> None:
         ConfigError: hidden size, vocabulary, auxiliary layers or positions do not fit; a tensor is missing or extra;
             or head or embeddings equal the policy's, so that vLLM would share them.
     """
-    policy_config = _config(policy, "policy.model")
-    draft_config = _config(draft, "draft")
+    policy_config, draft_config = _config(policy, "policy.model"), _config(draft, "draft")
     layer = draft_config.get("transformer_layer_config")
     require(isinstance(layer, dict), "draft", "must be an EAGLE-3 draft as speculators saves it", str(draft))
     assert isinstance(layer, dict)
-    hidden = policy_config["hidden_size"]
-    require(
-        layer["hidden_size"] == hidden, "draft hidden_size", f"must equal the policy's {hidden}", layer["hidden_size"]
-    )
-    vocab = policy_config["vocab_size"]
-    require(layer["vocab_size"] == vocab, "draft vocab_size", f"must equal the policy's {vocab}", layer["vocab_size"])
-    positions = layer["max_position_embeddings"]
-    require(
-        positions >= max_model_len,
-        "draft max_position_embeddings",
-        f"must be >= engine.max_model_len {max_model_len}",
-        positions,
-        "RoPE would be clamped and acceptance beyond it would collapse",
-    )
+    hidden, vocab, num_layers = (policy_config[name] for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    for name, own in (("hidden_size", hidden), ("vocab_size", vocab)):
+        require(layer[name] == own, f"draft {name}", f"must equal the policy's {own}", layer[name])
+    positions, rule = layer["max_position_embeddings"], f"must be >= engine.max_model_len {max_model_len}"
+    fix = "RoPE would be clamped and acceptance beyond it would collapse"
+    require(positions >= max_model_len, "draft max_position_embeddings", rule, positions, fix)
     ids = draft_config.get("eagle_aux_hidden_state_layer_ids") or []
-    num_layers = policy_config["num_hidden_layers"]
-    require(
-        len(ids) == len(set(ids)) > 0 and all(0 <= i <= num_layers for i in ids),
-        "draft eagle_aux_hidden_state_layer_ids",
-        f"must be different layers in [0, {num_layers}]",
-        ids,
-    )
+    are_layers = len(ids) == len(set(ids)) > 0 and all(0 <= i <= num_layers for i in ids)
+    rule = f"must be different layers in [0, {num_layers}]"
+    require(are_layers, "draft eagle_aux_hidden_state_layer_ids", rule, ids)
     draft_vocab = draft_config["draft_vocab_size"]
     _check_tensors(policy, draft, hidden=hidden, num_aux=len(ids), draft_vocab=draft_vocab)
     _check_vocabulary_maps(draft / "model.safetensors", vocab=vocab, draft_vocab=draft_vocab)
@@ -70,21 +83,13 @@ def _check_tensors(policy: Path, draft: Path, *, hidden: int, num_aux: int, draf
         missing, extra = sorted(set(_REQUIRED) - names), sorted(names - set(_REQUIRED) - set(_OPTIONAL))
         require(not missing, "draft", "must hold every tensor of an EAGLE-3 layer", f"missing {missing}")
         require(not extra, "draft", "must hold no other tensors", f"extra {extra}")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        require(
-            shapes["fc.weight"] == (hidden, num_aux * hidden),
-            "draft fc.weight",
-            f"must be [{hidden}, {num_aux} aux layers x {hidden}]",
-            shapes["fc.weight"],
-        )
-        require(
-            shapes["lm_head.weight"] == (draft_vocab, hidden),
-            "draft lm_head.weight",
-            f"must be [draft_vocab_size {draft_vocab}, {hidden}]",
-            shapes["lm_head.weight"],
-        )
-        if "d2t" in shapes:
-            require(shapes["d2t"] == (draft_vocab,), "draft d2t", f"must be [{draft_vocab}]", shapes["d2t"])
+        for name, shape, rule in (
+            ("fc.weight", (hidden, num_aux * hidden), f"[{hidden}, {num_aux} aux layers x {hidden}]"),
+            ("lm_head.weight", (draft_vocab, hidden), f"[draft_vocab_size {draft_vocab}, {hidden}]"),
+            ("d2t", (draft_vocab,), f"[{draft_vocab}]"),
+        ):
+            found = tuple(file.get_slice(name).get_shape()) if name in names else shape  # `d2t` may be left out
+            require(found == shape, f"draft {name}", f"must be {rule}", found)
         for name, ours in (("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")):
             if name in names:
                 _check_not_shared(policy, ours, name, file.get_tensor(name))
@@ -95,30 +100,18 @@ def _check_vocabulary_maps(path: Path, *, vocab: int, draft_vocab: int) -> None:
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         maps = {name: file.get_tensor(name).tolist() for name in ("d2t", "t2d") if name in names}
-    require(
-        "d2t" in maps or draft_vocab == vocab,
-        "draft d2t",
-        f"must be given where draft_vocab_size {draft_vocab} is not the policy's {vocab}",
-        None,
-        "every draft token would stand for another one of the policy's",
-    )
-    targets = [index + shift for index, shift in enumerate(maps["d2t"])] if "d2t" in maps else list(range(vocab))
+    rule = f"must be given where draft_vocab_size {draft_vocab} is not the policy's {vocab}"
+    fix = "every draft token would stand for another one of the policy's"
+    require("d2t" in maps or draft_vocab == vocab, "draft d2t", rule, None, fix)
+    targets = [index + shift for index, shift in enumerate(maps.get("d2t", [0] * vocab))]
     outside = [target for target in targets if not 0 <= target < vocab]
     require(not outside, "draft d2t", f"must lead to policy ids in [0, {vocab})", outside[:5])
-    require(
-        len(set(targets)) == len(targets),
-        "draft d2t",
-        "must lead to different policy ids",
-        f"{len(targets) - len(set(targets))} repeated",
-    )
+    repeated = len(targets) - len(set(targets))
+    require(not repeated, "draft d2t", "must lead to different policy ids", f"{repeated} repeated")
     if "t2d" in maps:
-        marked = [index for index, flag in enumerate(maps["t2d"]) if flag]
-        require(
-            marked == sorted(targets),
-            "draft t2d",
-            "must mark exactly the policy ids that d2t leads to",
-            f"{len(set(marked) ^ set(targets))} ids in one alone",
-        )
+        wrong = {index for index, flag in enumerate(maps["t2d"]) if flag} ^ set(targets)
+        rule = "must mark exactly the policy ids that d2t leads to"
+        require(not wrong, "draft t2d", rule, f"{len(wrong)} ids in one alone")
 
 
 def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) -> None:
@@ -134,6 +127,69 @@ def _check_not_shared(policy: Path, policy_name: str, name: str, tensor: Any) ->
 
 def _config(path: Path, field: str) -> dict[str, Any]:
     file = path / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{field} must be a model directory with a config.json, got {str(path)!r}")
+    require(file.is_file(), field, "must be a model directory with a config.json", str(path))
     return json.loads(file.read_text())
+
+
+def check_draft_model(policy: Path, draft: Path, *, max_model_len: int, field: str = "draft") -> None:
+    """Refuse a model that cannot draft for this policy.
+
+    Args:
+        field: what an error calls the draft.
+    Raises:
+        ConfigError: no model or no weights, another vocabulary, or positions that end before the longest sequence.
+    """
+    ours, theirs = _config(policy, "policy.model"), _config(draft, field)
+    require(any(draft.glob(_WEIGHTS)), field, f"must have weights in {_WEIGHTS} files", str(draft))
+    vocab, fix = ours["vocab_size"], "its tokens would stand for other ones of the policy's"
+    found = theirs.get("vocab_size")
+    require(found == vocab, f"{field} vocab_size", f"must equal the policy's {vocab}", found, fix)
+    words = _differing_words(policy, draft)
+    require(not words, f"{field} tokenizer", "must give every word the policy's id", f"others for {words}", fix)
+    positions = theirs.get("max_position_embeddings", 0)
+    rule = f"must be >= engine.max_model_len {max_model_len}"
+    fix = "vLLM stops drafting for a whole batch in which one sequence is longer"
+    require(positions >= max_model_len, f"{field} max_position_embeddings", rule, positions, fix)
+
+
+def _differing_words(policy: Path, draft: Path) -> list[str]:
+    """Some words whose ids differ; none where one of the two has no tokenizer file to compare."""
+    ours, theirs = _words(policy), _words(draft)
+    if not ours or not theirs:
+        return []
+    return sorted(word for word in {*ours, *theirs} if ours.get(word) != theirs.get(word))[:_NUM_NAMED]
+
+
+def _words(model: Path) -> dict[str, int]:
+    """Id by word, of a fast tokenizer's file; empty without one, or where its words have no table."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    tokenizer: dict[str, Any] = json.loads(path.read_text())
+    table = tokenizer["model"].get("vocab")
+    added = {each["content"]: each["id"] for each in tokenizer.get("added_tokens", [])}
+    return {**table, **added} if isinstance(table, dict) else {}
+
+
+def check_mtp(policy: Path, draft: Path) -> None:
+    """Refuse a directory that is not the MTP layer of this policy.
+
+    Raises:
+        ConfigError: the policy has no such layer, or the draft's tensors are others or of another shape.
+    """
+    wanted = _shapes(policy)
+    require(bool(wanted), "draft.method", "mtp needs a policy with an MTP layer", str(policy), "such as a MiMo")
+    found = _shapes(draft)
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    rule = "must hold the MTP layer of the policy: the same tensors of the same shapes"
+    require(not wrong, "draft", rule, f"{len(wrong)} others, such as {wrong[:1]}", f"see {draft}")
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Of the MTP layer's tensors in a directory, which may hold more."""
+    shapes = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(_MTP_PREFIX)]  # noqa: SIM118 no mapping
+            shapes.update({name: list(opened.get_slice(name).get_shape()) for name in names})
+    return shapes

@@ -20,7 +20,6 @@ from slipstream.config import (
     require,
     within,
 )
-from slipstream.drafts.autopilot import AutopilotConfig
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 
@@ -60,6 +59,16 @@ class DraftLengthRule(StrEnum):
 
     FIXED = "fixed"
     BY_BATCH = "by_batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopilotConfig(Checked, path="draft.autopilot"):
+    """When the speculative arm stops drafting, and how it finds back: see `slipstream.drafts.length`."""
+
+    enabled: bool = False
+    patience_steps: Annotated[int, ge(2)] = 3  # that must lose
+    probe_every_steps: Annotated[int, ge(1)] = 8  # at first; twice as rarely after each probe, down to an eighth
+    margin: NonNegativeFloat = 0.05  # a way loses if it costs so much more, as a fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,7 @@ class DraftConfig(Checked, path="draft"):
             rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
             self._require((self.model is not None) == self.is_given, "model", rule)
         else:
+            rule = f"must be another one with draft.method {self.method.value}"
             fix = "only an EAGLE-3 draft is trained from there on"
             self._require(not self.is_given, "init", f"must be another one with draft.method {self.method.value}", fix)
         if self.is_given:

@@ -1,4 +1,4 @@
-"""A small language model taught by the policy's own responses, and how often the policy will accept its tokens.
+"""A small language model as draft: one that lies somewhere, or one that the policy's own responses teach.
 
 Sequence-level distillation (arXiv 1606.07947): the student learns, as text, what the teacher has sampled. Resumable as
 the training on hidden states is: each batch is a pure function of the seed and the step.
@@ -6,25 +6,30 @@ the training on hidden states is: each batch is a pure function of the seed and 
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from slipstream.config import require
+from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.pretrain import DraftProgress, Responses
+from slipstream.drafts.pretrain import DraftProgress, Responses, train_to_end
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
-from slipstream.learner.policy_source import learning_rate_at
+from slipstream.learner.policy_source import learning_rate_at, locate
 from slipstream.storage import remove, step_directories, step_directory, step_of
 
 logger = logging.getLogger(__name__)
 
 _LOSSES = "losses"
+_WEIGHTS = "*.safetensors"
 
 
 class SmallLearner(Protocol):
@@ -49,6 +54,48 @@ class SmallLearner(Protocol):
         ...
 
 
+def link_draft_model(config: DraftConfig, policy: Path, directory: Path, *, max_model_len: int) -> int:
+    """Check the model that `draft.model` names, and lay links to its files into `directory`; its parameters.
+
+    Raises:
+        ConfigError: there is no such model, or see `check_draft_model`.
+    """
+    assert config.model is not None
+    source = locate(config.model, ("*.json", "tokenizer*", _WEIGHTS), field="draft.model")
+    check_draft_model(policy, source, max_model_len=max_model_len, field="draft.model")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in filter(Path.is_file, source.iterdir()):
+        link = directory / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+    return num_parameters(directory)
+
+
+def num_parameters(model: Path) -> int:
+    """Elements of all tensors in a model directory."""
+    total = 0
+    for path in model.glob(_WEIGHTS):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 no mapping
+    return total
+
+
+def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:
+    """The small Qwen3 that `draft.scratch` describes, and the policy's vocabulary and end of a sequence."""
+    ours = json.loads((policy / "config.json").read_text())
+    eos = ours["eos_token_id"]
+    scratch = ScratchConfig(
+        **vars(config.scratch),
+        max_position_embeddings=ours["max_position_embeddings"],
+        num_steps=config.num_steps,
+        tokens_per_step=config.tokens_per_step,
+        learning_rate=config.learning_rate,
+        warmup_steps=min(config.warmup_steps, config.num_steps),
+        seed=config.seed,
+    )
+    return scratch, ours["vocab_size"], eos[0] if isinstance(eos, list) else eos
+
+
 def distill(
     learner: SmallLearner,
     train: Responses,
@@ -64,15 +111,22 @@ def distill(
         learner: that holds `scratch`, with random weights.
     """
     losses, saved = _resumed(learner, checkpoint)
-    for step in range(len(losses), config.num_steps):
-        batch = train.select(train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed))
-        losses.append(
-            learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
-        )
-        on_step(step, losses[-1])
-        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
-            saved = _save(learner, checkpoint, losses, before=saved)
-    return losses
+
+    def update(step: int, indices: list[int]) -> float:
+        batch = train.select(indices)
+        return learner.lm_step(batch.token_ids, batch.prompt_lengths, learning_rate=learning_rate_at(step, scratch))
+
+    def save(losses: list[float]) -> None:
+        """Write a checkpoint, then drop the one before it."""
+        nonlocal saved
+        path = step_directory(checkpoint, len(losses))
+        learner.save_checkpoint(path, {_LOSSES: list(losses)})
+        learner.finish_checkpoint()
+        if saved is not None:
+            remove(saved)
+        saved = path
+
+    return train_to_end(train, config, losses, update=update, save=save, on_step=on_step)
 
 
 def num_distilled(checkpoint: Path) -> int:
@@ -102,16 +156,6 @@ def _resumed(learner: SmallLearner, checkpoint: Path) -> tuple[list[float], Path
     if damaged:
         raise CheckpointError(f"{damaged[0]}; remove {checkpoint} to train the draft anew") from damaged[0]
     return [], None
-
-
-def _save(learner: SmallLearner, checkpoint: Path, losses: Sequence[float], *, before: Path | None) -> Path:
-    """Write a checkpoint, then drop the one `before` it; where it lies."""
-    path = step_directory(checkpoint, len(losses))
-    learner.save_checkpoint(path, {_LOSSES: list(losses)})
-    learner.finish_checkpoint()
-    if before is not None:
-        remove(before)
-    return path
 
 
 def heldout_acceptance(

@@ -1,53 +1,61 @@
-"""Draft length by measured time: time decides, acceptance only explains.
+"""Draft length by measured time: time decides, acceptance only explains. Length 0 drafts nothing.
 
-Engines with different draft lengths k, and one without a draft, generate the same prompts in turn: round by round, each
-round in another order. However busy the machine is in a round, all of them feel it, so a round gives one speedup
-for each k, and k is judged by the median of these. As in training a batch is a few prompts with a group of rollouts
-each; every round takes the next prompts.
+Before RL, a sweep: engines with different draft lengths k, and one without a draft, generate the same prompts in turn,
+round by round, each round in another order. However busy the machine is in a round, all of them feel it, so a round
+gives one speedup for each k, and `choose` judges k by the median of these. As in training a batch is a few prompts with
+a group of rollouts each; every round takes the next prompts.
 
-Where the length may follow the running batch, an engine with a draft is also measured while it drafts nothing.
+The sweep also gives k by running batch (`schedule`). Rollouts finish, so a generation runs through every running batch
+from its first to 1, and engines say how long their steps took at each. The cost of a k at a running batch is the time
+in which every running rollout gains a token: seconds of a step over the tokens that it gave a rollout. An engine with a
+draft that drafts nothing still runs the draft's first pass, which keeps the draft's KV cache whole, so it is slower
+than one without a draft. Where a table may switch drafting off, that is measured: `SWITCHED_OFF`.
+
+During RL, the autopilot (`decide`): the cost of a step is its generation time over its generated tokens. A run goes one
+way, drafting or not, and measures the other in single steps (probes): as soon as there is something to compare with,
+then at growing intervals, and at once when the way it goes seems to lose. It turns round when every one of the last
+`patience_steps` cost more, by `margin`, than two probes of the other way that are no older than those steps. So one odd
+step turns nothing, and as the steps' records alone decide, a resumed run decides as if it had never stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from statistics import fmean, median
+from itertools import groupby
+from math import exp, log, sqrt
+from statistics import fmean, median, stdev
 from typing import Annotated
 
+from scipy import special
+
 from slipstream.config import Checked, PositiveFloat, Rule, ge, require
-from slipstream.drafts import schedule
-from slipstream.drafts.schedule import SWITCHED_OFF, Round
+from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.acceptance import combine
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Engines, GenerationResult
-from slipstream.records.stages import SweepPoint, TuningRecord
+from slipstream.engine.protocol import Engines, GenerationResult, RunningTime
+from slipstream.records.stages import RunningPoint, SweepPoint, TuningRecord
+from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEntry
 from slipstream.statistics import spread
 from slipstream.types import Prompt
+
+_CONFIDENCE = 0.99  # one-sided, that a k is faster than the chosen one at a range of running batches
+_NUM_PROBES = 2  # that must agree
+_MAX_BACK_OFF = 8  # times `probe_every_steps`
+
+SWITCHED_OFF = -1
+"""In the place of a k: length 0 in an engine that has a draft; 0 itself is an engine without one."""
+
+Round = Mapping[int, Sequence[RunningTime]]
+"""By k, what its engine's steps took in one round: all engines generated the same prompts."""
 
 EngineFactory = Callable[[int], AbstractContextManager[Engines]]
 """Starts an engine with k draft tokens (0: without a draft) and ends it with the block."""
 
 Switch = Callable[[Engines, int], None]
 """Has an engine with a draft draft so many tokens from now on; 0: none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Who is told how a sweep goes.
-
-    Attributes:
-        on_points: the points of a batch size as soon as they are known.
-        on_generated: each of the `num_generations` that are measured when it is done.
-    """
-
-    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None
-    on_generated: Callable[[], None] = lambda: None
-
-
-_NOBODY = Listener()
 
 
 def _rises(values: Sequence[int]) -> bool:
@@ -81,9 +89,66 @@ class TuningConfig(Checked, path="tuning"):
         self._require(len(ks) > 1, "candidate_ks", "must hold a k to compare with 0")
 
 
+def require_groups(config: TuningConfig, group_size: int) -> None:
+    """Refuse batches that no whole number of groups fills."""
+    uneven = [size for size in config.batch_sizes if size % group_size]
+    require(not uneven, "tuning.batch_sizes", f"must be multiples of grpo.group_size {group_size}", uneven)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftLength:
+    """How long the drafts of an engine are.
+
+    `num_speculative_tokens` is the largest, 0 for an engine without a draft. An empty schedule is one k throughout.
+    """
+
+    num_speculative_tokens: int
+    schedule: tuple[ScheduleEntry, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The k, or `by_batch` if it has several."""
+        ks = {entry.num_speculative_tokens for entry in self.schedule}
+        return "by_batch" if len(ks) > 1 else str(self.num_speculative_tokens)
+
+
+def length_of(record: TuningRecord, *, by_batch: bool) -> DraftLength:
+    """The tuned table, where one is asked for and it has more than one k; else the best fixed k."""
+    ks = {entry.num_speculative_tokens for entry in record.schedule}
+    if by_batch and len(ks) > 1:
+        return DraftLength(num_speculative_tokens=max(ks), schedule=record.schedule)
+    return DraftLength(num_speculative_tokens=record.chosen_k)
+
+
+def described(schedule: Sequence[ScheduleEntry]) -> str:
+    """`1-8: 7, 9-48: 3`."""
+    return ", ".join(f"{entry.batch_from}-{entry.batch_to}: {entry.num_speculative_tokens}" for entry in schedule)
+
+
+def constant(k: int) -> tuple[ScheduleEntry, ...]:
+    """A table of one k: vLLM carries it on to any batch."""
+    return (ScheduleEntry(batch_from=1, batch_to=1, num_speculative_tokens=k),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """Receiver of a sweep's progress.
+
+    Attributes:
+        on_points: the points of a batch size as soon as they are known.
+        on_generated: each of the `num_generations` that are measured when it is done.
+    """
+
+    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None
+    on_generated: Callable[[], None] = lambda: None
+
+
+_NOBODY = Listener()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """What a sweep measured: by k and batch size, and by round what every engine's steps took."""
+    """Measurements of a sweep: by k and batch size, and by round what every engine's steps took."""
 
     points: tuple[SweepPoint, ...]
     rounds: tuple[Round, ...]
@@ -144,10 +209,10 @@ def sweep(
                     results = _rounds(engines, batches, sampling, group_size, seed, listener.on_generated)
                     baselines[batch] += results[0]
                     rounds += ({k: results[k][i].running for k in results} for i in range(config.num_repeats))
-                    known = [_point(k, batch, results[k], results[0]) for k in ks]
+                    known = [_sweep_point(k, batch, results[k], results[0]) for k in ks]
                     points += known
                     listener.on_points(known)
-    points += [_point(0, batch, results, results) for batch, results in baselines.items()]
+    points += [_sweep_point(0, batch, results, results) for batch, results in baselines.items()]
     return Sweep(points=tuple(sorted(points, key=lambda point: (point.k, point.batch))), rounds=tuple(rounds))
 
 
@@ -166,37 +231,28 @@ def choose(
         rounds: of the sweep; without them the schedule is the chosen k throughout.
     """
     nearest = min(config.batch_sizes, key=lambda size: (abs(size - batch), size))
-    best = _fastest([point for point in points if point.batch == nearest], config.min_speedup)
-    if best.k == 0:
-        reason = f"k=0 wins at batch {nearest}: no draft length is more than {config.min_speedup:.2f}x as fast"
-    else:
+    at_batch = [point for point in points if point.batch == nearest]
+    best = max(at_batch, key=lambda point: point.speedup)
+    if best.k and best.speedup > config.min_speedup:
+        chosen_k = best.k
         reason = (
             f"k={best.k} is fastest at batch {nearest}: {best.speedup:.2f}x autoregressive "
             f"({best.autoregressive_s:.2f} -> {best.generation_s:.2f} s, AL {best.mean_acceptance_length:.2f})"
         )
+    else:
+        chosen_k = 0
+        reason = f"k=0 wins at batch {nearest}: no draft length is more than {config.min_speedup:.2f}x as fast"
     largest = config.batch_sizes[-1]
-    running = schedule.running_points(rounds, chosen_k=best.k, largest=largest)
-    table = schedule.schedule(running, rounds, chosen_k=best.k, largest=largest, min_gain=config.min_schedule_gain)
+    running = running_points(rounds, chosen_k=chosen_k, largest=largest)
+    table = schedule(running, rounds, chosen_k=chosen_k, largest=largest, min_gain=config.min_schedule_gain)
     return TuningRecord(
-        chosen_k=best.k,
+        chosen_k=chosen_k,
         reason=reason,
         points=tuple(points),
         schedule=table,
         running=running,
-        schedule_gain=schedule.expected_gain(running, table, rounds, chosen_k=best.k),
+        schedule_gain=expected_gain(running, table, rounds, chosen_k=chosen_k),
     )
-
-
-def _fastest(points: Sequence[SweepPoint], min_speedup: float) -> SweepPoint:
-    """The point with the best speedup over its own interleaved baseline; k=0 unless one beats `min_speedup`."""
-    best = max(points, key=lambda point: point.speedup)
-    return best if best.k and best.speedup > min_speedup else next(point for point in points if point.k == 0)
-
-
-def require_groups(config: TuningConfig, group_size: int) -> None:
-    """Refuse batches that no whole number of groups fills."""
-    uneven = [size for size in config.batch_sizes if size % group_size]
-    require(not uneven, "tuning.batch_sizes", f"must be multiples of grpo.group_size {group_size}", uneven)
 
 
 def _batches(prompts: Sequence[Prompt], size: int, count: int) -> list[list[Prompt]]:
@@ -236,7 +292,7 @@ def _rounds(
     seed: int,
     on_generated: Callable[[], None],
 ) -> dict[int, list[GenerationResult]]:
-    """By k what its engine made of each batch; every round starts with another engine."""
+    """Each engine's generations of the batches, by k; every round starts with another engine."""
     results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
     order = list(engines)
     for number, prompts in enumerate(batches):
@@ -249,12 +305,15 @@ def _rounds(
     return results
 
 
-def _point(k: int, batch: int, results: Sequence[GenerationResult], baseline: Sequence[GenerationResult]) -> SweepPoint:
-    """What `results` say beside the baseline's of the same rounds."""
+def _sweep_point(
+    k: int, batch: int, results: Sequence[GenerationResult], baseline: Sequence[GenerationResult]
+) -> SweepPoint:
+    """The point that `results` make beside the baseline's of the same rounds."""
     own = spread([result.generation_s for result in results])
     ratios = [other.generation_s / result.generation_s for other, result in zip(baseline, results, strict=True)]
     acceptance = [result.acceptance for result in results if result.acceptance is not None]
     merged = combine(acceptance) if acceptance else None
+    lengths, baseline_lengths = _response_lengths(results), _response_lengths(baseline)
     return SweepPoint(
         k=k,
         batch=batch,
@@ -266,20 +325,199 @@ def _point(k: int, batch: int, results: Sequence[GenerationResult], baseline: Se
         speedup=spread(ratios).median,
         mean_acceptance_length=1.0 if merged is None else merged.mean_acceptance_length,
         rate_by_position=() if merged is None else merged.rate_by_position,
-        mean_response_tokens=_mean_response_tokens(results),
-        autoregressive_response_tokens=_mean_response_tokens(baseline),
-        longest_response_tokens=median(map(_longest, results)),
-        autoregressive_longest_tokens=median(map(_longest, baseline)),
+        mean_response_tokens=fmean(num for each in lengths for num in each),
+        autoregressive_response_tokens=fmean(num for each in baseline_lengths for num in each),
+        longest_response_tokens=median(map(max, lengths)),
+        autoregressive_longest_tokens=median(map(max, baseline_lengths)),
     )
 
 
-def _mean_response_tokens(results: Sequence[GenerationResult]) -> float:
-    return fmean(length for result in results for length in _lengths(result))
+def _response_lengths(results: Sequence[GenerationResult]) -> list[list[int]]:
+    """Tokens of each response of each generation."""
+    return [[len(r.token_ids) for group in result.groups for r in group.rollouts] for result in results]
 
 
-def _longest(result: GenerationResult) -> int:
-    return max(_lengths(result))
+def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> tuple[RunningPoint, ...]:
+    """Every k at every range of running batches that its engine came through, up to `largest`.
+
+    Ranges double: 1, 2, 3 to 4, 5 to 8, ... A k is compared in the rounds in which the other one was there too; one
+    that never met the chosen k, as too few engines live at once, is compared with it through k=0.
+    """
+    ks = sorted({k for each in rounds for k in each})
+    points = []
+    for batches in _ranges(largest):
+        costs = {k: _costs(rounds, k, batches) for k in ks}
+        points += [_running_point(k, batches, costs, chosen_k) for k in ks if costs[k]]
+    return tuple(points)
 
 
-def _lengths(result: GenerationResult) -> list[int]:
-    return [len(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
+def schedule(
+    points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float
+) -> tuple[ScheduleEntry, ...]:
+    """In each range the chosen k, or the fastest of those that beat it with confidence; one k if that gains too little.
+
+    Length 0 takes a range by its cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0, no
+    length is free in such an engine, so nothing has the benefit of the doubt: each range goes to what was the fastest
+    there, and the gain over all, at these costs, decides. Unless length 0 was measured there is no table then.
+    """
+    best = [(batches, _best(points, batches, chosen_k)) for batches in _ranges(largest)]
+    table = tuple(
+        ScheduleEntry(batch_from=group[0][0][0], batch_to=group[-1][0][1], num_speculative_tokens=k)
+        for k, group in ((k, list(same)) for k, same in groupby(best, key=lambda each: each[1]))
+    )
+    if expected_gain(points, table, rounds, chosen_k=chosen_k) >= min_gain:
+        return table
+    return (ScheduleEntry(batch_from=1, batch_to=largest, num_speculative_tokens=chosen_k),)
+
+
+def expected_gain(
+    points: Sequence[RunningPoint], table: Sequence[ScheduleEntry], rounds: Sequence[Round], *, chosen_k: int
+) -> float:
+    """Decoding time of the chosen k over that of the table, by the measured times; 1 if they are the same."""
+    spent = after = 0.0
+    for batches in {(point.batch_from, point.batch_to) for point in points}:
+        seconds = sum(time.elapsed_s for each in rounds for time in _within(each.get(chosen_k, ()), batches))
+        k = next(e.num_speculative_tokens for e in table if e.batch_from <= batches[0] <= e.batch_to)
+        gain = next((p.gain for p in points if _is_of(p, k) and p.batch_from == batches[0]), 1.0)
+        spent, after = spent + seconds, after + seconds / gain
+    return spent / after if after and len(table) > 1 else 1.0
+
+
+def _ranges(largest: int) -> Iterator[tuple[int, int]]:
+    start, end = 1, 1
+    while start <= largest:
+        yield start, min(end, largest)
+        start, end = end + 1, 2 * end
+
+
+def _within(times: Iterable[RunningTime], batches: tuple[int, int]) -> list[RunningTime]:
+    return [time for time in times if batches[0] <= time.num_running <= batches[1]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cost:
+    """Cost of one k in one round, at one range of running batches."""
+
+    num_steps: int
+    num_gained: float  # tokens of a rollout
+    elapsed_s: float
+
+    @property
+    def token_s(self) -> float:
+        return self.elapsed_s / self.num_gained
+
+
+def _costs(rounds: Sequence[Round], k: int, batches: tuple[int, int]) -> dict[int, _Cost]:
+    """Costs by round; without those that never came to these batches."""
+    by_round = {number: _within(each.get(k, ()), batches) for number, each in enumerate(rounds)}
+    return {
+        number: _Cost(
+            num_steps=sum(time.num_steps for time in times),
+            num_gained=sum(time.num_tokens / time.num_running for time in times),
+            elapsed_s=sum(time.elapsed_s for time in times),
+        )
+        for number, times in by_round.items()
+        if times
+    }
+
+
+def _running_point(
+    k: int, batches: tuple[int, int], costs: Mapping[int, Mapping[int, _Cost]], chosen_k: int
+) -> RunningPoint:
+    own = costs[k]
+    steps = sum(cost.num_steps for cost in own.values())
+    speedups = _log_ratios(costs.get(0, {}), own)
+    chosen = costs.get(chosen_k, {})
+    gains = [_log_ratios(chosen, own)]
+    if not gains[0]:
+        gains = [speedups, [-each for each in _log_ratios(costs.get(0, {}), chosen)]]
+    gain, low = _estimate(gains)
+    return RunningPoint(
+        k=max(k, 0),
+        is_switched_off=k == SWITCHED_OFF,
+        batch_from=batches[0],
+        batch_to=batches[1],
+        num_rounds=len(own),
+        num_steps=steps,
+        token_ms=1e3 * median(cost.token_s for cost in own.values()),
+        tokens_per_step=sum(cost.num_gained for cost in own.values()) / steps,
+        speedup=exp(fmean(speedups)) if speedups else None,
+        gain=gain,
+        gain_low=low,
+    )
+
+
+def _log_ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[float]:
+    """Logarithms of the others' cost over this one's, round by round."""
+    return [log(others[number].token_s / own[number].token_s) for number in sorted(others.keys() & own.keys())]
+
+
+def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The ratio whose logarithm is the sum of the samples' means, and its lower bound by Student's t.
+
+    A ratio of 1 and a bound of 0 where nothing is known; the fewest rounds of a sample count as degrees of freedom.
+    """
+    if not all(samples):
+        return 1.0, 0.0
+    center = sum(fmean(logs) for logs in samples)
+    num = min(len(logs) for logs in samples)
+    if num < 2:
+        return exp(center), 0.0
+    error = sqrt(sum(stdev(logs) ** 2 / len(logs) for logs in samples))
+    return exp(center), exp(center - float(special.stdtrit(num - 1, _CONFIDENCE)) * error)
+
+
+def _is_of(point: RunningPoint, k: int) -> bool:
+    """It was measured in an engine that a table can have draft `k` tokens."""
+    return point.k == k and (k > 0 or point.is_switched_off)
+
+
+def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:
+    here = [point for point in points if (point.batch_from, point.batch_to) == batches and _is_of(point, point.k)]
+    if chosen_k:
+        default = next((point.gain for point in here if point.k == chosen_k), 1.0)
+        better = [point for point in here if point.k != chosen_k and point.gain_low > default]
+    else:
+        has_choice = any(point.is_switched_off for point in points)
+        better = [point for point in here if has_choice and point.gain_low > 0.0]  # by more rounds than one
+    return max(better, key=lambda point: point.gain).k if better else chosen_k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The autopilot's decision on the next step."""
+
+    speculates: bool
+    is_probe: bool = False
+    has_switched: bool = False
+    own_ms: float | None = None  # median cost of the way that was gone, over the last steps; None: not yet known
+    other_ms: float | None = None  # the last cost of the other
+
+
+def decide(steps: Sequence[AutopilotStep], config: AutopilotConfig) -> Decision:
+    """Go on after `steps`, probe the other way for a step, or turn round."""
+    patience, now = config.patience_steps, len(steps)
+    speculates, interval, last_look = True, config.probe_every_steps, 0
+    costs: dict[bool, list[tuple[int, float]]] = {True: [], False: []}  # with the step's index, by whether it drafted
+    for index, step in enumerate(steps):
+        if step.is_probe:
+            interval, last_look = min(2 * interval, _MAX_BACK_OFF * config.probe_every_steps), index
+        elif step.speculates != speculates:
+            speculates, interval, last_look = step.speculates, config.probe_every_steps, index
+        if index >= NUM_WARMUP_STEPS:  # the first pays for allocations
+            costs[step.speculates].append((index, step.token_ms))
+    own = [cost for _, cost in costs[speculates][-patience:]]
+    if len(own) < patience:
+        return Decision(speculates=speculates)
+    probes = costs[not speculates][-_NUM_PROBES:]
+    loses = [min(own) > (1 + config.margin) * cost for _, cost in probes]
+    are_fresh = all(now - index <= patience for index, _ in probes)
+    has_switched = len(probes) == _NUM_PROBES and all(loses) and are_fresh
+    is_probe = not has_switched and (not probes or loses[-1] or now - last_look >= interval)
+    return Decision(
+        speculates=speculates != (has_switched or is_probe),
+        is_probe=is_probe,
+        has_switched=has_switched,
+        own_ms=sorted(own)[patience // 2],
+        other_ms=probes[-1][1] if probes else None,
+    )

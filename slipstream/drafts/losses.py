@@ -24,8 +24,8 @@ from speculators.losses import eager
 from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 
-from slipstream.drafts.chats import PackedChats
 from slipstream.drafts.eagle3 import draft_ids
+from slipstream.drafts.passes import PackedChats
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 """From the draft's logits and the policy's, [1, C, D] each, to a number a token, [1, C]."""

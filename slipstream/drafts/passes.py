@@ -1,18 +1,106 @@
 """The passes of a draft over its own states (EAGLE-3's training-time test), up to what its output head reads.
 
-Pass i drafts, at every position at once, the token i of the window that starts there. Legend: `N` packed tokens, `H`
-hidden size.
+Chats are packed into rows, one behind the other, and shifted. Pass i drafts, at every position at once, the token i of
+the window that starts there. In pass i a token sees the first pass' keys of its chat up to itself, and of passes 1 to i
+its own key: one score each. A mask over a whole row would compute N^2 scores a pass, nearly all of them to throw away.
+
+Legend: `T` tokens of a chat, `N` packed tokens of a row, `A` auxiliary layers, `H` hidden size, `B` chats of a
+rectangle, `S` tokens of its longest, `G` key-value heads, `R` query heads of each, `D` head dim, `P` passes after the
+first.
 """
 
 from __future__ import annotations
 
-import torch
-from speculators.models.eagle3.core import Eagle3DraftModel
-from torch import Tensor
-from transformers import DynamicCache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slipstream.drafts.chats import PackedChats
-from slipstream.drafts.draft_attention import Chats
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from slipstream.drafts.learner_draft import States
+from slipstream.learner.packing import plan_rectangles
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+ATTENTION = "slipstream_passes"
+"""Name under which `transformers` finds `attend`."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedChats:
+    """Chats one behind the other, aligned as EAGLE-3 reads them; the batch dimension is 1."""
+
+    input_ids: Tensor  # [1, N] the token after the one whose states stand beside it
+    hidden_states: Tensor  # [1, N, AH] float32
+    last: Tensor  # [1, N, H] float32, states of the token in input_ids: they predict the token after it
+    loss_mask: Tensor  # [1, N] bool: what is predicted belongs to a response
+    document_ids: Tensor  # [1, N]
+    position_ids: Tensor  # [1, N] from 1 in each chat
+
+
+def rows_of(
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    states: States,
+    *,
+    max_tokens: int,
+    device: torch.device = _CPU,
+) -> list[PackedChats]:
+    """Chats in rows of at most `max_tokens` tokens (a longer chat has a row of its own), in their order."""
+    rows: list[list[int]] = []
+    taken = 0
+    for index, tokens in enumerate(sequences):
+        if not rows or taken + len(tokens) > max_tokens:
+            rows.append([])
+            taken = 0
+        rows[-1].append(index)
+        taken += len(tokens)
+    packed = [
+        pack_chats(
+            [sequences[i] for i in row], [prompt_lengths[i] for i in row], [states[i] for i in row], device=device
+        )
+        for row in rows
+    ]
+    # A row whose responses are all too short to draft for teaches nothing.
+    return [row for row in packed if row.loss_mask.any()]
+
+
+def pack_chats(
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    states: States,
+    *,
+    device: torch.device = _CPU,
+) -> PackedChats:
+    """Pack chats and shift them: input ids, last states and mask move left by one within each chat, states stay.
+
+    For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
+    Row j predicts the token after x(j+1); the first draft follows the first response token.
+    """
+    ids, hidden, last, mask, documents, places = [], [], [], [], [], []
+    for index, (tokens, start, (aux_TA, last_TH)) in enumerate(zip(sequences, prompt_lengths, states, strict=True)):
+        num = len(tokens) - 1
+        ids.append(torch.tensor(tokens[1:], dtype=torch.long))
+        hidden.append(aux_TA[:-1].to(device).float())
+        last.append(last_TH[1:].to(device).float())
+        position = torch.arange(1, num + 1)
+        # y of the chat's last token predicts what nobody sampled: it teaches nothing that will be asked for.
+        mask.append((position >= start) & (position < num))
+        documents.append(torch.full((num,), index))
+        places.append(position)
+    return PackedChats(
+        input_ids=torch.cat(ids)[None].to(device),
+        hidden_states=torch.cat(hidden)[None],
+        last=torch.cat(last)[None],
+        loss_mask=torch.cat(mask)[None].to(device),
+        document_ids=torch.cat(documents)[None].to(device),
+        position_ids=torch.cat(places)[None].to(device),
+    )
 
 
 def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) -> list[Tensor]:
@@ -26,7 +114,7 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
     (layer,) = model.layers
     num = batch.input_ids.shape[1]
     hidden = model.fc(batch.hidden_states)
-    chats = Chats.of(batch.document_ids[0])
+    chats = ChatRectangles.of(batch.document_ids[0])
     ids, positions, cache = batch.input_ids, batch.position_ids, DynamicCache()
     outputs = []
     for number in range(num_passes):
@@ -46,3 +134,107 @@ def head_inputs(model: Eagle3DraftModel, batch: PackedChats, num_passes: int) ->
         ids = torch.cat([batch.input_ids[:, 1 + number :], batch.input_ids.new_zeros(1, 1 + number)], dim=-1)[:, :num]
         positions = positions + 1
     return outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChatRectangles:
+    """Places of the chats of a row, in rectangles of chats of like lengths, padded to the longest.
+
+    A cell of padding holds a copy of the chat's first token; no real token sees it.
+    """
+
+    tokens_BS: tuple[Tensor, ...]  # of each rectangle: which token of the row is in each cell
+    future_SS: tuple[Tensor, ...]  # True where the key comes after the query
+    cells_N: Tensor  # of each token, counted through all rectangles
+
+    @classmethod
+    def of(cls, document_ids_N: Tensor) -> ChatRectangles:
+        """The chats of a row, one behind the other, by the number of the chat that each token belongs to."""
+        device = document_ids_N.device
+        lengths = torch.unique_consecutive(document_ids_N, return_counts=True)[1].tolist()
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+        tokens, future, cells, num_cells = [], [], torch.empty(sum(lengths), dtype=torch.long), 0
+        for first, last in plan_rectangles([lengths[index] for index in order]):
+            width = lengths[order[first]]
+            chats = order[first:last]
+            tokens.append(_tokens([starts[chat] for chat in chats], [lengths[chat] for chat in chats], width))
+            future.append(torch.ones(width, width, dtype=torch.bool, device=device).triu(1))
+            for chat in chats:
+                cells[starts[chat] : starts[chat] + lengths[chat]] = torch.arange(lengths[chat]) + num_cells
+                num_cells += width
+        return cls(
+            tokens_BS=tuple(each.to(device) for each in tokens), future_SS=tuple(future), cells_N=cells.to(device)
+        )
+
+
+def _tokens(starts: Sequence[int], lengths: Sequence[int], width: int) -> Tensor:
+    place = torch.arange(width)
+    start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+    return torch.where(place < length, start + place, start)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ChatRectangles,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `transformers` asks an attention function to, for a row.
+
+    Args:
+        query: [1, G * R, N, D] of a pass.
+        key: [1, G, (1 + P) * N, D] of all passes so far.
+        value: the same.
+        attention_mask: where its chats lie.
+    Returns:
+        [1, N, G * R, D], and no scores.
+    """
+    del module
+    num, groups = query.shape[2], key.shape[1]
+    query_NGRD = query[0].transpose(0, 1).unflatten(1, (groups, -1)) * scaling
+    first, *own_keys = key[0].transpose(0, 1).split(num)
+    first_value, *own_values = value[0].transpose(0, 1).split(num)
+    own_NGRP = None
+    if own_keys:
+        own_NGRP = torch.matmul(query_NGRD, torch.stack(own_keys, dim=-1))
+    mixed, shares = [], []
+    for tokens_BS, future_SS in zip(attention_mask.tokens_BS, attention_mask.future_SS, strict=True):
+        chances = _scores(query_NGRD, first, tokens_BS, future_SS, own_NGRP).softmax(-1)
+        size = tokens_BS.shape[1]
+        values = first_value[tokens_BS].transpose(1, 2)  # [B, G, S, D]
+        mixed.append(_by_cell(chances[..., :size] @ values, size))
+        shares.append(_by_cell(chances[..., size:], size))
+    cells_N = attention_mask.cells_N
+    mixed_NGRD = torch.cat(mixed)[cells_N]
+    if own_values:
+        shares_NGRP = torch.cat(shares)[cells_N]
+        mixed_NGRD = mixed_NGRD + torch.matmul(shares_NGRP, torch.stack(own_values, dim=-2))
+    return mixed_NGRD.flatten(1, 2)[None], None
+
+
+def _scores(
+    query_NGRD: Tensor, key_NGD: Tensor, tokens_BS: Tensor, future_SS: Tensor, own_NGRP: Tensor | None
+) -> Tensor:
+    """[B, G, R * S, S + P] of a rectangle."""
+    query = _stacked(query_NGRD[tokens_BS])
+    scores = query @ key_NGD[tokens_BS].permute(0, 2, 3, 1)
+    scores = scores.masked_fill(future_SS.repeat(query_NGRD.shape[2], 1), float("-inf"))
+    return scores if own_NGRP is None else torch.cat([scores, _stacked(own_NGRP[tokens_BS])], dim=-1)
+
+
+def _stacked(cells_BSGRX: Tensor) -> Tensor:
+    """[B, G, R * S, X]: the query heads of a group one behind the other."""
+    return cells_BSGRX.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _by_cell(stacked: Tensor, size: int) -> Tensor:
+    """The inverse, cell by cell: [B * S, G, R, X]."""
+    return stacked.unflatten(2, (-1, size)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+
+AttentionInterface.register(ATTENTION, attend)

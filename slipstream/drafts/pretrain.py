@@ -1,24 +1,27 @@
-"""Draft pretraining: the policy's own responses, its frozen hidden states, a one-layer EAGLE-3 draft.
+"""Draft pretraining: the policy's own responses, and updates on them to the last step.
 
 Resumable: responses and draft checkpoints lie in the stage's directory, and each batch is a pure function of the
-seed and the step.
+seed and the step. A large vocabulary can be cut to the part that a draft knows: the tokens that the policy answers with
+most.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.records.files import write_atomic
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +37,6 @@ class DraftProgress:
     mean_acceptance_length: float
 
 
-class DraftLearner(Protocol):
-    """The learner, as far as draft training needs it."""
-
-    def hold_draft_chats(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], config: DraftConfig
-    ) -> bool:
-        """Take the chats that `draft_step` names by index; whether their hidden states fit the cache."""
-        ...
-
-    def draft_step(self, indices: Sequence[int], config: DraftConfig, temperature: float) -> float:
-        """One update of the draft at the temperature of the responses; returns its loss."""
-        ...
-
-    def save_draft_checkpoint(self, path: Path) -> None:
-        """Write what resumed draft training needs."""
-        ...
-
-    def load_draft_checkpoint(self, path: Path) -> None:
-        """Restore it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responses:
     """Chats of the policy: tokens of prompt and response, and where the response begins."""
@@ -64,7 +45,7 @@ class Responses:
     prompt_lengths: tuple[int, ...]
 
     def batch(self, step: int, *, num_tokens: int, seed: int) -> list[int]:
-        """Indices of distinct chats of about `num_tokens` tokens, drawn by seed and step alone."""
+        """Indices of distinct chats of about `num_tokens` tokens, sampled by seed and step alone."""
         order = list(range(len(self.token_ids)))
         random.Random(f"{seed}/draft/{step}").shuffle(order)
         taken, chosen = 0, []
@@ -86,11 +67,16 @@ class Responses:
 def regenerate(
     engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
-    """What the engine's policy answers to `prompts`, and the seconds that it took."""
+    """Answers of the engine's policy to `prompts`, and the seconds that they took."""
     result = engine.generate(
         prompts, sampling=sampling, group_size=config.samples_per_prompt, seed=config.seed + _SEED_OFFSET
     )
-    return _join(result.groups), result.generation_s
+    pairs = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
+    responses = Responses(
+        token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in pairs),
+        prompt_lengths=tuple(len(prompt) for prompt, _ in pairs),
+    )
+    return responses, result.generation_s
 
 
 def write_responses(responses: Responses, path: Path) -> None:
@@ -105,37 +91,57 @@ def read_responses(path: Path) -> Responses:
     return Responses(token_ids=tuple(map(tuple, kept["token_ids"])), prompt_lengths=tuple(kept["prompt_lengths"]))
 
 
+def train_to_end(
+    train: Responses,
+    config: DraftConfig,
+    losses: list[float],
+    *,
+    update: Callable[[int, list[int]], float],
+    save: Callable[[list[float]], None],
+    on_step: Callable[[int, float], None],
+) -> list[float]:
+    """Train to the last step after those of `losses`; the loss of every step.
+
+    Args:
+        update: makes the update of a step on the chats with these indices; returns its loss.
+        save: writes a checkpoint after the steps with these losses.
+    """
+    for step in range(len(losses), config.num_steps):
+        losses.append(update(step, train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)))
+        on_step(step, losses[-1])
+        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
+            save(losses)
+    return losses
+
+
 def train_draft(
-    learner: DraftLearner,
     train: Responses,
     config: DraftConfig,
     *,
-    temperature: float,
+    update: Callable[[list[int]], float],
+    save: Callable[[Path], None],
+    load: Callable[[Path], None],
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
     """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
 
     Args:
-        temperature: at which the responses were sampled.
+        update: of the draft, on the chats with these indices; `save` and `load` its checkpoint.
     """
     progress = checkpoint / _LOSSES
-    losses: list[float] = []
-    if progress.is_file():
-        losses = json.loads(progress.read_text())
-        learner.load_draft_checkpoint(checkpoint / f"step-{len(losses)}")
+    losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
+    if losses:
+        load(checkpoint / f"step-{len(losses)}")
         logger.info("pretrain_draft: going on from step %d", len(losses))
-    if not learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config):
-        fix = "raise it, where there is memory, to compute them once"
-        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
-    for step in range(len(losses), config.num_steps):
-        chosen = train.batch(step, num_tokens=config.tokens_per_step, seed=config.seed)
-        losses.append(learner.draft_step(chosen, config, temperature))
-        on_step(step, losses[-1])
-        if len(losses) % config.checkpoint_every_steps == 0 and len(losses) < config.num_steps:
-            learner.save_draft_checkpoint(checkpoint / f"step-{len(losses)}")
-            write_atomic(progress, json.dumps(losses).encode())
-    return losses
+
+    def save_all(losses: list[float]) -> None:
+        save(checkpoint / f"step-{len(losses)}")
+        write_atomic(progress, json.dumps(losses).encode())
+
+    return train_to_end(
+        train, config, losses, update=lambda _, indices: update(indices), save=save_all, on_step=on_step
+    )
 
 
 def num_done(checkpoint: Path) -> int:
@@ -144,9 +150,23 @@ def num_done(checkpoint: Path) -> int:
     return len(json.loads(progress.read_text())) if progress.is_file() else 0
 
 
-def _join(groups: Sequence[RolloutGroup]) -> Responses:
-    pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-    return Responses(
-        token_ids=tuple(prompt.token_ids + rollout.token_ids for prompt, rollout in pairs),
-        prompt_lengths=tuple(len(prompt.token_ids) for prompt, _ in pairs),
-    )
+def require_cut(num: int, vocab_size: int) -> None:
+    """Refuse a draft's vocabulary that is none of the policy's, or all of it."""
+    fix = "null keeps the whole vocabulary"
+    require(0 < num < vocab_size, "draft.vocab_size", f"must be < the policy's {vocab_size} tokens", num, fix)
+
+
+def frequent_tokens(responses: Iterable[Sequence[int]], *, num: int, vocab_size: int) -> tuple[int, ...]:
+    """The `num` tokens that occur most, in ascending order; of two that occur as often the smaller one.
+
+    Source: `build_vocab_mappings_from_distribution` of speculators 0.9.
+    """
+    counts = Counter(itertools.chain.from_iterable(responses))
+    by_count = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return tuple(sorted(by_count[:num]))
+
+
+def coverage(responses: Iterable[Sequence[int]], token_ids: Iterable[int]) -> float:
+    """Fraction of the tokens in `responses` that are among `token_ids`."""
+    counts = Counter(itertools.chain.from_iterable(responses))
+    return sum(counts[token] for token in set(token_ids)) / max(counts.total(), 1)

@@ -1,130 +1,108 @@
-"""Training of an EAGLE-3 draft on detached hidden states: before RL, and the seam for training it during RL.
+"""Training of an EAGLE-3 draft on detached hidden states, before RL or beside the policy.
 
-The trainer never sees the policy, only what the policy left behind, so no gradient can reach it.
+Its optimizer is AdamW, or Muon for the layer's matrices and AdamW for the rest. Muon learns from fewer tokens, of which
+a draft that is trained beside the policy has few (docs/log.md).
 
 Legend: `N` packed tokens, `H` hidden size, `V` the policy's vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from speculators.models.eagle3.core import Eagle3DraftModel
 from torch import Tensor
 
-from slipstream.drafts.chats import PackedChats, States, rows_of
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.draft_optimizer import DraftOptimizer
 from slipstream.drafts.eagle3 import build_draft, draft_ids, draft_tensors, load_draft, policy_head, save_draft
+from slipstream.drafts.learner_draft import NUM_STEPS, LearnerDraft, Sequences, States
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses, overlaps
-from slipstream.drafts.passes import head_inputs
+from slipstream.drafts.passes import PackedChats, head_inputs, rows_of
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
-from slipstream.learner.checkpoint.on_disk import write_json, write_tensors
-from slipstream.learner.optimizer import TrainingMemory
-from slipstream.storage import sum_of
+from slipstream.learner.optimizer import BatchedMuon, TrainingMemory
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds up a tensor over trainers of which each has a part of the sequences, and which all call it alike."""
 
 _CPU = torch.device("cpu")
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON_MOMENTS = ("momentum_buffer",)
+_MOMENTUM = 0.9  # as the policy's Muon has: a short training wants a short memory
+_NUM_ITERATIONS = 3
+_OUTPUT = "lm_head."
 
 
-class DraftTrainer:
-    """A draft, its optimizer and its schedule."""
+class DraftTrainer(LearnerDraft):
+    """An EAGLE-3 draft, its optimizer and its schedule; every rank has all of it."""
 
-    is_collective = False  # every rank has all of it
+    # Adam's first updates move every weight by nearly the whole learning rate, which sets a good draft back.
+    num_warmup_updates = 5
 
     def __init__(
         self,
         policy: Path,
         config: DraftConfig,
         *,
-        num_threads: int | None = None,
-        device: torch.device = _CPU,
+        given: Path | None = None,
         token_ids: Sequence[int] | None = None,
-        model: Eagle3DraftModel | None = None,  # type: ignore[valid-type]  # its decorator hides that it is a class
+        device: torch.device = _CPU,
+        is_online: bool = False,
+        writes: bool = True,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
-        """Train `model`, or without one a fresh draft of `policy`, on `device`.
+        """Train a fresh draft of `policy`, or the saved one in `given` further, with a fresh optimizer.
 
         Args:
             token_ids: see `build_draft`.
+            sum_over_ranks: None: this trainer has all the sequences.
+        Raises:
+            ConfigError: see `load_draft`.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._config = config
-        self._device = device
-        self._model = (build_draft(policy, config, token_ids=token_ids) if model is None else model).to(device)
+        super().__init__(config, is_online=is_online, writes=writes)
+        self._device, self._sum_over_ranks = device, sum_over_ranks
+        model = build_draft(policy, config, token_ids=token_ids) if given is None else load_draft(given, policy, config)
+        self._model = model.to(device)
         self._policy_head_VH: Tensor = self._model.verifier_lm_head.weight
         if self._model.use_draft_vocab:
             self._policy_head_VH = policy_head(policy).to(device)
             self._cut_policy_head()
         named = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._trained = [parameter for _, parameter in named]
-        self._optimizer = DraftOptimizer(named, self._optimizer_method())
+        self._optimizer = DraftOptimizer(named, config.online_optimizer if is_online else OptimizerMethod.ADAMW)
         self._memory = TrainingMemory(self._model, self._optimizer.steppers, device=device)
         self._num_steps = 0
-
-    @classmethod
-    def from_draft(
-        cls,
-        draft: Path,
-        policy: Path,
-        config: DraftConfig,
-        *,
-        num_threads: int | None = None,
-        device: torch.device = _CPU,
-    ) -> Self:
-        """Train the saved `draft` further: its weights, a fresh optimizer, and the schedule from its first step.
-
-        Raises:
-            ConfigError: see `load_draft`.
-        """
-        model = load_draft(draft, policy, config)
-        return cls(policy, config, num_threads=num_threads, device=device, model=model)
 
     @property
     def num_parameters(self) -> int:
         """Trained parameters."""
         return sum(parameter.numel() for parameter in self._trained)
 
-    def step(
-        self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        states: States,
-        *,
-        temperature: float = 1.0,
-        sum_over_ranks: SumOverRanks | None = None,
-    ) -> float:
-        """One update; returns the loss summed over the TTT passes.
+    @property
+    def num_updates(self) -> int:
+        """Updates so far."""
+        return self._num_steps
 
-        Args:
-            temperature: at which responses are sampled: the draft learns softmax(logits / temperature) of the policy,
-                as softmax(its own logits / temperature), which is what it drafts from.
-            sum_over_ranks: None: this trainer has all the sequences.
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
+    def step(
+        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
+    ) -> float:
+        """One update; returns the loss summed over the passes."""
         self._memory.take()
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        if sum_over_ranks is not None:
-            num_tokens = int(sum_over_ranks(torch.tensor(num_tokens)))
+        if self._sum_over_ranks is not None:
+            num_tokens = int(self._sum_over_ranks(torch.tensor(num_tokens)))
         if num_tokens == 0:
             return 0.0  # responses of a single token leave nothing to draft
         judging = self._judging(temperature)
         losses = [self._backward(row, judging, int(row.loss_mask.sum()) / num_tokens) for row in rows]
         total = sum(float(loss) for loss in losses)
-        if sum_over_ranks is not None:
-            total = self._sum_gradients(total, sum_over_ranks)
+        if self._sum_over_ranks is not None:
+            total = self._sum_gradients(total, self._sum_over_ranks)
         if not math.isfinite(total):
             raise FloatingPointError(f"draft loss of step {self._num_steps} must be finite, got {total}")
         # A group of its own: under one shared clip the draft's larger gradients would shrink the policy's step.
@@ -159,41 +137,23 @@ class DraftTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
-        states: States,
-        *,
-        temperature: float = 1.0,
-        sum_over_ranks: SumOverRanks | None = None,
+        self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
     ) -> tuple[list[float], float]:
-        """Held-out acceptance under rejection sampling at `temperature`.
-
-        The chance to accept draft token i is sum_v min(p(v), q(v)) of policy and draft after the chat's own tokens
-        (teacher forcing). The length is 1 + the mean over windows of the sum over i of the product of the chances
-        up to i.
-
-        Args:
-            sum_over_ranks: None: this trainer has all the sequences.
-        Returns:
-            The mean chance by position, and the mean acceptance length.
-        """
+        """Held-out acceptance by position, and the mean acceptance length."""
         rows = self._rows(sequences, prompt_lengths, states)
         none = torch.zeros(self._config.ttt_steps, 0, device=self._device)
         windows = torch.cat([none, *(self._windows(row, temperature) for row in rows)], dim=1)
         accepted, num = windows.cumprod(dim=0).sum(dim=0).sum(), windows.new_tensor(windows.shape[1])
         sums = torch.cat([windows.sum(dim=1), torch.stack([accepted, num])])
-        if sum_over_ranks is not None:
-            sums = sum_over_ranks(sums)
+        if self._sum_over_ranks is not None:
+            sums = self._sum_over_ranks(sums)
         *rates, length = (sums[:-1] / sums[-1]).tolist()
         return rates, 1.0 + length
 
     @torch.no_grad()
-    def follow(self, embeddings_VH: Tensor, head_VH: Tensor) -> None:
-        """Take over the policy's present embeddings and output layer, of which the draft has frozen copies.
-
-        A draft that is trained while the policy moves learns from, and is fed with, the policy's own.
-        """
+    def follow(self, vocabulary_weights: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Take over the policy's present embeddings and output layer."""
+        embeddings_VH, head_VH = vocabulary_weights()
         self._model.embed_tokens.weight.copy_(embeddings_VH)
         self._policy_head_VH.copy_(head_VH)
         if self._model.use_draft_vocab:
@@ -204,49 +164,40 @@ class DraftTrainer:
         self._model.verifier_lm_head.weight.copy_(self._policy_head_VH[draft_ids(self._model)])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The draft's tensors under the names that vLLM loads; they share memory with it."""
+        """The draft's tensors under the names that vLLM loads."""
         yield from draft_tensors(self._model).items()
 
     def rest(self) -> int:
-        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        """Give back what updates alone need; how many bytes of the device."""
         return self._memory.give_back()
 
     def save(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
-        save_draft(self._model, path)
+        if self._writes:
+            save_draft(self._model, path)
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write weights, moments and step, so that a resumed training goes on bit for bit."""
+    def state(self) -> dict[str, Tensor]:
+        """All that the next update depends on."""
         self._memory.take()
-        path.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{index}.parameter": each.detach() for index, each in enumerate(self._trained)}
-        tensors |= self._optimizer.moments()
-        total = write_tensors(path / "draft.safetensors", {name: tensor.cpu() for name, tensor in tensors.items()})
-        write_json(path / "draft.json", {"num_steps": self._num_steps, "xxh3": total.xxh3})
+        parameters = {f"{index}.parameter": each.detach() for index, each in enumerate(self._trained)}
+        return {NUM_STEPS: torch.tensor([self._num_steps]), **parameters, **self._optimizer.moments()}
 
     @torch.no_grad()
-    def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote.
-
-        Raises:
-            CheckpointError: the file of tensors is not the one that was saved.
-        """
-        state = json.loads((path / "draft.json").read_text())
-        if sum_of(path / "draft.safetensors").xxh3 != state["xxh3"]:
-            fault = "draft.safetensors does not have the digest it was saved with"
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`, bit for bit."""
+        expected = {f"{index}.parameter": each.shape for index, each in enumerate(self._trained)}
+        if any(name not in state or state[name].shape != shape for name, shape in expected.items()):
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {fault}; remove {path.parent} to train the draft anew"
+                f"the checkpoint must hold the draft's {len(expected)} trained tensors, got {len(state)} others: it is "
+                "of another draft, or of a run that trained none"
             )
         self._memory.take()
-        self._num_steps = state["num_steps"]
-        tensors = load_file(path / "draft.safetensors")
+        self._num_steps = int(state[NUM_STEPS])
         for index, parameter in enumerate(self._trained):
-            parameter.copy_(tensors[f"{index}.parameter"])
-        self._optimizer.restore(tensors, num_updates=self._num_steps)
+            parameter.copy_(state[f"{index}.parameter"])
+        self._optimizer.restore(state, num_updates=self._num_steps)
 
-    def _rows(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States
-    ) -> list[PackedChats]:
+    def _rows(self, sequences: Sequences, prompt_lengths: Sequence[int], states: States) -> list[PackedChats]:
         limit = self._config.tokens_per_row
         return rows_of(sequences, prompt_lengths, states, max_tokens=limit, device=self._device)
 
@@ -275,11 +226,78 @@ class DraftTrainer:
             inside &= batch.loss_mask[0, i : i + num] & (documents[i : i + num] == documents[:num])
         return found[:, :num][:, inside]
 
-    def _learning_rate(self) -> float:
-        return self._config.learning_rate_at(self._num_steps)
 
-    def _num_passes(self) -> int:
-        return self._config.ttt_steps
+class DraftOptimizer:
+    """Updates of a draft's parameters, and what the next one depends on.
 
-    def _optimizer_method(self) -> OptimizerMethod:
-        return OptimizerMethod.ADAMW
+    Attributes:
+        learning_rate: of the last update.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], method: OptimizerMethod) -> None:
+        """Begin without moments; `named` are the trained parameters in their order."""
+        self._parameters = [parameter for _, parameter in named]
+        matrices = [
+            parameter
+            for name, parameter in named
+            if method is OptimizerMethod.MUON and parameter.dim() == 2 and not name.startswith(_OUTPUT)
+        ]
+        self._by_muon = {id(parameter) for parameter in matrices}
+        rest = [parameter for parameter in self._parameters if id(parameter) not in self._by_muon]
+        self.learning_rate = 0.0
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        ]
+        if matrices:
+            dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
+            muon = BatchedMuon(matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype)
+            self._optimizers.append(muon)
+
+    @property
+    def steppers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Torch's, one or two."""
+        return tuple(self._optimizers)
+
+    def step(self, *, learning_rate: float) -> None:
+        """One update by the parameters' gradients."""
+        self.learning_rate = learning_rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def moments(self) -> dict[str, Tensor]:
+        """By `<index of the parameter>.<name>`, sharing memory; none before the first update."""
+        found: dict[str, Tensor] = {}
+        for index, parameter in enumerate(self._parameters):
+            state = self._optimizer_of(parameter).state.get(parameter, {})
+            found |= {f"{index}.{name}": state[name] for name in self._names(parameter) if name in state}
+        return found
+
+    def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
+        """Go on from the `moments` after so many updates.
+
+        Raises:
+            KeyError: some are missing.
+        """
+        for index, parameter in enumerate(self._parameters):
+            state = self._optimizer_of(parameter).state
+            state.pop(parameter, None)
+            if not num_updates:
+                continue
+            names = self._names(parameter)
+            own = {name: moments[f"{index}.{name}"].to(parameter.device, copy=True) for name in names}
+            # fused AdamW counts where its parameter is
+            count = torch.tensor(float(num_updates), device=parameter.device)
+            state[parameter] = own if names is _MUON_MOMENTS else {"step": count, **own}
+
+    def _optimizer_of(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        return self._optimizers[1 if id(parameter) in self._by_muon else 0]
+
+    def _names(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        return _MUON_MOMENTS if id(parameter) in self._by_muon else _ADAMW_MOMENTS

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from slipstream.config import require
 from slipstream.engine.config import SamplingConfig
-from slipstream.engine.protocol import Trace, WeightFiles
+from slipstream.engine.protocol import Trace
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.steps import ScheduleEntry
@@ -21,43 +21,6 @@ class TracingEngine(Protocol):
     def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
         """See `slipstream.engine.vllm_engine.VllmEngine.trace`."""
         ...
-
-
-class RefittedEngine(Protocol):
-    """One that takes new weights while it draws."""
-
-    def trace(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        sampling: SamplingConfig,
-        group_size: int,
-        seed: int,
-        refits: Sequence[WeightFiles],
-        steps_between: int,
-    ) -> list[Trace]:
-        """See `slipstream.engine.vllm_engine.VllmEngine.trace`."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AcrossRefits:
-    """A `TracingEngine` that is refitted every few steps of what it draws; afterwards it holds the last of `refits`."""
-
-    engine: RefittedEngine
-    refits: tuple[WeightFiles, ...]  # in turn, and over again
-    steps_between: int
-
-    def trace(self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int) -> list[Trace]:
-        """See `TracingEngine.trace`."""
-        return self.engine.trace(
-            prompts,
-            sampling=sampling,
-            group_size=group_size,
-            seed=seed,
-            refits=self.refits,
-            steps_between=self.steps_between,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +57,7 @@ def draw(
     sampling: SamplingConfig,
     batch: int,
     seed: int,
-    across: TracingEngine | None = None,
+    across: Callable[..., list[Trace]] | None = None,
     on_drawn: Callable[[int], None] = lambda num_tokens: None,
 ) -> Sample:
     """Draw what the certificate needs from one engine.
@@ -102,7 +65,7 @@ def draw(
     Args:
         batch: responses at a time: as many as in training, for the best draft length depends on it.
         seed: the repeated pairs take it, the batches those after it: `config.num_tokens` of them at most.
-        across: the same engine, refitted while it draws the long responses; the others are of the last weights.
+        across: the engine's `trace` with refits during the long responses; the others are of the last weights.
         on_drawn: told the number of tokens of each batch.
     """
     require(len(prompts) > 0, "losslessness", "must have prompts", len(prompts))
@@ -112,9 +75,9 @@ def draw(
         if num_tokens >= config.num_tokens:
             break
         chosen = [prompts[(call * batch + i) % len(prompts)] for i in range(batch)]
-        drawn = (across or engine).trace(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
+        drawn = (across or engine.trace)(chosen, sampling=sampling, group_size=1, seed=seed + 1 + call)
         traces += drawn
-        num_drawn = sum(len(trace.token_ids) for trace in drawn)
+        num_drawn = sum(len(each.token_ids) for each in drawn)
         num_tokens += num_drawn
         on_drawn(num_drawn)
     repeated = prompts[: config.num_repeated_prompts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.drafts.schedule import DraftLength, described
+from slipstream.drafts.length import DraftLength, described
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.formats import interval, percent, seconds, speedup, speedup_with_interval

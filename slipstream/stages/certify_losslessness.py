@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.engine.protocol import WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.logs import progress
-from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import LOSSLESS, certify, judged
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
@@ -70,7 +71,7 @@ def certify_losslessness(
     Args:
         trained_draft: the draft as it learned beside the policy; None of one that stayed as it was.
     """
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     done = finished(context, _NODE, "certificate.json")
     if done is not None:
@@ -173,8 +174,8 @@ def _drawn(  # noqa: PLR0913  # what the engine starts with, what it becomes, an
         progress(f"{_NODE} k={length.label}", total=config.num_tokens, unit="token") as bar,
     ):
         engine.refit(trained, policy_version=num_steps, draft=trained_draft, draft_version=_TRAINED_DRAFT)
-        across = AcrossRefits(
-            engine=engine,
+        across = partial(
+            engine.trace,
             refits=(
                 WeightFiles(policy=start, policy_version=_START, draft=first_draft),
                 WeightFiles(

@@ -10,10 +10,20 @@ from pathlib import Path
 
 from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts import pretrain
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.draft_model import link_draft_model, num_parameters
+from slipstream.drafts.distill import (
+    distill,
+    heldout_acceptance,
+    link_draft_model,
+    num_distilled,
+    num_parameters,
+    scratch_model,
+)
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
-from slipstream.drafts.pretrain import Responses, read_responses, regenerate, write_responses
+from slipstream.drafts.pretrain import DraftProgress, Responses
+from slipstream.grpo.config import OptimizerConfig
+from slipstream.learner.architecture import Architecture
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
@@ -22,15 +32,18 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import data_identity, draft_key, kept, policy_identity, publish
 from slipstream.stages.support import draft_init, settled
-from slipstream.stages.teaching import GIVEN, num_done, on_responses, on_states, prepare
-from slipstream.types import Prompt
+from slipstream.types import Prompt, TrainBatch
 from slipstream.workers.engines import start_engine
-from slipstream.workers.learners import start_learner
+from slipstream.workers.learners import RemoteLearner, start_learner
 from slipstream.workers.session import connect
 
 logger = logging.getLogger(__name__)
 
 _NODE = "pretrain_draft"
+_GIVEN, _CHECKPOINT, _DRAFT = "given", "checkpoint", "draft"  # _GIVEN: a draft that training begins with
+
+_Teach = Callable[..., tuple[int, list[float], DraftProgress]]
+"""Teaches a draft and writes it to `directory/draft`; its parameters, losses and held-out acceptance."""
 
 
 def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: Path) -> Path:
@@ -62,7 +75,7 @@ def pretrain_draft(context: RunContext, recipe: Recipe, *, policy: Path, data: P
         recipe.draft.ttt_steps,
         record.elapsed_s,
     )
-    for name in ("checkpoint", GIVEN):  # as large as the draft, and of no more use
+    for name in (_CHECKPOINT, _GIVEN):  # as large as the draft, and of no more use
         shutil.rmtree(directory / name, ignore_errors=True)
     return publish(context, _NODE, key)
 
@@ -74,13 +87,13 @@ def _take(context: RunContext, recipe: Recipe, policy: Path) -> Path:
     has_weights = TRAITS[config.method].weights is Weights.OWN
     with tracked(context, recipe, _NODE, {"draft.init": draft_init(config)}):
         require_package(config.method)
-        model = directory / "draft"
         length = recipe.engine.max_model_len
-        num_parameters = _take_weights(config, policy, model, max_model_len=length) if has_weights else 0
         record = DraftRecord(
             method=config.method.value,
             init=draft_init(config),
-            num_parameters=num_parameters,
+            num_parameters=_take_weights(config, policy, directory / _DRAFT, max_model_len=length)
+            if has_weights
+            else 0,
             num_training_tokens=0,
             num_steps=0,
             losses=(),
@@ -97,7 +110,7 @@ def _take_weights(config: DraftConfig, policy: Path, directory: Path, *, max_mod
     """Lay weights that are used as they are into `directory`; returns the number of parameters."""
     if config.method is DraftMethod.DRAFT_MODEL:
         return link_draft_model(config, policy, directory, max_model_len=max_model_len)
-    from slipstream.drafts.given import bring_draft
+    from slipstream.drafts.eagle3 import bring_draft
 
     bring_draft(config, policy, directory, max_model_len=max_model_len)
     return num_parameters(directory)
@@ -114,43 +127,52 @@ def train_on(
     """Regenerate responses to `prompts`, train on them, measure held-out acceptance; the draft is `directory/draft`.
 
     Raises:
-        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`.
+        ConfigError: fewer prompts than `draft.num_prompts` + `draft.num_heldout_prompts`; a draft that is given does
+            not fit; or `draft.vocab_size` is no cut.
     """
     config = recipe.draft
     start = time.perf_counter()
-    prepare(recipe, policy, directory)
+    if config.is_given:  # everything that training begins with is checked before an engine starts
+        from slipstream.drafts.eagle3 import bring_draft
+
+        bring_draft(config, policy, directory / _GIVEN, max_model_len=recipe.engine.max_model_len)
+        logger.info("pretrain_draft: goes on from %s", config.model)
+    if config.vocab_size is not None:
+        pretrain.require_cut(config.vocab_size, Architecture.from_hf(policy).vocab_size)
     responses = _responses(prompts, recipe, policy, directory / "responses.json")
     num_heldout = config.num_heldout_prompts * config.samples_per_prompt
     heldout = responses.select(range(num_heldout))
     train = responses.select(range(num_heldout, len(responses.token_ids)))
-    teach = on_states if config.trains is Training.HIDDEN_STATES else on_responses
+    teach: _Teach = _on_states if config.trains is Training.HIDDEN_STATES else _on_responses
+    checkpoint = directory / _CHECKPOINT
+    done = num_distilled(checkpoint) or pretrain.num_done(checkpoint)
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
-        progress(_NODE, total=config.num_steps, unit="step", done=num_done(directory)) as bar,
+        progress(_NODE, total=config.num_steps, unit="step", done=done) as bar,
     ):
 
         def on_each_step(step: int, loss: float) -> None:
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        taught = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
+        num, losses, found = teach(learner, recipe, policy, train, heldout, directory=directory, on_step=on_each_step)
     return DraftRecord(
         method=config.method.value,
         init=config.init.value,
-        num_parameters=taught.num_parameters,
+        num_parameters=num,
         num_training_tokens=sum(map(len, train.token_ids)),
         num_steps=config.num_steps,
-        losses=taught.losses,
-        heldout_rate_by_position=taught.heldout.rate_by_position,
-        heldout_mean_acceptance_length=taught.heldout.mean_acceptance_length,
+        losses=tuple(losses),
+        heldout_rate_by_position=found.rate_by_position,
+        heldout_mean_acceptance_length=found.mean_acceptance_length,
         elapsed_s=time.perf_counter() - start,
     )
 
 
 def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:
-    """What the policy answers to the draft prompts, held-out ones first; kept for a resumed attempt."""
+    """Answers of the policy to the draft prompts, held-out ones first; kept for a resumed attempt."""
     if path.is_file():
-        return read_responses(path)
+        return pretrain.read_responses(path)
     config = recipe.draft
     needed = config.num_prompts + config.num_heldout_prompts
     require(
@@ -167,9 +189,86 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
         recipe.sampling.max_response_tokens,
     )
     with start_engine(policy, config=recipe.engine, layout=recipe.layout) as engine:
-        responses, generation_s = regenerate(engine, prompts[:needed], config=config, sampling=recipe.sampling)
+        responses, generation_s = pretrain.regenerate(engine, prompts[:needed], config=config, sampling=recipe.sampling)
     logger.info(
         "pretrain_draft: %d responses regenerated by the policy in %.0f s", len(responses.token_ids), generation_s
     )
-    write_responses(responses, path)
+    pretrain.write_responses(responses, path)
     return responses
+
+
+def _on_states(
+    learner: RemoteLearner,
+    recipe: Recipe,
+    policy: Path,
+    train: Responses,
+    heldout: Responses,
+    *,
+    directory: Path,
+    on_step: Callable[[int, float], None],
+) -> tuple[int, list[float], DraftProgress]:
+    """Teach a one-layer draft the policy's hidden states."""
+    config, temperature = recipe.draft, recipe.sampling.temperature
+    logger.info("pretrain_draft: trains on %d responses, whose hidden states come first", len(train.token_ids))
+    learner.load(policy, None)
+    given = directory / _GIVEN if config.is_given else None
+    num = learner.start_draft(policy, config, given, known_tokens(config, train, policy))
+    if not learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config):
+        fix = "raise it, where there is memory, to compute them once"
+        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
+    losses = pretrain.train_draft(
+        train,
+        config,
+        update=lambda indices: learner.draft_step(indices, config, temperature),
+        save=learner.save_draft_checkpoint,
+        load=learner.load_draft_checkpoint,
+        checkpoint=directory / _CHECKPOINT,
+        on_step=on_step,
+    )
+    found = learner.evaluate_draft(heldout.token_ids, heldout.prompt_lengths, config, temperature)
+    learner.save_draft(directory / _DRAFT)
+    return num, losses, found
+
+
+def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
+    """The tokens that a draft of a cut vocabulary knows; None for all."""
+    if config.vocab_size is None:
+        return None
+    answers = [tokens[start:] for tokens, start in zip(train.token_ids, train.prompt_lengths, strict=True)]
+    vocab_size = Architecture.from_hf(policy).vocab_size
+    token_ids = pretrain.frequent_tokens(answers, num=config.vocab_size, vocab_size=vocab_size)
+    known = 100 * pretrain.coverage(answers, token_ids)
+    logger.info("pretrain_draft: %d of %d tokens make up %.2f %% of the responses", len(token_ids), vocab_size, known)
+    return token_ids
+
+
+def _on_responses(
+    learner: RemoteLearner,
+    recipe: Recipe,
+    policy: Path,
+    train: Responses,
+    heldout: Responses,
+    *,
+    directory: Path,
+    on_step: Callable[[int, float], None],
+) -> tuple[int, list[float], DraftProgress]:
+    """Teach a small language model the policy's answers."""
+    config, temperature = recipe.draft, recipe.sampling.temperature
+    logger.info("pretrain_draft: trains a small model on %d responses", len(train.token_ids))
+    lengths = [len(tokens) - start for tokens, start in zip(heldout.token_ids, heldout.prompt_lengths, strict=True)]
+    judged = TrainBatch(  # of which the logprobs are asked; nothing is trained on it
+        token_ids=heldout.token_ids,
+        prompt_lengths=heldout.prompt_lengths,
+        rollout_logprobs=[[0.0] * length for length in lengths],
+        advantages=[0.0] * len(lengths),
+        policy_version=0,
+    )
+    learner.load(policy, None)
+    of_policy = learner.logprobs(judged, temperature)
+    scratch, vocab_size, eos = scratch_model(config, policy)
+    optimizer = OptimizerConfig(method=scratch.optimizer, learning_rate=scratch.learning_rate)
+    num = learner.create(scratch, vocab_size, eos, optimizer)
+    losses = distill(learner, train, config, scratch, checkpoint=directory / _CHECKPOINT, on_step=on_step)
+    of_draft = learner.logprobs(judged, temperature)
+    learner.save_hf(directory / _DRAFT, policy)
+    return num, losses, heldout_acceptance(of_policy, of_draft, num_tokens=config.ttt_steps)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.drafts.config import DraftConfig, DraftLengthRule
-from slipstream.drafts.methods import TRAITS, Weights
-from slipstream.drafts.schedule import DraftLength, constant, length_of
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.length import DraftLength, constant, length_of
+from slipstream.drafts.methods import TRAITS, Weights, speculative_config
 from slipstream.engine.protocol import Engines
 from slipstream.grpo.loop_config import KvCache
 from slipstream.recipe import Recipe

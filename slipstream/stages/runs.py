@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import slipstream
 from slipstream import supervisor
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.kubernetes.profile import NODE_VARIABLE
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.recipe import Recipe

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.schedule import DraftLength, described
+from slipstream.drafts.length import DraftLength, described
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record

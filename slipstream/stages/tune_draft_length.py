@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import length
-from slipstream.drafts.schedule import described
+from slipstream.drafts.length import described
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
@@ -32,7 +32,7 @@ _LINE = "tune_draft_length: k=%d batch %d: %.2f s, %.2fx, AL %.2f"
 
 def tune_draft_length(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path) -> Path:
     """Measure generation time over draft length and batch, choose by time; a directory with tuning.json."""
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
     from slipstream.report.figures import sweep as sweep_figure
 
     done = finished(context, _NODE, "tuning.json")

@@ -233,7 +233,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
 
 def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:
     """The record of a draft length that the grid names, which is not measured before it is used."""
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     weights = draft_weights(recipe.draft, draft)
     require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)

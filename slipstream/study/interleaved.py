@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.recipe import Recipe, parameters
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import DraftRecord
@@ -103,7 +103,7 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """A drafter whose draft is there; those that differ in their training during RL alone share one."""
-    from slipstream.drafts.fit import require_fit
+    from slipstream.drafts.compatibility import require_fit
 
     own = replace(context, execution=f"{context.execution}/{drafter.name}")
     execution_run(own, recipe, params=parameters(recipe)).detach()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from slipstream.drafts.autopilot import AutopilotConfig, Decision, decide
-from slipstream.drafts.schedule import constant
+from slipstream.drafts.config import AutopilotConfig
+from slipstream.drafts.length import Decision, constant, decide
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
@@ -29,7 +29,7 @@ class WeightsLostError(RuntimeError):
 
 
 class Autopilot:
-    """Switches drafting off where it measurably loses: `slipstream.drafts.autopilot` decides before each generation.
+    """Switches drafting off where it measurably loses: `slipstream.drafts.length` decides before each generation.
 
     What a step did travels in its record, so a resumed run takes up the same thread.
 

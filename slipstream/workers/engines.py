@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from slipstream.drafts.speculation import SCHEDULE
+from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests

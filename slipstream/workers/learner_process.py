@@ -15,10 +15,9 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.learner_draft import (
     HeldChats,
     IndexedChats,
-    fresh_trainer,
+    LearnerDraft,
     layer_ids,
-    online_trainer,
-    sum_over_ranks,
+    start_training,
     train_beside,
 )
 from slipstream.drafts.pretrain import DraftProgress
@@ -38,9 +37,6 @@ from slipstream.workers.session import node_address, require_here
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.drafts.mtp import MtpDraft
-    from slipstream.drafts.online import OnlineDraft
-    from slipstream.drafts.trainer import DraftTrainer
     from slipstream.grpo.update import Trained, Update
     from slipstream.learner.megatron import MegatronPolicy
     from slipstream.learner.rendezvous import Rendezvous
@@ -83,8 +79,8 @@ class LearnerProcess:
         self._rendezvous: Rendezvous | None = None
         self._policy: MegatronPolicy | None = None
         self._reference: MegatronPolicy | None = None
-        self._draft: DraftTrainer | MtpDraft | None = None
-        self._online: tuple[OnlineDraft | MtpDraft, DraftConfig] | None = None  # one that is trained beside the policy
+        self._draft: LearnerDraft | None = None
+        self._online: tuple[LearnerDraft, DraftConfig] | None = None  # one that is trained beside the policy
         self._draft_chats: HeldChats | None = None
         self._share: CoreShare | None = None
         self._sources: dict[str, WeightSource] = {}  # by model
@@ -265,7 +261,9 @@ class LearnerProcess:
         Args:
             engine_dtype: as which it is sent to engines; it is trained in float32.
         """
-        trainer = online_trainer(self._loaded, policy, config, self._config, writes=self._rank == 0, draft=draft)
+        trainer = start_training(
+            self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
+        )
         self._draft, self._online = trainer, (trainer, config)
         self._is_new(DRAFT, draft_dtype=engine_dtype)
         return self._draft.num_parameters
@@ -284,7 +282,7 @@ class LearnerProcess:
         Args:
             token_ids: that a fresh draft knows; None: all.
         """
-        self._draft = fresh_trainer(
+        self._draft = start_training(
             self._loaded,
             policy,
             config,
@@ -313,26 +311,22 @@ class LearnerProcess:
         chats = self._draft_chats
         assert chats is not None, "hold_draft_chats comes first"
         mine = chats.mine(indices, self._loaded, config)
-        return self._drafting.step(*mine, temperature=temperature, sum_over_ranks=sum_over_ranks(self._config))
+        return self._drafting.step(*mine, temperature=temperature)
 
     def evaluate_draft(self, part: Learned, config: DraftConfig, temperature: float) -> DraftProgress:
         """Held-out acceptance of the draft, over the shares of all ranks."""
         sequences, prompt_lengths = part
         states = self._loaded.hidden_states(sequences, layer_ids(self._loaded, config))
-        rates, length = self._drafting.evaluate(
-            sequences, prompt_lengths, states, temperature=temperature, sum_over_ranks=sum_over_ranks(self._config)
-        )
+        rates, length = self._drafting.evaluate(sequences, prompt_lengths, states, temperature=temperature)
         return DraftProgress(rate_by_position=tuple(rates), mean_acceptance_length=length)
 
     def save_draft(self, path: Path) -> None:
         """Write the draft as vLLM loads it; rank 0 alone writes, and gathering an MTP layer is collective."""
-        if self._rank == 0 or self._drafting.is_collective:
-            self._drafting.save(path)
+        self._drafting.save(path)
 
     def save_draft_checkpoint(self, path: Path) -> None:
         """Write what resumed draft training needs; rank 0 alone writes, and gathering an MTP layer is collective."""
-        if self._rank == 0 or self._drafting.is_collective:
-            self._drafting.save_checkpoint(path)
+        self._drafting.save_checkpoint(path)
 
     def load_draft_checkpoint(self, path: Path) -> None:
         """Restore what `save_draft_checkpoint` wrote."""
@@ -433,7 +427,7 @@ class LearnerProcess:
         return self._policy
 
     @property
-    def _drafting(self) -> DraftTrainer | MtpDraft:
+    def _drafting(self) -> LearnerDraft:
         assert self._draft is not None, "start_draft comes first"
         return self._draft
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.recipe import load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.config import merge
 from slipstream.data.prompts import render
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import certify
 from slipstream.recipe import Recipe, load_recipe

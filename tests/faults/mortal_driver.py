@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.prompts import PromptStream, render
-from slipstream.drafts.schedule import constant
+from slipstream.drafts.length import constant
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import write_record
@@ -132,7 +132,7 @@ def batches(policy: Path) -> list[list[str]]:
 
 def train(training: Training, policy: Path, draft: Path, directory: Path) -> None:
     """Train, or go on from the last checkpoint."""
-    from slipstream.drafts.speculation import speculative_config
+    from slipstream.drafts.methods import speculative_config
     from slipstream.train import arm
     from slipstream.workers import engines, learners
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import AcrossRefits, Sample, Subject, draw
+from slipstream.losslessness.sampling import Sample, Subject, draw
 from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
 from slipstream.ragged import Ragged
 from slipstream.records.stages import CertificateRecord
@@ -255,7 +256,7 @@ def in_flight(bench: Bench, kv_cache: KvCache, *, mixed_up: bool = False) -> Cer
         WeightFiles(policy=bench.models[name], policy_version=version, draft=bench.models[f"{name}_draft"])
         for version, name in enumerate(("old", "new"))
     )
-    across = AcrossRefits(engine=bench.engine, refits=versions, steps_between=5)
+    across = partial(bench.engine.trace, refits=versions, steps_between=5)
     sample = draw(bench.engine, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=1, across=across)
     bench.engine.run_in_flight(None)
     assert {version for trace in sample.traces for version in trace.policy_versions} == {0, 1}

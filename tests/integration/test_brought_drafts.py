@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.config import merge
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import StepRecord

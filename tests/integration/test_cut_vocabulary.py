@@ -11,7 +11,7 @@ import torch
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.types import Dtype, Prompt

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.schedule import constant
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.length import constant
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import ScheduleEntry

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import merge
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import StepRecord
 from slipstream.types import Arm, Prompt

@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel

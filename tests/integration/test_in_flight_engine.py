@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.grpo.loop_config import KvCache

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import DraftMethod, speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.losslessness.config import LosslessnessConfig

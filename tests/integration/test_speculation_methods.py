@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.fit import require_fit
-from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import DraftMethod, speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.drafts.compatibility import check_draft_model
 from slipstream.drafts.config import DraftConfig, DraftScratchConfig
-from slipstream.drafts.distill import distill
-from slipstream.drafts.draft_model import check_draft_model, num_parameters, scratch_model
+from slipstream.drafts.distill import distill, num_parameters, scratch_model
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
 from slipstream.grpo.config import OptimizerConfig

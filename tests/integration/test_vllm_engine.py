@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.speculation import speculative_config
+from slipstream.drafts.methods import speculative_config
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.refit.fingerprint import ALL

@@ -12,8 +12,7 @@ import pytest
 from slipstream.config import Checked, Rule
 from slipstream.data.config import DataConfig
 from slipstream.data.synthetic import SyntheticConfig
-from slipstream.drafts.autopilot import AutopilotConfig
-from slipstream.drafts.config import DraftConfig, DraftScratchConfig
+from slipstream.drafts.config import AutopilotConfig, DraftConfig, DraftScratchConfig
 from slipstream.drafts.length import TuningConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.evaluation import EvaluationConfig

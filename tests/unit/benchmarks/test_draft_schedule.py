@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
-from slipstream.drafts.schedule import constant, described
+from slipstream.drafts.length import constant, described
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import load_recipe

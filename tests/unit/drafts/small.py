@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
 from slipstream.drafts.config import DraftConfig
 
 CONFIG = DraftConfig(
@@ -9,3 +16,15 @@ CONFIG = DraftConfig(
 )
 CHATS = [[2, 5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 3], [2, 9, 5, 6, 7, 8, 9, 3]]
 PROMPTS = [3, 2]
+WORDS = {"a": 0, "b": 1}
+
+
+def model(path: Path, words: dict[str, int] | None = WORDS, **changes: Any) -> Path:
+    path.mkdir()
+    values = {"vocab_size": 64, "max_position_embeddings": 512, "eos_token_id": 3, **changes}
+    (path / "config.json").write_text(json.dumps(values))
+    save_file({"w": torch.zeros(2, 3)}, path / "model.safetensors")
+    if words is not None:
+        added = [{"content": "<end>", "id": 3}]
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": added}))
+    return path

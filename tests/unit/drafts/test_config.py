@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.autopilot import AutopilotConfig
-from slipstream.drafts.config import DraftConfig, DraftInit, DraftLengthRule, DraftOnline, DraftScratchConfig
+from slipstream.drafts.config import (
+    AutopilotConfig,
+    DraftConfig,
+    DraftInit,
+    DraftLengthRule,
+    DraftOnline,
+    DraftScratchConfig,
+)
 from slipstream.drafts.methods import DraftMethod, Training
 from slipstream.grpo.config import OptimizerMethod
 

@@ -1,4 +1,4 @@
-"""A small model taught by responses: what it is handed, how it resumes, and its acceptance worked by hand."""
+"""A small model as draft: refused by what does not fit, linked, or taught by responses; its acceptance by hand."""
 
 from __future__ import annotations
 
@@ -9,13 +9,52 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.distill import distill, heldout_acceptance, num_distilled
+from slipstream.drafts.distill import (
+    distill,
+    heldout_acceptance,
+    link_draft_model,
+    num_distilled,
+    num_parameters,
+    scratch_model,
+)
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import Responses
+from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
 from slipstream.learner.policy_source import learning_rate_at
+from tests.unit.drafts.small import model
+
+
+def test_a_model_that_is_not_there_is_refused_by_the_field_that_names_it(tmp_path: Path) -> None:
+    config = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"draft.model must be a local directory or a reachable hub id, got '.*nowh"):
+        link_draft_model(config, model(tmp_path / "policy"), tmp_path / "draft", max_model_len=512)
+
+
+def test_links_are_laid_anew_by_a_retry_and_parameters_counted(tmp_path: Path) -> None:
+    policy, given = model(tmp_path / "policy"), model(tmp_path / "given")
+    config = DraftConfig(method=DraftMethod.DRAFT_MODEL, model=str(given))
+    for _ in range(2):
+        assert link_draft_model(config, policy, tmp_path / "draft", max_model_len=512) == 6
+    assert sorted(path.name for path in (tmp_path / "draft").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert num_parameters(tmp_path / "draft") == 6
+
+
+def test_a_small_model_has_the_policys_vocabulary_and_positions_and_the_drafts_training(tmp_path: Path) -> None:
+    config = DraftConfig(method=DraftMethod.DRAFT_MODEL, num_steps=10, warmup_steps=20, learning_rate=0.1, seed=4)
+    scratch, vocab_size, eos = scratch_model(config, model(tmp_path / "policy", eos_token_id=[5, 6]))
+    assert (vocab_size, eos) == (64, 5)
+    assert (scratch.hidden_size, scratch.num_layers, scratch.max_position_embeddings) == (64, 2, 512)
+    assert (scratch.num_steps, scratch.warmup_steps, scratch.learning_rate, scratch.seed) == (10, 10, 0.1, 4)
+    assert scratch.optimizer is OptimizerMethod.MUON
+
 
 CONFIG = DraftConfig(
     method=DraftMethod.DRAFT_MODEL, num_steps=5, tokens_per_step=6, warmup_steps=2, checkpoint_every_steps=2

@@ -14,11 +14,10 @@ from speculators.losses import resolve_loss_config
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.drafts import draft_attention
-from slipstream.drafts.chats import States, rows_of
 from slipstream.drafts.config import LOSSES
+from slipstream.drafts.learner_draft import States
 from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses
-from slipstream.drafts.passes import head_inputs
+from slipstream.drafts.passes import ATTENTION, head_inputs, rows_of
 from slipstream.drafts.trainer import DraftTrainer
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
@@ -108,7 +107,7 @@ def test_passes_and_losses_are_those_of_speculators(policy: Path, states: States
     expected.backward()
     grads = [parameter.grad.clone() for parameter in trainer._trained]
     trainer._optimizer.zero_grad()
-    settings._attn_implementation = draft_attention.NAME
+    settings._attn_implementation = ATTENTION
     assert float(trainer._backward(row, trainer._judging(1.0), 1.0)) == pytest.approx(expected.item(), rel=1e-6)
     for parameter, grad in zip(trainer._trained, grads, strict=True):
         assert (parameter.grad - grad).norm() <= 1e-5 * grad.norm()
@@ -178,7 +177,7 @@ def test_a_draft_follows_the_policys_present_vocabulary(policy: Path, states: St
     model = trainer._model
     embeddings, head = model.embed_tokens.weight * 2, model.verifier_lm_head.weight * 0
     before = trainer.evaluate(CHATS, PROMPTS, states)
-    trainer.follow(embeddings, head)
+    trainer.follow(lambda: (embeddings, head))
     assert torch.equal(model.embed_tokens.weight, embeddings)
     assert not model.verifier_lm_head.weight.any()
     assert trainer.evaluate(CHATS, PROMPTS, states) != before

@@ -1,16 +1,17 @@
-"""The one table that sets the methods apart, and what it decides."""
+"""The one table that sets the methods apart, what it decides, and what vLLM is told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.drafts.config import DraftConfig, DraftInit, DraftOnline
-from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package
+from slipstream.drafts.methods import TRAITS, DraftMethod, Training, Weights, require_package, speculative_config
 
 Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
 DIRECTORY = Path("draft")
@@ -56,3 +57,76 @@ def test_training_during_rl_is_refused_where_there_is_nothing_to_train(
     assert refusal(Draft, method=method, online=DraftOnline.ALWAYS) == (
         f"draft.online must be off with draft.method {method.value}, got 'always'; nothing of it is trained during RL"
     )
+
+
+Draft = partial(DraftConfig, aux_hidden_state_layer_ids=(0, 1, 2))
+DIRECTORY = Path("draft")
+
+
+@pytest.mark.parametrize(
+    ("config", "draft", "told"),
+    [
+        (
+            Draft(),
+            DIRECTORY,
+            {"method": "eagle3", "model": "draft", "draft_sample_method": "probabilistic"},
+        ),
+        (
+            DraftConfig(method=DraftMethod.MTP),
+            DIRECTORY,
+            {"method": "mtp", "model": "draft", "draft_sample_method": "probabilistic"},
+        ),
+        (
+            DraftConfig(method=DraftMethod.DRAFT_MODEL),
+            DIRECTORY,
+            {"method": "draft_model", "model": "draft", "draft_sample_method": "probabilistic"},
+        ),
+        (
+            DraftConfig(method=DraftMethod.NGRAM, prompt_lookup_min=3, prompt_lookup_max=4),
+            None,
+            {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4},
+        ),
+    ],
+)
+def test_vllm_is_told_the_method_and_rejects_by_the_standard_rule(
+    config: DraftConfig, draft: Path | None, told: dict[str, Any]
+) -> None:
+    assert speculative_config(config, draft, 2) == {
+        **told,
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "standard",
+    }
+
+
+def test_vllm_is_told_how_much_a_suffix_tree_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "arctic_inference").mkdir()
+    (tmp_path / "arctic_inference" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DraftConfig(
+        method=DraftMethod.SUFFIX,
+        suffix_max_tree_depth=12,
+        suffix_max_cached_requests=34,
+        suffix_max_spec_factor=1.5,
+        suffix_min_token_prob=0.25,
+    )
+    assert speculative_config(config, None, 7) == {
+        "method": "suffix",
+        "num_speculative_tokens": 7,
+        "rejection_sample_method": "standard",
+        "suffix_decoding_max_tree_depth": 12,
+        "suffix_decoding_max_cached_requests": 34,
+        "suffix_decoding_max_spec_factor": 1.5,
+        "suffix_decoding_min_token_prob": 0.25,
+    }
+
+
+def test_speculation_without_tokens_is_refused(refusal: Callable[..., str]) -> None:
+    ask = partial(speculative_config, Draft(), DIRECTORY)
+    assert refusal(ask, num_speculative_tokens=0) == "num_speculative_tokens must be >= 1, got 0"
+
+
+@pytest.mark.parametrize("method", DraftMethod)
+def test_a_draft_directory_is_given_exactly_where_a_method_has_weights_of_its_own(method: DraftMethod) -> None:
+    has_weights = TRAITS[method].weights is Weights.OWN
+    with pytest.raises(AssertionError, match="with draft"):
+        speculative_config(replace(Draft(), method=method), None if has_weights else DIRECTORY, 1)

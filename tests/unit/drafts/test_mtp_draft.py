@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
+from slipstream.drafts.compatibility import require_fit
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.fit import require_fit
+from slipstream.drafts.learner_draft import MtpDraft
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.mtp import MtpDraft
 from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.checkpoint import CheckpointError

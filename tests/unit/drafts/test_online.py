@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
-from slipstream.drafts.online import OnlineDraft, drawn, learned
-from slipstream.drafts.trainer import States
+from slipstream.drafts.learner_draft import LearnerDraft, States, sample_parts
+from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.config import GrpoConfig, OptimizerConfig
@@ -284,14 +284,14 @@ def test_a_resumed_run_has_the_policy_and_the_draft_of_an_uninterrupted_one_bit_
 def test_a_draft_learns_from_the_output_layer_and_embeddings_that_the_policy_has_now(policy: Path, draft: Path) -> None:
     process = started(policy, draft)
     trainer = process._drafting
-    assert isinstance(trainer, OnlineDraft)
+    assert isinstance(trainer, DraftTrainer)
     model = trainer._model
     start = model.verifier_lm_head.weight.clone()
     run(process, grpo=replace(GRPO, num_steps=1))
     assert torch.equal(model.verifier_lm_head.weight, start)  # the step's hidden states are of this policy
     embeddings, head = (tensor.clone() for tensor in process._loaded.vocabulary_weights())
     assert not torch.equal(head, start)
-    trainer.follow(embeddings, head)
+    trainer.follow(lambda: (embeddings, head))
     assert torch.equal(model.verifier_lm_head.weight, head)
     assert torch.equal(model.embed_tokens.weight, embeddings)
 
@@ -343,7 +343,7 @@ def test_a_checkpoint_without_a_draft_does_not_resume_a_run_that_trains_one(
 def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
     policy: Path, draft: Path, states: States
 ) -> None:
-    trainer = OnlineDraft.from_draft(draft, policy, replace(ALWAYS, tokens_per_step=100))
+    trainer = DraftTrainer(policy, replace(ALWAYS, tokens_per_step=100), given=draft, is_online=True)
     losses, rates = [], []
     for _ in range(30):
         losses.append(trainer.learn(CHATS, PROMPTS, states, temperature=1.0))
@@ -353,7 +353,7 @@ def test_online_training_lowers_the_loss_at_a_rate_that_rises_over_five_updates(
 
 
 def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, draft: Path, states: States) -> None:
-    trainer = OnlineDraft.from_draft(draft, policy, ALWAYS)
+    trainer = DraftTrainer(policy, ALWAYS, given=draft, is_online=True)
     short = [(aux[:4], last[:4]) for aux, last in states]
     assert trainer.learn([chat[:4] for chat in CHATS], [3, 3], short, temperature=1.0) == 0.0
 
@@ -367,32 +367,41 @@ def test_responses_of_one_token_teach_nothing_and_are_no_error(policy: Path, dra
 def test_parts_are_disjoint_and_within_their_tokens(
     lengths: list[int], num_parts: int, num_tokens: int, seed: str
 ) -> None:
-    parts = drawn(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+    parts = sample_parts(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
     taken = [index for part in parts for index in part]
     assert len(parts) == num_parts
     assert len(set(taken)) == len(taken)
     assert all(len(part) <= 1 or sum(lengths[i] for i in part) <= num_tokens for part in parts)
     assert all(parts) or len(lengths) < num_parts
-    assert parts == drawn(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
+    assert parts == sample_parts(lengths, num_parts=num_parts, num_tokens=num_tokens, seed=seed)
 
 
 def test_parts_differ_from_step_to_step() -> None:
-    assert drawn([1] * 20, num_parts=1, num_tokens=5, seed="0") != drawn([1] * 20, num_parts=1, num_tokens=5, seed="1")
+    assert sample_parts([1] * 20, num_parts=1, num_tokens=5, seed="0") != sample_parts(
+        [1] * 20, num_parts=1, num_tokens=5, seed="1"
+    )
 
 
 @pytest.mark.parametrize(("cap", "num_ranks", "most"), [(None, 1, 12), (8, 1, 8), (8, 2, 4)])
 def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ranks: int, most: int) -> None:
     taken: list[int] = []
 
-    def step(sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States) -> float:
-        taken.append(sum(map(len, sequences)))
-        assert list(prompt_lengths) == [tokens[0] for tokens in sequences]
-        return float(len(taken))
+    class Noted(DraftTrainer):
+        _num_steps = 0
+
+        def step(
+            self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: States, **_: Any
+        ) -> float:
+            taken.append(sum(map(len, sequences)))
+            assert list(prompt_lengths) == [tokens[0] for tokens in sequences]
+            return float(len(taken))
 
     config = replace(ALWAYS, tokens_per_step=12, online_tokens_per_update=cap, online_updates=3)
+    noted = Noted.__new__(Noted)
+    LearnerDraft.__init__(noted, config, is_online=True, writes=True)
     chats = [[1, 0], [2, 0]] * 12
-    rollouts = (chats, [tokens[0] for tokens in chats], [(torch.zeros(2, 1), torch.zeros(2, 1))] * len(chats))
-    assert learned(step, rollouts, config=config, num_updates=0, num_ranks=num_ranks) == 2.0
+    states = [(torch.zeros(2, 1), torch.zeros(2, 1))] * len(chats)
+    assert noted.learn(chats, [tokens[0] for tokens in chats], states, temperature=1.0, num_ranks=num_ranks) == 2.0
     assert taken == [most] * 3
 
 

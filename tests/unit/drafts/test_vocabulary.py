@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-from slipstream.drafts.chats import States, rows_of
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.eagle3 import vocabulary_maps
-from slipstream.drafts.passes import head_inputs
+from slipstream.drafts.learner_draft import States
+from slipstream.drafts.passes import head_inputs, rows_of
+from slipstream.drafts.pretrain import coverage, frequent_tokens, require_cut
 from slipstream.drafts.trainer import DraftTrainer
-from slipstream.drafts.vocabulary import coverage, frequent_tokens, require_cut
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 RESPONSES = [chat[start:] for chat, start in zip(CHATS, PROMPTS, strict=True)]
@@ -63,7 +63,7 @@ def test_a_draft_of_a_cut_vocabulary_learns_and_fits_its_policy(policy: Path, st
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     assert (torch.arange(6) + tensors["d2t"]).tolist() == list(KNOWN)
     assert tensors["lm_head.weight"].shape == (6, 32)
-    again = DraftTrainer.from_draft(tmp_path / "draft", policy, CONFIG)
+    again = DraftTrainer(policy, CONFIG, given=tmp_path / "draft")
     again.save(tmp_path / "again")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "draft" / name).read_bytes()
@@ -88,5 +88,5 @@ def test_what_a_draft_does_not_know_counts_as_not_accepted(policy: Path, states:
 def test_a_cut_draft_follows_the_policys_present_head(policy: Path) -> None:
     trainer = DraftTrainer(policy, CONFIG, token_ids=KNOWN)
     head = torch.arange(16.0)[:, None].expand(16, 32)
-    trainer.follow(torch.zeros(16, 32), head)
+    trainer.follow(lambda: (torch.zeros(16, 32), head))
     assert trainer._model.verifier_lm_head.weight[:, 0].tolist() == list(KNOWN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import AcrossRefits, draw, positions
+from slipstream.losslessness.sampling import draw, positions
 from slipstream.types import Prompt
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=20)
@@ -104,7 +105,7 @@ def test_an_engine_that_is_refitted_while_it_draws_gives_the_long_responses_alon
         sampling=SAMPLING,
         batch=5,
         seed=7,
-        across=AcrossRefits(engine=refitted, refits=refits, steps_between=4),
+        across=partial(refitted.trace, refits=refits, steps_between=4),
     )
 
     assert refitted.refits == (refits, 4)

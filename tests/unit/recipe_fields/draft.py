@@ -16,9 +16,8 @@ import torch
 
 from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
-from slipstream.drafts import length, methods, speculation
-from slipstream.drafts.draft_model import scratch_model
-from slipstream.drafts.online import OnlineDraft
+from slipstream.drafts import length, methods
+from slipstream.drafts.distill import scratch_model
 from slipstream.drafts.pretrain import Responses
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
@@ -27,7 +26,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ScheduleEntry
-from slipstream.stages import pretrain_draft, support, teaching, train_grpo
+from slipstream.stages import pretrain_draft, support, train_grpo
 from slipstream.stages import recipe_engines as stage_engines
 from slipstream.train.arm import Run
 from slipstream.train.pending import Pending
@@ -117,9 +116,9 @@ def head_calls(recipe: Recipe, tools: Tools) -> int:
 def known_tokens(recipe: Recipe, tools: Tools) -> object:
     """Of a policy of 64 tokens those that the draft knows."""
     policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
-    tools.patch.setattr(teaching, "Architecture", policy)
+    tools.patch.setattr(pretrain_draft, "Architecture", policy)
     answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
-    return teaching.known_tokens(recipe.draft, answers, tools.directory)
+    return pretrain_draft.known_tokens(recipe.draft, answers, tools.directory)
 
 
 def online_steps(recipe: Recipe, tools: Tools) -> object:
@@ -128,7 +127,7 @@ def online_steps(recipe: Recipe, tools: Tools) -> object:
     policy, draft = tools.directory / "policy", tools.directory / "draft"
     own_policy(recipe).save_hf(policy, tools.directory / "tokenizer")
     DraftTrainer(policy, recipe.draft).save(draft)
-    trainer = OnlineDraft.from_draft(draft, policy, recipe.draft)
+    trainer = DraftTrainer(policy, recipe.draft, given=draft, is_online=True)
     random = np.random.default_rng(0)
     chats = [random.integers(4, 60, size=8).tolist() for _ in range(4)]
     generator = torch.Generator().manual_seed(0)
@@ -245,7 +244,7 @@ def flight(recipe: Recipe, tools: Tools) -> object:
 def told_vllm(recipe: Recipe, tools: Tools) -> object:
     """What vLLM is told of the draft; suffix decoding's package is taken to be there."""
     tools.patch.setattr(methods, "find_spec", lambda package: package)
-    return speculation.speculative_config(recipe.draft, stage_engines.draft_weights(recipe.draft, tools.directory), 3)
+    return methods.speculative_config(recipe.draft, stage_engines.draft_weights(recipe.draft, tools.directory), 3)
 
 
 def small_draft(recipe: Recipe, tools: Tools) -> object:

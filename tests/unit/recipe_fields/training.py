@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.correction import corrected
 from slipstream.grpo.loss import policy_loss

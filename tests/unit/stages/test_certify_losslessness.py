@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafts import fit
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts import compatibility
+from slipstream.drafts.length import DraftLength
 from slipstream.grpo.loop_config import KvCache
-from slipstream.losslessness.sampling import AcrossRefits, Subject
+from slipstream.losslessness.sampling import Subject
 from slipstream.recipe import load_recipe
 from slipstream.refit.fingerprint import directory_fingerprint
 from slipstream.stages import certify_losslessness as stage
@@ -38,7 +38,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         save_file({"w": torch.full((1,), float(number))}, models[name] / "model.safetensors")
     refits: list[tuple[Path, int, Path, Path | None]] = []
     subjects: list[Subject] = []
-    drawn_across: list[AcrossRefits | None] = []
+    drawn_across: list[Any] = []
     caches: list[KvCache | None] = []
     judging: list[Path] = []
     earlier_versions: list[int] = []
@@ -50,9 +50,9 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         def refit(to: Path, *, policy_version: int, draft: Path | None, draft_version: int) -> None:
             refits.append((policy, k, to, draft))
 
-        yield SimpleNamespace(refit=refit)
+        yield SimpleNamespace(refit=refit, trace=lambda: None)
 
-    def draw(*_: Any, across: AcrossRefits | None, **__: Any) -> Any:
+    def draw(*_: Any, across: Any, **__: Any) -> Any:
         drawn_across.append(across)
         return SimpleNamespace(traces=(), num_tokens=0)
 
@@ -62,7 +62,7 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
         raise JudgedError
 
     nothing = SimpleNamespace(load=lambda policy, optimizer: judging.append(policy))
-    monkeypatch.setattr(fit, "require_fit", lambda *_, **__: None)
+    monkeypatch.setattr(compatibility, "require_fit", lambda *_, **__: None)
     monkeypatch.setattr(stage, "recipe_engine", engine)
     monkeypatch.setattr(stage, "draw", draw)
     monkeypatch.setattr(stage, "judged", lambda *_, **__: None)
@@ -103,6 +103,8 @@ def test_the_speculative_engine_is_given_what_policy_and_draft_became_and_in_fli
     assert subjects[0].kv_cache is (KvCache.KEEP if in_flight else None)
     assert (across is not None) == in_flight
     if across is not None:
-        found = [(each.policy, each.policy_version, each.draft, each.draft_version) for each in across.refits]
+        found = [
+            (each.policy, each.policy_version, each.draft, each.draft_version) for each in across.keywords["refits"]
+        ]
         first, last = (models["draft"], trained_draft) if learned else (None, None)
         assert found == [(models["policy"], 0, first, 0), (models["trained"], 24, last, 1)]

@@ -19,7 +19,6 @@ from slipstream.drafts.config import DraftInit
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.recipe import Recipe
 from slipstream.stages import pretrain_draft as stage
-from slipstream.stages import teaching
 from slipstream.stages.store import draft_key
 from tests.unit.recipe_fields.base import PROMPTS, NotedEngine, recipe_with
 from tests.unit.recipe_fields.draft import DraftLearner
@@ -86,7 +85,7 @@ def test_a_cut_that_is_none_is_refused_before_an_engine_starts(
     recipe, policy, _ = models
     cut = replace(recipe, draft=replace(recipe.draft, vocab_size=64))
     monkeypatch.setattr(stage, "start_engine", lambda *_, **__: pytest.fail("no engine may start"))
-    monkeypatch.setattr(teaching, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
+    monkeypatch.setattr(stage, "Architecture", SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64)))
     with pytest.raises(ConfigError, match=r"draft\.vocab_size must be < the policy's 64 tokens, got 64"):
         stage.train_on(PROMPTS, cut, policy=policy, directory=tmp_path, on_step=lambda step, loss: None)
 

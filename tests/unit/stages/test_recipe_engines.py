@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.schedule import DraftLength, constant
+from slipstream.drafts.length import DraftLength, constant
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry
 from slipstream.stages import recipe_engines

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.schedule import DraftLength
+from slipstream.drafts.length import DraftLength
 from slipstream.recipe import load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafts.autopilot import AutopilotConfig
+from slipstream.drafts.config import AutopilotConfig
 from slipstream.engine.protocol import GenerationResult, Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.records.steps import AcceptanceStats, AutopilotStep, RefitCheck, ScheduleEntry

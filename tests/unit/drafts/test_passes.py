@@ -8,7 +8,7 @@ from speculators.models.eagle3.attention import create_combined_mask_mod, extend
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from slipstream.drafts.draft_attention import Chats, attend
+from slipstream.drafts.passes import ChatRectangles, attend
 
 GROUPS, HEADS, DIM = 2, 6, 4
 
@@ -31,7 +31,7 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
     generator = torch.Generator().manual_seed(0)
     num = sum(lengths)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    chats = Chats.of(documents)
+    chats = ChatRectangles.of(documents)
     query = torch.randn(1, HEADS, num, DIM, generator=generator, requires_grad=True)
     key, value = (torch.randn(1, GROUPS, passes * num, DIM, generator=generator, requires_grad=True) for _ in range(2))
     weight = torch.randn(1, num, HEADS, DIM, generator=generator)
@@ -45,7 +45,7 @@ def test_each_chat_attends_to_itself_and_each_token_to_its_own_later_keys(length
 
 
 def test_chats_of_very_different_lengths_lie_in_rectangles_of_their_own() -> None:
-    chats = Chats.of(torch.repeat_interleave(torch.arange(3), torch.tensor([2, 260, 3])))
+    chats = ChatRectangles.of(torch.repeat_interleave(torch.arange(3), torch.tensor([2, 260, 3])))
     assert [tuple(each.shape) for each in chats.tokens_BS] == [(1, 260), (2, 3)]
     assert chats.tokens_BS[1].tolist() == [[262, 263, 264], [0, 1, 0]]  # the longest first; padding is the first token
     assert chats.cells_N[[0, 1, 2, 261, 262, 264]].tolist() == [263, 264, 0, 259, 260, 262]

@@ -1,4 +1,4 @@
-"""A draft that somebody else has trained, in either format, is read, checked, and handed on or trained further."""
+"""EAGLE-3 drafts are built, saved, read from either format, and handed on or trained further."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.drafts.compatibility import check_draft
 from slipstream.drafts.config import DraftConfig, DraftInit
-from slipstream.drafts.given import bring_draft
-from slipstream.drafts.trainer import DraftTrainer, States
+from slipstream.drafts.eagle3 import bring_draft, build_draft
+from slipstream.drafts.learner_draft import States
+from slipstream.drafts.trainer import DraftTrainer
+from tests.integration import qwen3_moe
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 HIDDEN, VOCAB, KNOWN = 32, 16, [2, 3, 5, 6, 7, 8, 9, 15]
@@ -101,7 +103,7 @@ def test_an_original_draft_keeps_its_weights_under_the_names_that_are_trained_he
 def test_an_original_draft_is_trained_further(policy: Path, states: States, original: Path, tmp_path: Path) -> None:
     config = _given(original)
     bring_draft(config, policy, tmp_path / "ours", max_model_len=64)
-    trainer = DraftTrainer.from_draft(tmp_path / "ours", policy, config)
+    trainer = DraftTrainer(policy, config, given=tmp_path / "ours")
     _, before = trainer.evaluate(CHATS, PROMPTS, states)
     losses = [trainer.step(CHATS, PROMPTS, states) for _ in range(20)]
     _, after = trainer.evaluate(CHATS, PROMPTS, states)
@@ -211,3 +213,46 @@ def test_a_hub_id_that_cannot_be_reached_is_refused_by_name(
     assert refusal(bring).startswith(
         "draft.model must be a local directory or a reachable hub id, got 'nobody/none@main'"
     )
+
+
+def test_a_saved_draft_goes_round_bit_for_bit(policy: Path, states: States, tmp_path: Path) -> None:
+    trained = DraftTrainer(policy, CONFIG)
+    for _ in range(2):
+        trained.step(CHATS, PROMPTS, states)
+    trained.save(tmp_path / "first")
+    loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "first")
+    loaded.save(tmp_path / "second")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    assert loaded.evaluate(CHATS, PROMPTS, states) == trained.evaluate(CHATS, PROMPTS, states)
+
+
+def test_a_saved_draft_is_trained_further_from_a_fresh_optimizer(policy: Path, states: States, tmp_path: Path) -> None:
+    fresh = DraftTrainer(policy, CONFIG)
+    fresh.save(tmp_path / "draft")
+    loaded = DraftTrainer(policy, CONFIG, given=tmp_path / "draft")
+    assert [loaded.step(CHATS, PROMPTS, states) for _ in range(3)] == [
+        fresh.step(CHATS, PROMPTS, states) for _ in range(3)
+    ]
+
+
+def test_a_saved_draft_of_other_layers_is_refused(policy: Path, draft: Path, refusal: Callable[..., str]) -> None:
+    other = replace(CONFIG, aux_hidden_state_layer_ids=(0, 1, 3))
+    assert (
+        refusal(partial(DraftTrainer, policy, other, given=draft))
+        == "draft.aux_hidden_state_layer_ids must be those of the draft, [0, 1, 2], got [0, 1, 3]"
+    )
+
+
+def test_a_policy_is_no_draft_to_train_further(policy: Path, refusal: Callable[..., str]) -> None:
+    rule = "draft must be an EAGLE-3 draft as speculators saves it"
+    assert refusal(partial(DraftTrainer, policy, CONFIG, given=policy)).startswith(rule)
+
+
+def test_it_is_a_dense_layer_as_wide_as_the_experts_of_a_token(tmp_path: Path) -> None:
+    qwen3_moe.write_model(tmp_path, seed=0, expert_width=48)
+    draft = build_draft(tmp_path, DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2)))
+    layer = draft.config.transformer_layer_config
+    assert (layer.model_type, layer.num_hidden_layers, layer.intermediate_size) == ("qwen3", 1, 2 * 48)
+    assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (4, 2, 32)
+    assert draft.layers[0].mlp.gate_proj.weight.shape == (96, 64)
