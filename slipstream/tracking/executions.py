@@ -43,7 +43,7 @@ def read_executions(uri: str, *, experiment: str | None = None, names: Sequence[
     runs = [
         Execution(
             run_id=run.info.run_id,
-            name=run.info.run_name,
+            name=run.info.run_name or run.info.run_id,
             experiment=known[run.info.experiment_id],
             status=run.info.status,
             start_ms=run.info.start_time,

@@ -149,7 +149,7 @@ class MlflowStore:
         with _translated(self.uri):
             return {each.experiment_id: each.name for each in _pages(self._client.search_experiments)}
 
-    def executions(self, experiment_ids: Sequence[str]) -> list[Run]:
+    def executions(self, experiment_ids: list[str]) -> list[Run]:
         """Runs of whole executions in these experiments; about 40 times as many runs of tasks lie beside them."""
         search = partial(self._client.search_runs, experiment_ids, f"tags.`{KIND_TAG}` = '{EXECUTION}'")
         with _translated(self.uri):

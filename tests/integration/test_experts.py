@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.learner import parallel
-from slipstream.learner.checkpoint.on_disk import open_checkpoint
+from slipstream.learner.checkpoint.on_disk import LearnerRanks, open_checkpoint
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.packing import plan_shards
@@ -35,13 +35,11 @@ LEARNERS = {
 }
 
 
-class OneRank:
+class OneRank(LearnerRanks):
     """Reads a checkpoint alone."""
 
-    rank, size = 0, 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
+    def __init__(self) -> None:
+        self.rank, self.size, self._group = 0, 1, None
 
 
 def train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank: int = 0) -> dict[str, Any]:
