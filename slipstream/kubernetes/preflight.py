@@ -318,8 +318,8 @@ def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
         return [answer.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
     phase, modes, class_name = answer.status.phase, answer.spec.access_modes or [], answer.spec.storage_class_name
     storage_class = None if class_name is None else api.ask(k8s.StorageV1Api(api.client).read_storage_class, class_name)
-    is_unknown = storage_class is None or isinstance(storage_class, Refusal)
-    waits = not is_unknown and storage_class.volume_binding_mode == "WaitForFirstConsumer"
+    binding = None if storage_class is None or isinstance(storage_class, Refusal) else storage_class.volume_binding_mode
+    waits = binding == "WaitForFirstConsumer"
     is_fine = _SHARED in modes and (phase == "Bound" or (phase == "Pending" and waits))
     wrong = "kubectl describe pvc says why it is not bound" if _SHARED in modes else f"it needs the mode {_SHARED}"
     found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if phase == 'Pending' and waits else ''}"
