@@ -261,6 +261,7 @@ class LearnerProcess:
         Args:
             engine_dtype: as which it is sent to engines; it is trained in float32.
         """
+        require_here(draft)
         trainer = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
@@ -282,6 +283,7 @@ class LearnerProcess:
         Args:
             token_ids: that a fresh draft knows; None: all.
         """
+        require_here(given)
         self._draft = start_training(
             self._loaded,
             policy,
