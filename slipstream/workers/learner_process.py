@@ -57,12 +57,7 @@ class LearnerProcess:
     """
 
     def __init__(
-        self,
-        config: LearnerConfig,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        logical_gpus: bool = False,
+        self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
 
@@ -285,13 +280,7 @@ class LearnerProcess:
         """
         require_here(given)
         self._draft = start_training(
-            self._loaded,
-            policy,
-            config,
-            self._config,
-            writes=self._rank == 0,
-            given=given,
-            token_ids=token_ids,
+            self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids
         )
         self._online = None
         self._is_new(DRAFT)
