@@ -52,14 +52,10 @@ class NotingEngine:
     seconds: list[float]
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
-        """See `Engine.generate`."""
+        """Generate, as `Engines.generate` says."""
         result = self.engine.generate(*args, **kwargs)
         self.seconds.append(result.generation_s)
         return result
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self.engine.close()
 
 
 def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSteps:

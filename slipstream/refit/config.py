@@ -20,7 +20,7 @@ class ChannelBrokeError(RefitError):
 class Channel(StrEnum):
     """Ways of weights from the learner to the engines; `slipstream.refit.channel` chooses one."""
 
-    AUTO = "auto"  # what fits where learner and engines run: see `channel.choice.resolve`
+    AUTO = "auto"  # what fits where learner and engines run: see `channel.resolve`
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
     NCCL = "nccl"

@@ -61,8 +61,7 @@ class EngineProcess(VllmEngine):
         """
         if not logical_gpus:
             require_gpu("engine", problem=without_gpu)
-        for path in filter(None, (policy, draft_directory(speculative_config))):
-            require_here(path)
+        require_here(policy, draft_directory(speculative_config))
         _name_interface()
         super().__init__(
             policy,
@@ -95,7 +94,12 @@ class EngineProcess(VllmEngine):
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> EngineState:
-        """Refit the engine, and count as at work meanwhile."""
+        """Refit the engine, and count as at work meanwhile.
+
+        Raises:
+            ConfigError: this host does not see `policy`, or `draft`.
+        """
+        require_here(policy, draft)
         with nullcontext() if self._share is None else self._share.at_work():
             return super().refit(policy, policy_version=policy_version, draft=draft, draft_version=draft_version)
 
@@ -120,7 +124,7 @@ def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
 
 
 class RemoteEngine:
-    """Rollout engines in processes of their own: what `VllmEngine` and `InFlightEngine` say, of all of them at once.
+    """Rollout engines in processes of their own: what `VllmEngine` does, of all of them at once.
 
     `slipstream.workers.scheduler` says how they share a call's prompts. Generation in flight leaves no call under way:
     between two of them every engine is idle, so a refit that another process steers comes between two steps of all of

@@ -57,12 +57,7 @@ class LearnerProcess:
     """
 
     def __init__(
-        self,
-        config: LearnerConfig,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        logical_gpus: bool = False,
+        self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
         """Not yet a member of the group of `world_size` ranks, see `join`.
 
@@ -261,6 +256,7 @@ class LearnerProcess:
         Args:
             engine_dtype: as which it is sent to engines; it is trained in float32.
         """
+        require_here(draft)
         trainer = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=draft, is_online=True
         )
@@ -282,14 +278,9 @@ class LearnerProcess:
         Args:
             token_ids: that a fresh draft knows; None: all.
         """
+        require_here(given)
         self._draft = start_training(
-            self._loaded,
-            policy,
-            config,
-            self._config,
-            writes=self._rank == 0,
-            given=given,
-            token_ids=token_ids,
+            self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids
         )
         self._online = None
         self._is_new(DRAFT)

@@ -128,15 +128,17 @@ def node_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def require_here(path: Path) -> None:
-    """Refuse to start from files that this host does not see.
+def require_here(*paths: Path | None) -> None:
+    """Refuse files and directories that this host does not see; a policy of the hub is links to files elsewhere.
 
     Raises:
-        ConfigError: it does not see `path`.
+        ConfigError: it does not see one of `paths`, or what a link below it leads to.
     """
     rule = "must be on storage that all hosts of the run share"
-    fix = "give the run another --root, or policy.model and draft.model other paths"
-    require(path.exists(), str(path), rule, f"nothing there on {platform.node()}", fix)
+    fix = "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
+    for path in filter(None, paths):
+        for each in (path, *path.rglob("*")):
+            require(each.exists(), str(each), rule, f"nothing there on {platform.node()}", fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

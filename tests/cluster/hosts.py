@@ -112,11 +112,6 @@ class Host:
         for pid in self.pids():
             os.kill(pid, signal.SIGSTOP)
 
-    def thaw(self) -> None:
-        """Undo `freeze`."""
-        for pid in self.pids():
-            os.kill(pid, signal.SIGCONT)
-
     def unplug(self) -> None:
         """Take its network away: packets to it are lost without an answer."""
         self.run("ip", "link", "set", "eth0", "down")

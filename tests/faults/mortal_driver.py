@@ -72,7 +72,8 @@ LIVES = (
         Training(mode="one_step_off", deaths=Deaths(engine=("generate", 3), learner=("train_step", 6))),
         Training(mode="in_flight", deaths=Deaths(own=(3, 0.03))),  # while a checkpoint is being written
     ),
-    (Training(mode="in_flight", deaths=Deaths(engine=("advance", 2), learner=("start_publish", 2))),),
+    # While the learner writes its second policy; of the step before it wrote the policy and the draft.
+    (Training(mode="in_flight", deaths=Deaths(engine=("advance", 2), learner=("start_publish", 3))),),
 )
 
 

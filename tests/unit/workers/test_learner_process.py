@@ -1,8 +1,8 @@
-"""What a rank of the learner sends: files for engines on its host, and fingerprints by turn."""
+"""A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.drafts.config import DraftConfig
 from slipstream.learner.config import LearnerConfig
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
@@ -111,3 +112,11 @@ def test_fingerprints_are_of_the_tensors_whose_turn_it_is_as_the_type_asked_for(
 def test_the_first_rank_alone_answers_for_the_draft(rank: int, names: set[str]) -> None:
     found = Rank(rank=rank).weight_fingerprints({"fc": "float32"}, ALL, is_draft=True)
     assert {part.name for part in found} == names
+
+
+def test_a_draft_that_this_host_does_not_see_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    rank, absent, config = Rank(), tmp_path / "draft", DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+    rule = f"{absent} must be on storage that all hosts of the run share"
+    assert refusal(rank.start_draft, policy=tmp_path, config=config, given=absent).startswith(rule)
+    where = {"draft": absent, "policy": tmp_path}
+    assert refusal(rank.continue_draft, **where, config=config, engine_dtype=Dtype.FLOAT32).startswith(rule)

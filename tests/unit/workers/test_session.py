@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,16 @@ def test_files_that_this_host_does_not_see_are_refused(
     tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session.platform, "node", lambda: "node7")
-    require_here(tmp_path)
-    assert refusal(require_here, path=tmp_path / "policy") == (
-        f"{tmp_path / 'policy'} must be on storage that all hosts of the run share, got 'nothing there on node7'; "
-        "give the run another --root, or policy.model and draft.model other paths"
-    )
+    weights = tmp_path / "weights"
+    weights.symlink_to(__file__)
+    require_here(tmp_path, None)
+    weights.unlink()
+    weights.symlink_to(tmp_path / "hub")
+    for path, absent in ((tmp_path, weights), (tmp_path / "policy", tmp_path / "policy")):
+        assert refusal(partial(require_here, None, path)) == (
+            f"{absent} must be on storage that all hosts of the run share, got 'nothing there on node7'; "
+            "give the run another --root, or HF_HOME, policy.model and draft.model other paths"
+        )
 
 
 def _node(labels: dict[str, str]) -> RayNode:
