@@ -226,7 +226,7 @@ class VllmEngine:
         self._kv_cache = kv_cache
 
     def submit(self, requests: Sequence[GroupRequest], *, sampling: SamplingConfig) -> None:
-        """Queue groups behind those that are under way. See `InFlightEngine`."""
+        """Queue groups behind those that are under way; `index` is unique over a training."""
         self._require_in_flight()
         self._start(requests, sampling)
 

@@ -120,7 +120,7 @@ def draft_directory(speculative_config: dict[str, Any] | None) -> Path | None:
 
 
 class RemoteEngine:
-    """Rollout engines in processes of their own: what `VllmEngine` and `InFlightEngine` say, of all of them at once.
+    """Rollout engines in processes of their own: what `VllmEngine` says, of all of them at once.
 
     `slipstream.workers.scheduler` says how they share a call's prompts. Generation in flight leaves no call under way:
     between two of them every engine is idle, so a refit that another process steers comes between two steps of all of
