@@ -15,12 +15,10 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from slipstream.learner import parallel
-from slipstream.learner.checkpoint.boxes import Box
-from slipstream.learner.checkpoint.on_disk import LearnerRanks
-from slipstream.learner.checkpoint.on_disk import open_checkpoint
-from slipstream.learner.checkpoint.on_disk import CheckpointWriter, Part
-from slipstream.learner.config import ParallelConfig
 from slipstream.learner.checkpoint import CheckpointWriteError
+from slipstream.learner.checkpoint.boxes import Box
+from slipstream.learner.checkpoint.on_disk import CheckpointWriter, LearnerRanks, Part, open_checkpoint
+from slipstream.learner.config import ParallelConfig
 
 parallel.initialize(ParallelConfig())
 path, ranks = Path(sys.argv[1]), LearnerRanks()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import time
 
 import pytest
 from tqdm import tqdm
@@ -65,6 +64,7 @@ def test_a_log_of_whoever_writes_lines_of_its_own_stays_empty(stream: io.StringI
 
 def test_a_terminal_has_a_bar_below_the_log_lines_and_is_left_clean(stream: io.StringIO) -> None:
     with progress("train", total=2, unit="step") as bar:
+        assert bar._bar.miniters == 1  # or slow steps after fast ones would show late
         bar.advance()
         logging.getLogger("slipstream").info("saved")
         bar.advance(text="loss 0.5")
@@ -74,14 +74,3 @@ def test_a_terminal_has_a_bar_below_the_log_lines_and_is_left_clean(stream: io.S
     assert any("#" in each for each in after)
     assert any(each.startswith(f"train [{24 * '#'}] step 2/2") and each.endswith(", loss 0.5") for each in after)
     assert drawn[-1].strip() == ""
-
-
-def test_a_slow_step_after_fast_ones_shows_at_once(stream: io.StringIO) -> None:
-    with progress("train", total=10**9, unit="step") as bar:
-        num, end_s = 1, time.monotonic() + 0.3
-        while time.monotonic() < end_s:
-            bar.advance()
-            num += 1
-        time.sleep(0.25)
-        bar.advance()
-        assert f"step {num}/" in stream.getvalue()
