@@ -105,7 +105,7 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
             bar_format=_BAR if stream else _LINE,
             ascii=".#",
             leave=False,
-            mininterval=0.2,
+            miniters=1,  # or slow steps after fast ones would show late
             dynamic_ncols=stream is not None,
         ) as bar,
     ):

@@ -97,7 +97,7 @@ class GpuNodes(Checked, path="gpu"):
     architecture: Architecture
     pod: PodSize  # one pod a node
     clique_label: str | None = None  # nodes with one value of this label share NVLink; None: any nodes will do
-    channel_claim_template: Name | None = None  # that the ComputeDomain makes: deploy/base/compute_domain.yaml
+    channel_claim_template: Name | None = None  # that the ComputeDomain makes: deploy/gb200/compute_domain.yaml
     rdma_resources: dict[str, int] = field(default_factory=dict)  # extended resource -> how many a pod
 
     def _check(self) -> None:

@@ -217,7 +217,7 @@ class TrainingMemory:
             gradients: held for the whole training, and zero before each update.
         """
         self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
-        self._away: list[_Away] = []
+        self._away: list[_Away] = []  # from `give_back` to `take`
 
     @classmethod
     def of_megatron(
@@ -231,11 +231,6 @@ class TrainingMemory:
                 yield buffer.grad_data
 
         return cls(module.module, _steppers(optimizer), device=device, gradients=gradients)
-
-    @property
-    def is_away(self) -> bool:
-        """True from `give_back` to `take`."""
-        return bool(self._away)
 
     @torch.no_grad()
     def give_back(self) -> int:

@@ -197,7 +197,7 @@ def test_an_mtp_layer_rests_with_its_policy() -> None:
         assert resting.mtp_loss == other.mtp_loss
     assert resting._mtp_trainer is not None
     resting.rest()
-    assert resting._mtp_trainer.memory.is_away
+    assert resting._mtp_trainer.memory._away
     assert _same(list(_weights(resting).values()), list(_weights(other).values()))
 
 
