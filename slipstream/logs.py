@@ -106,6 +106,7 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
             ascii=".#",
             leave=False,
             mininterval=0.2,
+            miniters=1,  # else steps that grow slower than the first ones are not drawn
             dynamic_ncols=stream is not None,
         ) as bar,
     ):
