@@ -69,8 +69,7 @@ def start_run(
         tracker.close(RunStatus.of_error(type(error)))
         raise
     tracker.detach()
-    memory = recipe.memory()
-    for warning in memory.warnings() if memory is not None else ():
+    for warning in memory.warnings() if (memory := recipe.memory()) else ():
         logger.warning("memory: %s", warning)
     verb = "goes on" if resume else "starts"
     logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
