@@ -81,7 +81,7 @@ class Progress:
 
     def left(self) -> str:
         """Time left in words; empty before there is a rate, and at the end."""
-        remaining = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": "{remaining}"})
+        remaining = tqdm.format_meter(**{**self._bar.format_dict, "bar_format": "{remaining}", "ncols": None})
         return "" if remaining == "?" or self._bar.n >= self._bar.total else f"{remaining} left"
 
 
@@ -94,6 +94,8 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
         in_log: False where the caller writes a line of its own for each step: only a terminal gets a bar.
     """
     stream = terminal()
+    has_size = stream is not None and _has_size(stream)
+    ncols, nrows = (None, None) if has_size or stream is None else (79, 24)
     with (
         open(os.devnull, "w") as nowhere,
         tqdm(
@@ -105,8 +107,19 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
             bar_format=_BAR if stream else _LINE,
             ascii=".#",
             leave=False,
-            miniters=1,  # or slow steps after fast ones would show late
-            dynamic_ncols=stream is not None,
+            mininterval=0.2,
+            miniters=1,  # else steps that grow slower than the first ones are not drawn
+            dynamic_ncols=has_size,
+            ncols=ncols,
+            nrows=nrows,
         ) as bar,
     ):
         yield Progress(bar, logger.info if in_log and stream is None else None)
+
+
+def _has_size(stream: TextIO) -> bool:
+    """Whether a terminal is wider than nothing, as that of a container without an input is: tqdm would hide the bar."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):  # no terminal after all
+        return True

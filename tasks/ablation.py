@@ -10,7 +10,6 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.launch_checks import shared_root
 from slipstream.stages.context import RunContext, requested
@@ -54,7 +53,6 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     reuse_stored: bool,
 ) -> PlannedAblation:
     """Raises before anything expensive starts if the recipe or the cluster refuses a variant."""
-    logs.configure()
     grid = Grid(
         draft_inits=tuple(draft_inits),
         methods=tuple(methods),
@@ -84,7 +82,6 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
 @recoverable
 def make_policy(context: RunContext) -> str:
     """Data and policy of a workload; the part's name."""
-    logs.configure()
     return stage.make_part(context)
 
 
@@ -92,7 +89,6 @@ def make_policy(context: RunContext) -> str:
 @recoverable
 def make_part(context: RunContext) -> str:
     """A draft, a baseline or a variant, whichever `context` names; the part's name."""
-    logs.configure()
     return stage.make_part(context)
 
 
@@ -104,7 +100,6 @@ def rank_ablation(contexts: list[RunContext], finished: list[str | None]) -> Ran
     `finished` names the variants that did; why the others did not lies under the run's root.
     """
     del finished  # it says when to start
-    logs.configure()
     directory = stage.rank_ablation(Path(contexts[0].root), contexts[0].part_of)
     Deck("ablation", (directory / "ablation.html").read_text())
     return Ranking(ranking=FlyteDirectory(str(directory)))
@@ -129,6 +124,5 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
 ) -> None:
     """The page of what there is, beside the parts, and the ablation's runs ended."""
     del draft_inits, methods, losses, draft_lengths, seeds, workloads, num_steps, overrides, kickoff_time, reuse_stored
-    logs.configure()
     root = shared_root(run_root, CLUSTER, is_local=runs_locally())
     stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")

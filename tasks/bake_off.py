@@ -10,7 +10,6 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 from flytekit.types.file import FlyteFile
 
-from slipstream import logs
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext
@@ -40,7 +39,6 @@ def check_drafters(
     num_speculative_tokens: int,
 ) -> list[str]:
     """The drafters' names. Raises before anything expensive starts if the recipe refuses one."""
-    logs.configure()
     grid = _grid(methods, inits, online, num_speculative_tokens)
     return stage.check_drafters(context, load_recipe(os.fspath(recipe)), grid)
 
@@ -58,7 +56,6 @@ def bake_off(
     num_speculative_tokens: int,
 ) -> BakeOff:
     """bake_off.html, which is also the task's deck, bake_off.json and speedups.svg."""
-    logs.configure()
     directory = stage.bake_off(
         context,
         load_recipe(os.fspath(recipe)),

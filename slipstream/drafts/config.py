@@ -204,7 +204,7 @@ class DraftConfig(Checked, path="draft"):
         else:
             rule = f"must be another one with draft.method {self.method.value}"
             fix = "only an EAGLE-3 draft is trained from there on"
-            self._require(not self.is_given, "init", f"must be another one with draft.method {self.method.value}", fix)
+            self._require(not self.is_given, "init", rule, fix)
         if self.is_given:
             self._require(self.num_steps >= 0, "num_steps", "must be >= 0")
             rule = f"must be null with draft.init {self.init.value}"

@@ -80,9 +80,10 @@ def check(
         own_root: that this process, in a pod of the cluster, tries to write to instead of a pod of its own. What the
             caller may do is not asked then, for Flyte and KubeRay make the pods of a run, not this pod's account.
     Raises:
-        ConfigError: the profile is of this machine, which has nothing to ask.
+        ConfigError: the profile is of this machine, which has nothing to ask; or the namespace has no name.
     """
     require_pods(profile)
+    require(namespace != "", "namespace", "must name a namespace", namespace)
     assert profile.storage is not None
     findings = [row.finding() for row in _installed(api, profile, namespace)]
     findings += check_claim(api, namespace, profile.storage.claim)
@@ -136,7 +137,7 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_R
             needed="present",
             ask=partial(_ask_template, api, namespace, gpu.channel_claim_template),
             judge=_judge_template,
-            right="get resourceclaimtemplates",
+            right="read the API's groups and get resourceclaimtemplates",
             absent="create the ComputeDomain of deploy/, which makes it",
         )
 

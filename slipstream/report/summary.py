@@ -183,6 +183,7 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
     """Compute every figure of one arm."""
     steps = arm.timed_steps
     rewards = tuple(step.reward_mean for step in arm.steps)
+    generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all of it
     return ArmSummary(
         arm=arm.arm,
         k=arm.num_speculative_tokens,
@@ -194,8 +195,7 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         reward_first_quarter=float(np.mean(rewards[: len(last_quarter(rewards))])),
         reward_last_quarter=float(np.mean(last_quarter(rewards))),
         **{name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
-        generation_tokens_per_s=sum(step.num_response_tokens for step in steps)
-        / sum(step.times.generation_s for step in steps),
+        generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
         engine_idle_fraction=float(np.mean([step.engine_idle_fraction for step in steps])),
     )
 

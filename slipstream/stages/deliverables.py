@@ -53,6 +53,7 @@ def deliver(
         weights: directories of models in it.
     """
     root = Path(context.root)
+    assert any(path.is_file() for pattern in records for path in directory.glob(pattern)), f"{directory} has no records"
     for at in weights:
         require(any(path.is_file() for path in (directory / at).rglob("*")), "weights", "must hold a model", at)
     whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *records, *_below(weights))}"

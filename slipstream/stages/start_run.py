@@ -69,6 +69,8 @@ def start_run(
         tracker.close(RunStatus.of_error(type(error)))
         raise
     tracker.detach()
+    for warning in memory.warnings() if (memory := recipe.memory()) else ():
+        logger.warning("memory: %s", warning)
     verb = "goes on" if resume else "starts"
     logger.info("run %s %s: recipe %s, workload %s", execution, verb, recipe.name, recipe.workload.value)
     return context, resolved

@@ -46,13 +46,8 @@ class DriftConfig(Checked, path="tracking.drift"):
     fail: bool = False  # fail the execution after everything is written, so that Flyte notifies of it
 
     def _check(self) -> None:
-        name = self._path
-        require(
-            self.num_executions >= self.min_executions,
-            f"{name}.num_executions",
-            f"must be >= {name}.min_executions {self.min_executions}",
-            self.num_executions,
-        )
+        rule = f"must be >= {self._path}.min_executions {self.min_executions}"
+        self._require(self.num_executions >= self.min_executions, "num_executions", rule)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.tracking.config import TrackingConfig, check_key, existing_sqlite, is_sqlite
-from slipstream.tracking.mlflow_store import MlflowStore
+from slipstream.tracking.config import check_key, existing_sqlite, is_sqlite
+from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
+
+_TIMEOUT_S = 30  # of a page of executions with all that they hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +88,14 @@ def fetch_artifact(uri: str, *, key: str, name: str, directory: Path) -> Path:
 
 
 def _open(uri: str) -> MlflowStore:
-    """The store `uri`, which is read: no file is created."""
+    """The store `uri`, which is read: no file is created, and MLflow makes no tables in one that is not its own."""
     if not uri.startswith(("http://", "https://", "databricks")):
         rule = "must be the address of an MLflow server or sqlite:///FILE"
         require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
-        existing_sqlite(uri)
-    return MlflowStore(uri, request_timeout_s=TrackingConfig().request_timeout_s)
+        path = existing_sqlite(uri)
+        try:
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+                database.execute("SELECT 1 FROM experiments LIMIT 1")
+        except sqlite3.Error as error:
+            raise TrackingError(f"tracking store {path}: {error}") from error
+    return MlflowStore(uri, request_timeout_s=_TIMEOUT_S)

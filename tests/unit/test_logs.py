@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 
 import pytest
@@ -74,3 +75,14 @@ def test_a_terminal_has_a_bar_below_the_log_lines_and_is_left_clean(stream: io.S
     assert any("#" in each for each in after)
     assert any(each.startswith(f"train [{24 * '#'}] step 2/2") and each.endswith(", loss 0.5") for each in after)
     assert drawn[-1].strip() == ""
+
+
+def test_a_terminal_without_a_size_has_a_bar_of_80_columns(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "fileno", lambda: 2)
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((0, 0)))
+    with progress("train", total=2, unit="step") as bar:
+        bar.advance()
+        assert bar.left() == "00:00 left"
+    assert "train [" in stream.getvalue()

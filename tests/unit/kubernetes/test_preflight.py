@@ -379,6 +379,11 @@ def test_this_machine_has_nothing_to_ask(capsys: pytest.CaptureFixture[str]) -> 
     assert "--cluster must name a cluster of pods, got 'local'; as in gb200" in capsys.readouterr().err
 
 
+def test_a_namespace_without_a_name_is_refused() -> None:
+    with serving(whole_cluster(), timeout_s=5.0) as (api, _), pytest.raises(ConfigError, match="must name a namespace"):
+        check(api, PROFILE, namespace="")
+
+
 def test_the_command_prints_the_table_and_ends_with_1_where_something_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,11 @@ def test_steps_are_compared_with_the_baseline_and_with_the_same_arm_in_turn() ->
     assert speculation is not None and speculation.value == pytest.approx(4 / 2.5)
 
 
+def test_an_arm_whose_training_never_waits_for_rollouts_is_compared_as_well() -> None:
+    hidden = compared(with_waits(0.0)).asynchronous[0]
+    assert (hidden.step_s, hidden.exposed_s, hidden.hidden_s) == pytest.approx((2.0, 0.0, 1.5))
+
+
 def test_parts_of_a_step_are_means_and_add_up_to_it() -> None:
     base, _, overlapped, both = compared().arms
     assert (base.step_s, base.exposed_s, base.hidden_s) == pytest.approx((9.0, 7.0, 0.0))

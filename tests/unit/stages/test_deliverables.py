@@ -96,6 +96,13 @@ def test_a_stage_without_its_model_hands_nothing_on(tmp_path: Path) -> None:
         deliver(_context(tmp_path), "arm", _arm(tmp_path), records=("arm.json",), weights=("draft",))
 
 
+def test_a_stage_without_its_record_hands_nothing_on(tmp_path: Path) -> None:
+    directory = _arm(tmp_path)
+    (directory / "arm.json").unlink()
+    with pytest.raises(AssertionError, match="has no records"):
+        _hand_on(tmp_path, directory)
+
+
 def test_a_root_that_is_not_shared_is_refused_with_the_fix(tmp_path: Path) -> None:
     folder = _hand_on(tmp_path / "here", _arm(tmp_path / "here"))
     with pytest.raises(ConfigError, match=r"run_root must be storage that every task sees.*; mount the same storage"):

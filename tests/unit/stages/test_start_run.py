@@ -109,3 +109,12 @@ def test_a_recipe_that_does_not_fit_its_cluster_leaves_nothing(tmp_path: Path) -
 
 def test_one_machine_takes_any_recipe(tmp_path: Path) -> None:
     assert start_on(tmp_path, "local", "qwen3_8b", tracking=UNTRACKED).is_file()
+
+
+def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_on(tmp_path, "gb200", "qwen3_8b", tracking=UNTRACKED)
+    assert "memory" not in caplog.text
+    start_on(tmp_path / "long", "gb200", "qwen3_8b", tracking=UNTRACKED, learner={"max_tokens_per_microbatch": 100_000})
+    assert "memory: GPU: " in caplog.text and "lower learner.max_tokens_per_microbatch to " in caplog.text

@@ -114,6 +114,14 @@ def test_an_answer_of_something_else_than_mlflow_is_an_error_with_the_address(se
         read_executions(server.address)
 
 
+@pytest.mark.parametrize("content", [b"", b"no database at all"])
+def test_a_file_that_is_no_store_is_an_error_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other.db").write_bytes(content)
+    with pytest.raises(TrackingError, match=r"tracking store .*other.db: (no such table|file is not a database)"):
+        read_executions(f"sqlite:///{tmp_path}/other.db")
+    assert (tmp_path / "other.db").read_bytes() == content
+
+
 def test_an_artifact_comes_back_by_the_runs_key_and_a_missing_one_is_named(stored_root: Path) -> None:
     config = TrackingConfig(replay_every_s=0.1)
     logged = stored_root / "run.json"
