@@ -121,6 +121,7 @@ def train_draft(
     update: Callable[[list[int]], float],
     save: Callable[[Path], None],
     load: Callable[[Path], None],
+    hold: Callable[[], bool],
     checkpoint: Path,
     on_step: Callable[[int, float], None],
 ) -> list[float]:
@@ -128,12 +129,16 @@ def train_draft(
 
     Args:
         update: of the draft, on the chats with these indices; `save` and `load` its checkpoint.
+        hold: takes the chats, once nothing is damaged; returns whether their hidden states fit the cache.
     """
     progress = checkpoint / _LOSSES
     losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
     if losses:
         load(checkpoint / f"step-{len(losses)}")
         logger.info("pretrain_draft: going on from step %d", len(losses))
+    if not hold():
+        fix = "raise it, where there is memory, to compute them once"
+        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
 
     def save_all(losses: list[float]) -> None:
         save(checkpoint / f"step-{len(losses)}")

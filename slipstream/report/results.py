@@ -129,7 +129,9 @@ def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
 def description(record: RunRecord, *, execution_url: str = "") -> str:
     """The description of an execution's MLflow run in Markdown: the verdict in a sentence, and a table of results."""
     rows = [("figure", "value", "95 % interval, or what it is"), ("---", "---", "---")]
-    rows += [(each.label.strip(), each.text, each.uncertainty) for each in results(record) if each.label]
+    for each in (each for each in results(record) if each.label):
+        said = dict.fromkeys((each.uncertainty, each.note))  # a note may stand for the interval, or beside it
+        rows.append((each.label.strip(), each.text, ", ".join(filter(None, said))))
     table = "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ("losslessness", record.certificate.verdict, "")])
     link = f"\n\n[The execution in Flyte]({execution_url})" if execution_url else ""
     opening = verdict(record, summarise_arms(record.arms))

@@ -213,15 +213,13 @@ def _on_states(
     learner.load(policy, None)
     given = directory / _GIVEN if config.is_given else None
     num = learner.start_draft(policy, config, given, known_tokens(config, train, policy))
-    if not learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config):
-        fix = "raise it, where there is memory, to compute them once"
-        logger.info("pretrain_draft: hidden states exceed draft.states_cache_gib and come at each step; %s", fix)
     losses = pretrain.train_draft(
         train,
         config,
         update=lambda indices: learner.draft_step(indices, config, temperature),
         save=learner.save_draft_checkpoint,
         load=learner.load_draft_checkpoint,
+        hold=lambda: learner.hold_draft_chats(train.token_ids, train.prompt_lengths, config),
         checkpoint=directory / _CHECKPOINT,
         on_step=on_step,
     )

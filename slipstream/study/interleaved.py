@@ -111,16 +111,16 @@ def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy
         draft = pretrain_draft(own, recipe, policy=policy, data=data)
         weights = draft_weights(recipe.draft, draft)
         require_fit(recipe.draft, policy, weights, max_model_len=recipe.engine.max_model_len)
+        length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
+        return _Member(
+            context=own,
+            recipe=recipe,
+            plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
+            pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
+        )
     except Exception:
         execution_run(own, recipe).close(RunStatus.FAILED)
         raise
-    length = DraftLength(num_speculative_tokens=drafter.setting.num_speculative_tokens)
-    return _Member(
-        context=own,
-        recipe=recipe,
-        plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
-        pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
-    )
 
 
 def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:

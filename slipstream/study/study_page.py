@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
@@ -16,6 +15,7 @@ from slipstream.report.formats import (
     WORKLOAD_LABELS,
     difference_with_interval,
     interval,
+    render,
     speedup,
     speedup_with_interval,
 )
@@ -166,11 +166,8 @@ def write_study(record: StudyRecord, directory: Path) -> list[Path]:
 
 
 def _page(record: StudyRecord, svg: str) -> str:
-    here = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("study.html.jinja").render(
+    return render(
+        Path(__file__).with_name("study.html.jinja"),
         record=record,
         is_ablation=record.study is Study.ABLATION,
         answers=answers(record),
@@ -180,7 +177,6 @@ def _page(record: StudyRecord, svg: str) -> str:
         loses=loses,
         paper_label=read_reference().label,
         figure=Markup(svg),
-        style=Markup((here.with_name("report") / "style.css").read_text()),
     )
 
 

@@ -20,7 +20,7 @@ from slipstream.drafts.distill import (
     scratch_model,
 )
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses
+from slipstream.drafts.pretrain import Responses, train_draft
 from slipstream.grpo.config import OptimizerMethod
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import ScratchConfig
@@ -181,3 +181,28 @@ def test_held_out_responses_too_short_for_a_window_are_refused(refusal: Callable
     assert refusal(heldout_acceptance, policy=ask, draft=ask, num_tokens=2) == (
         "draft.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"
     )
+
+
+def test_a_damaged_checkpoint_ends_the_training_on_states_before_any_are_computed(tmp_path: Path) -> None:
+    (tmp_path / "losses.json").write_text("[1.0, 0.5]")
+    called: list[str] = []
+
+    def load(path: Path) -> None:
+        called.append(path.name)
+        raise CheckpointError("damaged")
+
+    def never(*_: Any) -> Any:
+        called.append("too late")
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        train_draft(
+            Responses(token_ids=((1, 2),), prompt_lengths=(1,)),
+            DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2)),
+            update=never,
+            save=never,
+            load=load,
+            hold=never,
+            checkpoint=tmp_path,
+            on_step=never,
+        )
+    assert called == ["step-2"]

@@ -81,6 +81,7 @@ def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
     assert text.startswith("Speculation (eagle3, k = 2) sped rollout generation up 2.00x (95 % interval 2.00 to 3.00)")
     assert "| generation speedup | 2.00x | 2.00 to 3.00 |" in text.splitlines()
     assert "| reward, speculative - autoregressive | +0.000 | one step, no interval |" in text.splitlines()
+    assert "| AIME-2024-like, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()
     assert "| losslessness | lossless |  |" in text.splitlines()
     assert text.endswith("[The execution in Flyte](https://flyte/console/x)")
     assert "Flyte" not in description(RECORD)
