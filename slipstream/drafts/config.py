@@ -202,7 +202,6 @@ class DraftConfig(Checked, path="draft"):
             rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
             self._require((self.model is not None) == self.is_given, "model", rule)
         else:
-            rule = f"must be another one with draft.method {self.method.value}"
             fix = "only an EAGLE-3 draft is trained from there on"
             self._require(not self.is_given, "init", rule, fix)
         if self.is_given:

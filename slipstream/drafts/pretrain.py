@@ -1,8 +1,7 @@
 """Draft pretraining: the policy's own responses, and updates on them to the last step.
 
 Resumable: responses and draft checkpoints lie in the stage's directory, and each batch is a pure function of the
-seed and the step. A large vocabulary can be cut to the part that a draft knows: the tokens that the policy answers with
-most.
+seed and the step. A large vocabulary can be cut to the tokens that the policy answers with most.
 """
 
 from __future__ import annotations
@@ -68,9 +67,8 @@ def regenerate(
     engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
 ) -> tuple[Responses, float]:
     """Answers of the engine's policy to `prompts`, and the seconds that they took."""
-    result = engine.generate(
-        prompts, sampling=sampling, group_size=config.samples_per_prompt, seed=config.seed + _SEED_OFFSET
-    )
+    seed, group_size = config.seed + _SEED_OFFSET, config.samples_per_prompt
+    result = engine.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
     pairs = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
     responses = Responses(
         token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in pairs),
@@ -128,8 +126,7 @@ def train_draft(
     """Train to the last step, from the checkpoint of an earlier attempt if there is one; the loss of every step.
 
     Args:
-        update: of the draft, on the chats with these indices; `save` and `load` its checkpoint.
-        hold: takes the chats, once nothing is damaged; returns whether their hidden states fit the cache.
+        update: of the draft, on the chats with these indices, which `hold` takes; `save` and `load` its checkpoint.
     """
     progress = checkpoint / _LOSSES
     losses: list[float] = json.loads(progress.read_text()) if progress.is_file() else []
@@ -144,9 +141,7 @@ def train_draft(
         save(checkpoint / f"step-{len(losses)}")
         write_atomic(progress, json.dumps(losses).encode())
 
-    return train_to_end(
-        train, config, losses, update=lambda _, indices: update(indices), save=save_all, on_step=on_step
-    )
+    return train_to_end(train, config, losses, update=lambda _, chosen: update(chosen), save=save_all, on_step=on_step)
 
 
 def num_done(checkpoint: Path) -> int:

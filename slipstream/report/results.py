@@ -129,13 +129,11 @@ def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
 def description(record: RunRecord, *, execution_url: str = "") -> str:
     """The description of an execution's MLflow run in Markdown: the verdict in a sentence, and a table of results."""
     rows = [("figure", "value", "95 % interval, or what it is"), ("---", "---", "---")]
-    for each in (each for each in results(record) if each.label):
-        said = dict.fromkeys((each.uncertainty, each.note))  # a note may stand for the interval, or beside it
-        rows.append((each.label.strip(), each.text, ", ".join(filter(None, said))))
+    shown = [each for each in results(record) if each.label]
+    rows += [(e.label.strip(), e.text, ", ".join(filter(None, dict.fromkeys((e.uncertainty, e.note))))) for e in shown]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [*rows, ("losslessness", record.certificate.verdict, "")])
-    link = f"\n\n[The execution in Flyte]({execution_url})" if execution_url else ""
-    opening = verdict(record, summarise_arms(record.arms))
-    return f"{opening}\n\n{table}\n\nThe whole report is the artifact `report.html`.{link}"
+    parts = [verdict(record, summarise_arms(record.arms)), table, "The whole report is the artifact `report.html`."]
+    return "\n\n".join([*parts, f"[The execution in Flyte]({execution_url})"] if execution_url else parts)
 
 
 def terminal_table(record: RunRecord) -> str:

@@ -53,6 +53,8 @@ BAKE_OFF = {
 SHORT = ("--num-steps", "2", "--overrides", "grpo.group_size=4", "--fresh")
 SHORTENED = {"num_steps": 2, "overrides": ["grpo.group_size=4"], "reuse": "--no_reuse_stored"}
 ONE = ("--methods", "ngram", "--num-speculative-tokens", "2", "--seed", "0", "--workload", "rl_think")
+CHOSEN = {"methods": ["ngram"], "num_speculative_tokens": 2, "seed": 0, "workload": "rl_think"}
+LENGTHS, GIVEN = ("--draft-lengths", "0", "5"), {"draft_inits": [], "draft_lengths": [0, 5]}
 
 
 @pytest.mark.parametrize(
@@ -60,25 +62,10 @@ ONE = ("--methods", "ngram", "--num-speculative-tokens", "2", "--seed", "0", "--
     [
         ("ablation", (), ABLATION),
         ("study", (), ABLATION),
-        (
-            "ablation",
-            ("--draft-lengths", "0", "5", *SHORT),
-            {**ABLATION, "draft_inits": [], "draft_lengths": [0, 5], **SHORTENED},
-        ),
+        ("ablation", (*LENGTHS, *SHORT), {**ABLATION, **GIVEN, **SHORTENED}),
         ("bakeoff", (), BAKE_OFF),
         ("study", ("--in-turn",), BAKE_OFF),
-        (
-            "bakeoff",
-            (*ONE, *SHORT),
-            {
-                **BAKE_OFF,
-                "methods": ["ngram"],
-                "num_speculative_tokens": 2,
-                "seed": 0,
-                "workload": "rl_think",
-                **SHORTENED,
-            },
-        ),
+        ("bakeoff", (*ONE, *SHORT), {**BAKE_OFF, **CHOSEN, **SHORTENED}),
     ],
 )
 def test_what_is_asked_for_reaches_the_workflow_and_what_is_not_is_the_presets(
