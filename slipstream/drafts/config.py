@@ -202,8 +202,8 @@ class DraftConfig(Checked, path="draft"):
             rule = f"must be given exactly when draft.init is {DraftInit.FROM_HUB.value}"
             self._require((self.model is not None) == self.is_given, "model", rule)
         else:
-            fix = "only an EAGLE-3 draft is trained from there on"
-            self._require(not self.is_given, "init", rule, fix)
+            rule = f"must be another one with draft.method {self.method.value}"
+            self._require(not self.is_given, "init", rule, "only an EAGLE-3 draft is trained from there on")
         if self.is_given:
             self._require(self.num_steps >= 0, "num_steps", "must be >= 0")
             rule = f"must be null with draft.init {self.init.value}"
