@@ -182,6 +182,7 @@ class ArmRecord:
     versions: dict[str, str] = field(default_factory=dict)  # where they were
     loop: str = LoopMode.SYNCHRONOUS.value
     max_off_policy_steps: int = 0
+    steps_a_turn: int = 0  # that it took while the other arms waited, before the next one's turn; 0: it ran alone
 
     @property
     def name(self) -> str:
