@@ -245,7 +245,8 @@ class AsyncLoop:
             refit, num_restarted = published
             watch.num_restarted += num_restarted
             pending = self._pending(step, versions, clock) if trainer.config.is_checkpoint_due(step) else None
-            record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
+            times, overlap = clock.times(), watch.overlap()
+            record = trainer.record(step, times, refit, learned, overlap=overlap, machine=clock.machine_use())
             self.on_step(record, pending)
 
     def _take_batch(self, step: int, clock: StageClock) -> Sequence[Scored]:
