@@ -58,7 +58,7 @@ def process(parent: int, ticks: tuple[int, int, int, int], name: str = "python",
 
 
 def machine(tmp_path: Path, cores: Mapping[int, str], processes: Mapping[int, str], waited_us: int = 0) -> Path:
-    """A directory like /proc; `cores` in ticks: user, nice, system, idle, iowait, irq, softirq, steal, two of guests."""
+    """A directory like /proc; `cores` in ticks: user, nice, system, idle, iowait, irq, softirq, steal, guests."""
     proc = tmp_path / "proc"
     (proc / "pressure").mkdir(parents=True, exist_ok=True)
     lines = [f"cpu{core} {ticks}" for core, ticks in cores.items()]
