@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,17 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
+from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import load_recipe
 from slipstream.records.steps import ScheduleEntry, StepRecord
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import RewardResult, Verifier
 from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.loop import Trainer, engine_seed
+from slipstream.train.metrics import StageClock
 from slipstream.train.pending import Pending, Submitted
 from slipstream.train.queues import ThreadGroup
+from slipstream.train.turns import Turn, in_turn
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
@@ -103,6 +109,7 @@ def trained(
     schedule: tuple[ScheduleEntry, ...] | None = None,
     history: Sequence[StepRecord] = (),
     pending: Pending | None = None,
+    turn: Turn | None = None,
 ) -> tuple[list[StepRecord], list[Pending | None]]:
     """Steps of an attempt, and what was pending after each."""
     values = BASE
@@ -132,11 +139,18 @@ def trained(
         score=engines.score,
         directory=directory,
         log=lambda metrics, step: None,
+        turn=turn,
     )
+
+    def start_clock() -> StageClock:
+        if turn is not None:
+            turn.begin(len(history) + len(records))
+        return StageClock()
+
     waiting, lag = pending or Pending(), recipe.loop.max_off_policy_steps
     trainer = Trainer(learner=engines, config=recipe.grpo, temperature=recipe.sampling.temperature, max_lag=lag)
     tolerant = run.fault_tolerant(fakes, fakes, fakes, history, waiting)
-    run.loop(tolerant, trainer, on_step, waiting, ThreadGroup()).run(start_step=len(history))
+    run.loop(tolerant, trainer, on_step, waiting, ThreadGroup(), start_clock).run(start_step=len(history))
     return records, left
 
 
@@ -192,6 +206,52 @@ def test_an_attempt_goes_on_after_the_steps_that_were_done(
         assert [update.batch.token_ids for update in resumed.updates] == [
             update.batch.token_ids for update in whole.updates[4:]
         ]
+
+
+@dataclass
+class Working(Engines):
+    """Notes when its engines or its learner work: who, from, to."""
+
+    name: str = ""
+    work: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def generate(self, *args: Any, **settings: Any) -> GenerationResult:
+        return self._noted(0.03, lambda: super(Working, self).generate(*args, **settings))
+
+    def train_step(self, update: Update) -> Trained:
+        return self._noted(0.0, lambda: super(Working, self).train_step(update))
+
+    def _noted(self, seconds: float, call: Callable[[], Any]) -> Any:
+        start_s = time.perf_counter()
+        time.sleep(seconds)
+        found = call()
+        self.work.append((self.name, start_s, time.perf_counter()))
+        return found
+
+
+@pytest.mark.parametrize(("loop", "num_steps"), [({}, 1), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
+def test_nothing_of_an_arm_works_in_the_turn_of_another(tmp_path: Path, loop: dict[str, Any], num_steps: int) -> None:
+    alone = Engines(lag=2)
+    loop = merge(loop, {"grpo": {"checkpoint_every_steps": NUM_STEPS}})  # a checkpoint would wait for what is under way
+    records, _ = trained(tmp_path / "alone", alone, loop)
+    worlds = {name: Working(lag=2, name=name) for name in "ab"}
+    found = in_turn(
+        {name: partial(_trained_in_turn, tmp_path / name, world, loop) for name, world in worlds.items()},
+        num_steps=num_steps,
+        together=True,
+    )
+    work = sorted(worlds["a"].work + worlds["b"].work, key=lambda span: span[1])
+    turns = [list(spans) for _, spans in itertools.groupby(work, key=lambda span: span[0])]
+    assert all(max(end for *_, end in before) <= after[0][1] for before, after in itertools.pairwise(turns))
+    pairs = NUM_STEPS // num_steps  # a, b, then b, a: two turns of one arm in a row, but for the first and the last
+    assert [spans[0][0] for spans in turns] == ["a", *("ba"[i % 2] for i in range(pairs))]
+    for name, world in worlds.items():
+        assert world.generated == alone.generated
+        assert [step.reward_mean for step in found[name]] == [step.reward_mean for step in records]
+
+
+def _trained_in_turn(directory: Path, world: Working, loop: dict[str, Any], turn: Turn) -> list[StepRecord]:
+    return trained(directory, world, loop, turn=turn)[0]
 
 
 def test_drafting_is_watched_where_the_recipe_says_so_and_there_is_something_to_draft_by(tmp_path: Path) -> None:
