@@ -64,11 +64,12 @@ def claim(ratio: Estimate, control: Estimate | None, *, paired: bool, overlaps: 
         return Claim(kind=ClaimKind.NOT_MEASURED, finding="not measured", notes=(*missing, *warnings))
     assert ratio.ci95 is not None
     if control is not None and not _within(control.value, CONTROL_WARNS):
-        warnings.append(f"Control {_figures(control)} lies outside {_band(CONTROL_WARNS)}.")
+        warnings.append(f"Control {_with_interval(control)} lies outside {_band(CONTROL_WARNS)}.")
     low, high = ratio.ci95
     kind = ClaimKind.FASTER if low > 1 else ClaimKind.SLOWER if high < 1 else ClaimKind.NO_DIFFERENCE
     seen = f"; a difference of {percent((high - low) / 2)} or more would have been seen"
-    finding = f"{kind}{seen if kind is ClaimKind.NO_DIFFERENCE else ''} ({_figures(ratio)})"
+    figures = f"{speedup(ratio.value)}, {interval(ratio, '95 % interval ')}"
+    finding = f"{kind}{seen if kind is ClaimKind.NO_DIFFERENCE else ''} ({figures})"
     return Claim(kind=kind, finding=finding, notes=tuple(warnings))
 
 
@@ -97,7 +98,7 @@ def _missing(ratio: Estimate, control: Estimate | None, *, overlaps: bool) -> li
         reasons.append("There is no control that shows if the machine was as fast for both arms: run again.")
     if control is not None and not _within(control.value, CONTROL_HOLDS):
         reasons.append(
-            f"The control, the same work in both arms, was {_figures(control)}, outside {_band(CONTROL_HOLDS)}: "
+            f"The control, the same work in both arms, was {_with_interval(control)}, outside {_band(CONTROL_HOLDS)}: "
             "run again on a quiet machine, with the arms in turn."
         )
     if ratio.ci95 is None:
@@ -113,5 +114,5 @@ def _band(band: tuple[float, float]) -> str:
     return f"{band[0]} to {band[1]}"
 
 
-def _figures(estimate: Estimate) -> str:
-    return f"{speedup(estimate.value)}, {interval(estimate, '95 % interval ')}"
+def _with_interval(estimate: Estimate) -> str:
+    return f"{speedup(estimate.value)} ({interval(estimate, '95 % interval ')})"

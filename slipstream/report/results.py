@@ -238,9 +238,10 @@ def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | 
 
 
 def _row(label: str, *cells: str) -> str:
-    first, *inner, last = cells  # the first one gives way to a long label
-    start = label + first.rjust(_LABEL_WIDTH + _COLUMN_WIDTH - len(label))
-    return start + "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner) + "  " + last
+    *inner, last = cells
+    columns = "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner)
+    too_long = max(0, len(label) - _LABEL_WIDTH)  # the space before the first column gives way to it
+    return label.ljust(_LABEL_WIDTH) + columns[too_long:] + "  " + last
 
 
 def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
@@ -270,7 +271,7 @@ def _asynchronous_lines(arm: LoopArm, shown: list[Result]) -> list[str]:
     return [
         _row(f"asynchronous, {arm.arm.value}", f"{seconds(arm.step.median)} s", lag),
         _row("  speedup over the same arm in turn", in_turn, f"{interval(arm.over_synchronous)}: {kind}"),
-        _row("  control", "none", "training overlaps generation; unpaired with the arm in turn"),
+        _row("  control", "none", "training overlaps generation; unpaired"),
         _row("  exposed generation", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"),
         _row("  engines idle", percent(arm.engine_idle_fraction), idle),
         *(_result_row(each, f"  {each.label.removesuffix(own)}") for each in shown if each.label.endswith(own)),
