@@ -246,8 +246,8 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
     both = sorted(asynchronous, key=lambda arm: arm.arm is Arm.SPECULATIVE)
     return LoopComparison(
         arms=tuple(arms),
-        speculation=_ratio(*both) if len(both) == 2 else None,
-        paired=len(both) == 2 and are_paired(*both),
+        speculation=_ratio(both[0], both[1]) if len(both) == 2 else None,
+        paired=len(both) == 2 and are_paired(both[0], both[1]),
     )
 
 
