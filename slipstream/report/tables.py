@@ -97,23 +97,24 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """The ratios of the two arms, with their intervals."""
-    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval")}
+    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval", "verdict")}
     if workload is not None:
         groups[reference.label] = ("ratio",)
     rows = []
     for each in speedups(run, workload):
         quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
-        rows.append(Row(each.label.strip(), (each.text, each.uncertainty, *quoted)))
+        rows.append(Row(each.label.strip(), (each.text, each.uncertainty, each.verdict, *quoted)))
     return build_table("of both arms", groups, rows, quoted=reference.label)
 
 
 def sweep_table(record: RunRecord) -> Table:
     """Every configuration that tuning tried, the losing ones too."""
-    columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "verdict")
+    columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "choice")
     rows = []
     for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
-        verdict = ["baseline" if point.k == 0 else "loses" if point.speedup < 1 else "wins"]
-        verdict += ["chosen"] if point.k == record.tuning.chosen_k else []
+        choice = ["baseline"] if point.k == 0 else []
+        choice += ["chosen"] if point.k == record.tuning.chosen_k else []
+        slower = ["loses"] if point.k and point.speedup < 1 else []
         cells = (
             str(point.batch),
             seconds(point.generation_s),
@@ -122,9 +123,9 @@ def sweep_table(record: RunRecord) -> Table:
             seconds(point.autoregressive_s),
             speedup(point.speedup),
             f"{point.mean_acceptance_length:.2f}",
-            ", ".join(verdict),
+            ", ".join(choice),
         )
-        rows.append(Row(str(point.k), cells, " ".join(each for each in verdict if each != "wins")))
+        rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
     return build_table("k", {"this run, measured": columns}, rows)
 
 
