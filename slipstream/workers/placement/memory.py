@@ -34,8 +34,8 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
-_KEPT = ("weights", "reference")  # by a learner that gives memory back while engines generate
-_CACHE = "KV cache"  # which an engine gives back while the learner trains
+_KEPT = ("weights", "reference")  # by an offloaded learner
+_CACHE = "KV cache"  # which an engine that sleeps has not
 _STATES = ("weights", "gradients", "optimizer", "reference")
 
 
