@@ -398,7 +398,7 @@ def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str)
 
 
 _ANYWHERE = Layout()
-_idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
+_idle_engines: Idle[RemoteEngine] = Idle()
 
 
 @contextmanager

@@ -390,7 +390,7 @@ def _of(what: str, batch: TrainBatch) -> str:
 
 
 _ANYWHERE = Layout()
-_idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
+_idle_learners: Idle[RemoteLearner] = Idle()
 
 
 @contextmanager
