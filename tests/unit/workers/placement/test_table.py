@@ -109,14 +109,6 @@ def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
     ]
 
 
-def test_a_reference_stays_while_engines_generate() -> None:
-    recipe = load_recipe(
-        "qwen3_8b", overrides={"placement": {"memory": "in_turn"}, "grpo": {"loss": {"kl_coefficient": 0.1}}}
-    )
-    lines = _memory_text(recipe).splitlines()
-    assert "reference           4.1             4.1" in lines
-
-
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
     recipe = load_recipe("qwen3_8b", overrides={**SPLIT, "grpo": {"loss": {"kl_coefficient": 0.1}}})
     lines = _memory_text(recipe).splitlines()
