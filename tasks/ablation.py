@@ -11,7 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.kubernetes.launch_checks import shared_root
+from slipstream.kubernetes.profile import shared_root
 from slipstream.stages.context import RunContext, requested
 from slipstream.study import apart as stage
 from slipstream.study.variants import Grid, Kind, chosen_seeds

@@ -6,7 +6,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from slipstream.kubernetes.launch_checks import shared_root
+from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import fail_run as stage
 from slipstream.types import Workload
 from tasks.recoverable import recoverable

@@ -11,7 +11,7 @@ from flytekit import Deck, current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream.kubernetes import preflight as stage
-from slipstream.kubernetes.launch_checks import shared_root
+from slipstream.kubernetes.profile import shared_root
 from slipstream.records.files import read_record, write_record
 from tasks.recoverable import recoverable
 from tasks.resources import CHECKING, CLUSTER, on_cpus, on_cpus_with_token, runs_locally

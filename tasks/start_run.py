@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream.kubernetes.launch_checks import shared_root
+from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution, requested, with_lag
 from slipstream.types import ArmLoop, Workload

@@ -154,8 +154,8 @@ class LearnerDraft(ABC):
             CheckpointError: it is none of this draft.
         """
 
-    def rest(self) -> int:
-        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+    def offload(self) -> int:
+        """Free what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
         return 0
 
     def follow(self, vocabulary_weights: Callable[[], tuple[Tensor, Tensor]]) -> None:

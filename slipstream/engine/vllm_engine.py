@@ -33,19 +33,27 @@ from slipstream.types import Dtype, Prompt, RolloutGroup
 _PROBE = "slipstream.engine.vllm_plugin.EngineProbe"
 
 
-def device_arguments(config: EngineConfig, *, is_in_flight: bool, can_rest: bool = False) -> dict[str, Any]:
-    """vLLM's arguments for the device.
+def engine_arguments(config: EngineConfig, *, is_in_flight: bool, can_sleep: bool = False) -> dict[str, Any]:
+    """vLLM's arguments that follow from the recipe, with those of the device.
 
-    An engine that `can_rest` has its memory from an allocator that can give parts of it back; vLLM has one for GPUs.
+    An engine that `can_sleep` has its memory from an allocator that can give parts of it back; vLLM has one for GPUs.
 
     On a GPU vLLM schedules asynchronously by default: while one step's tokens come out the next step runs already, with
     the old weights where a refit comes in between. On a CPU it never does.
     """
+    arguments = {
+        "dtype": config.dtype.value,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
     if config.kv_cache_gib is None:
         scheduling = {"async_scheduling": False} if is_in_flight else {}
-        sleeping = {"enable_sleep_mode": True} if can_rest else {}
-        return {"gpu_memory_utilization": config.gpu_memory_utilization, **scheduling, **sleeping}
+        sleeping = {"enable_sleep_mode": True} if can_sleep else {}
+        return {**arguments, "gpu_memory_utilization": config.gpu_memory_utilization, **scheduling, **sleeping}
     return {
+        **arguments,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         # After each chunk but a prompt's last, vLLM 0.32 takes a seeded request's draw back by its generator's offset;
         # a CPU's generator has none, and the engine would end there.
@@ -131,7 +139,7 @@ class VllmEngine:
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
         is_in_flight: bool = False,
-        can_rest: bool = False,
+        can_sleep: bool = False,
     ) -> None:
         """Start the engine.
 
@@ -140,7 +148,7 @@ class VllmEngine:
             speculative_config: vLLM's own, None for autoregressive decoding.
             executor: of the engine's workers: `uni`, `mp` or `ray`; None leaves vLLM its choice.
             is_in_flight: it may be refitted while rollouts are under way.
-            can_rest: it may be told to `rest`.
+            can_sleep: it may be told to `sleep`.
         Raises:
             RuntimeError: the process samples with a broken sampler.
         """
@@ -156,13 +164,8 @@ class VllmEngine:
             if speculative_config is not None and "model" in speculative_config:
                 draft = links.enter_context(loadable(Path(speculative_config["model"])))
                 speculative_config = {**speculative_config, "model": str(draft)}
-            llm = LLM(
+            self._llm: Any = LLM(
                 str(links.enter_context(loadable(policy))),
-                dtype=config.dtype.value,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                enforce_eager=config.enforce_eager,
-                tensor_parallel_size=config.tensor_parallel_size,
                 distributed_executor_backend=executor,
                 skip_tokenizer_init=True,
                 disable_log_stats=False,  # the acceptance counters live there
@@ -171,9 +174,8 @@ class VllmEngine:
                 weight_transfer_config={"backend": BACKEND},
                 worker_extension_cls=_PROBE,
                 seed=0,  # of what no rollout sees: each has a seed of its own
-                **device_arguments(config, is_in_flight=is_in_flight, can_rest=can_rest),
+                **engine_arguments(config, is_in_flight=is_in_flight, can_sleep=can_sleep),
             )
-        self._llm: Any = llm
         self._has_draft = speculative_config is not None and "model" in speculative_config  # with weights of its own
         self._is_draft_updating = False
         self.policy_version = self.draft_version = self.num_prefix_cache_resets = 0
@@ -286,8 +288,8 @@ class VllmEngine:
             running=self._groups.take_running(),
         )
 
-    def rest(self) -> None:
-        """Give back the memory of the key-value cache until something is generated; see `CacheMemory`.
+    def sleep(self) -> None:
+        """Free the memory of the key-value cache until something is generated; see `CacheMemory`.
 
         What a generation that failed may have left is forgotten. Weights may come and be compared meanwhile.
         """

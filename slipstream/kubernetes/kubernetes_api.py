@@ -35,15 +35,9 @@ class Finding:
     fix: str = ""
 
     @classmethod
-    def of(cls, what: str, *, found: str, needed: str, is_fine: bool, fix: str) -> Finding:
+    def of(cls, what: str, *, found: str, needed: str, fix: str) -> Finding:
         """Fine without a fix, or missing with it."""
-        return cls(
-            what=what,
-            found=found,
-            needed=needed,
-            state=State.FINE if is_fine else State.MISSING,
-            fix="" if is_fine else fix,
-        )
+        return cls(what=what, found=found, needed=needed, state=State.MISSING if fix else State.FINE, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +59,14 @@ class Refusal:
             right: what the caller must be allowed to do, as in `list nodes`.
             absent: the fix where the thing does not exist.
         """
-        if self.is_absent:
-            return Finding(what=what, found="absent", needed=needed, state=State.MISSING, fix=absent)
         by_status = {
             401: "log in again: the API server does not accept these credentials",
             403: f"let this account {right}, or run the preflight as one that may",
+            404: absent,
             0: "is the API server's address right, and does a firewall let this host through?",
         }
-        fix = by_status.get(self.status, "see the API server's log")
-        return Finding(what=what, found=self.reason, needed=needed, state=State.MISSING, fix=fix)
+        fix = by_status.get(self.status) or "see the API server's log"
+        return Finding.of(what, found="absent" if self.is_absent else self.reason, needed=needed, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from slipstream.kubernetes.profile import (
     GpuNodes,
     PodSize,
     Scheduler,
-    SharedStorage,
 )
 
 PRIMARY = "primary"
@@ -82,10 +81,12 @@ def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
     """Parts of a node's worker beyond the base: all its GPUs, the fabric, memory that may be pinned."""
     gpu = _gpu(profile)
     resources = _resources(gpu.pod, {_GPU: gpu.gpus_per_node, **gpu.rdma_resources})
+    # With a channel of the ComputeDomain NCCL reaches other nodes over NVLink, or says why not.
+    fabric = {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
     container = k8s.V1Container(
         name=RAY_WORKER,
         resources=resources,
-        env=[k8s.V1EnvVar(name=name, value=value) for name, value in _fabric(gpu).items()],
+        env=[k8s.V1EnvVar(name=name, value=value) for name, value in fabric.items()],
         # RDMA pins what it sends, which the limit of locked memory would refuse.
         security_context=k8s.V1SecurityContext(capabilities=k8s.V1Capabilities(add=["IPC_LOCK"])),
     )
@@ -126,22 +127,24 @@ def worker_annotations(profile: ClusterProfile) -> dict[str, str]:
     return {"kueue.x-k8s.io/podset-required-topology": label} if label else {}
 
 
-def _own_node() -> k8s.V1EnvVar:
-    """The node that the pod is on: inside it the host's name is the pod's."""
-    field = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")
-    return k8s.V1EnvVar(name=NODE_VARIABLE, value_from=k8s.V1EnvVarSource(field_ref=field))
-
-
 def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = ()) -> k8s.V1PodSpec:
-    storage = _storage(profile)
-    shared = {
-        CLUSTER_VARIABLE: profile.name,
-        "HF_HOME": f"{storage.mount_path}/hub",  # a policy is links to files there, which later tasks follow
-    }
+    storage = profile.storage
+    assert storage is not None
+    node = k8s.V1ObjectFieldSelector(field_path="spec.nodeName")  # inside the pod the host's name is the pod's
+    shared = [
+        k8s.V1EnvVar(name=CLUSTER_VARIABLE, value=profile.name),
+        # A policy is links to files there, which later tasks follow.
+        k8s.V1EnvVar(name="HF_HOME", value=f"{storage.mount_path}/hub"),
+        k8s.V1EnvVar(name=NODE_VARIABLE, value_from=k8s.V1EnvVarSource(field_ref=node)),
+    ]
+    tolerations = [
+        k8s.V1Toleration(key=t.key, operator="Exists" if t.value is None else "Equal", value=t.value, effect=t.effect)
+        for t in profile.tolerations
+    ]
     container = k8s.V1Container(
         name=PRIMARY,
         resources=_resources(size),
-        env=[*(k8s.V1EnvVar(name=name, value=value) for name, value in shared.items()), _own_node(), *env],
+        env=[*shared, *env],
         volume_mounts=[k8s.V1VolumeMount(name=_RUNS, mount_path=storage.mount_path)],
         security_context=k8s.V1SecurityContext(
             allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"])
@@ -152,7 +155,7 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         containers=[container],
         volumes=[k8s.V1Volume(name=_RUNS, persistent_volume_claim=claim)],
         node_selector=dict(profile.labels) or None,
-        tolerations=[_toleration(t.key, t.value, t.effect) for t in profile.tolerations] or None,
+        tolerations=tolerations or None,
         security_context=k8s.V1PodSecurityContext(
             run_as_non_root=True,
             run_as_user=USER,
@@ -192,11 +195,6 @@ def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize)
     container.volume_mounts = [*(container.volume_mounts or []), mount]
 
 
-def _fabric(gpu: GpuNodes) -> dict[str, str]:
-    """Variables of NCCL; with a channel of the ComputeDomain it reaches other nodes over NVLink, or says why not."""
-    return {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
-
-
 def _same_clique(label: str) -> k8s.V1Affinity:
     """Affinity that keeps all workers of a Ray cluster in one NVLink domain, whichever the first one finds."""
     term = k8s.V1PodAffinityTerm(
@@ -212,16 +210,6 @@ def _secrets(profile: ClusterProfile) -> list[k8s.V1EnvFromSource] | None:
     return [k8s.V1EnvFromSource(secret_ref=k8s.V1SecretEnvSource(name=name)) for name in names] or None
 
 
-def _toleration(key: str, value: str | None, effect: str) -> k8s.V1Toleration:
-    operator = "Exists" if value is None else "Equal"
-    return k8s.V1Toleration(key=key, operator=operator, value=value, effect=effect)
-
-
 def _gpu(profile: ClusterProfile) -> GpuNodes:
     assert profile.gpu is not None
     return profile.gpu
-
-
-def _storage(profile: ClusterProfile) -> SharedStorage:
-    assert profile.storage is not None
-    return profile.storage

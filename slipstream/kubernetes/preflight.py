@@ -58,9 +58,9 @@ class _Row:
         answer = self.ask()
         if not isinstance(answer, Refusal):
             found, fix = self.judge(answer)
-            return Finding.of(self.what, found=found, needed=self.needed, is_fine=not fix, fix=fix)
+            return Finding.of(self.what, found=found, needed=self.needed, fix=fix)
         if self.refused and answer.status in (400, 403, 422):
-            return Finding.of(self.what, found=answer.reason, needed=self.needed, is_fine=False, fix=self.refused)
+            return Finding.of(self.what, found=answer.reason, needed=self.needed, fix=self.refused)
         return answer.finding(self.what, needed=self.needed, right=self.right, absent=self.absent)
 
 
@@ -77,8 +77,7 @@ def check(
 
     Args:
         image: that a pod of the preflight can run, with a shell in it; None starts no pod.
-        own_root: that this process, in a pod of the cluster, tries to write to instead of a pod of its own. What the
-            caller may do is not asked then, for Flyte and KubeRay make the pods of a run, not this pod's account.
+        own_root: that this process, in a pod of the cluster, tries to write to instead of a pod of its own.
     Raises:
         ConfigError: the profile is of this machine, which has nothing to ask; or the namespace has no name.
     """
@@ -86,17 +85,20 @@ def check(
     require(namespace != "", "namespace", "must name a namespace", namespace)
     assert profile.storage is not None
     findings = [row.finding() for row in _installed(api, profile, namespace)]
-    findings += check_claim(api, namespace, profile.storage.claim)
+    findings += _check_claim(api, namespace, profile.storage.claim)
     findings += [row.finding() for row in _named(api, profile, namespace)]
-    if own_root is None:
-        findings += check_rights(api, profile, namespace)
-    findings += check_quota(api, namespace, run_quota(profile))
     findings += [row.finding() for row in _dry_runs(api, pod_manifests(profile, image), namespace)]
     if profile.tracking is not None:
-        findings += check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s)
+        findings.append(_check_mlflow(profile.tracking.uri, timeout_s=api.timeout_s))
     if own_root is not None:
-        return [*findings, check_own_root(own_root, profile.storage.group)]
-    return [*findings, check_root(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s)]
+        return [*findings, _check_own_root(own_root, profile.storage.group)]
+    if image is not None:
+        probe = _probe(api, profile, namespace=namespace, image=image, timeout_s=probe_timeout_s)
+        return [*findings, probe.finding()]
+    fix = "give --image to let a pod try"
+    needed = _writable(profile.storage.mount_path)
+    row = Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
+    return [*findings, row]
 
 
 def require_pods(profile: ClusterProfile) -> None:
@@ -167,6 +169,14 @@ def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[_Row]:
             right="get serviceaccounts",
             absent=f"create it in namespace {namespace}: deploy/ has it",
         )
+    needed = run_quota(profile)
+    yield _Row(
+        what="quota",
+        needed=f"room for {', '.join(f'{name} {amount}' for name, amount in needed.items())}",
+        ask=partial(api.ask, core.list_namespaced_resource_quota, namespace),
+        judge=partial(_judge_quota, needed),
+        right="list resourcequotas",
+    )
 
 
 def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[_Row]:
@@ -310,7 +320,7 @@ def _judge_secret(wanted: Sequence[str], answer: Any) -> tuple[str, str]:
     return f"keys {', '.join(keys) or 'none'}", f"add the keys {', '.join(lacking)}" if lacking else fix
 
 
-def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
+def _check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
     """The claim is bound, or waits for its first pod, and every node can write to it; its storage class exists."""
     what, needed = f"volume claim {claim}", f"Bound, {_SHARED}"
     fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
@@ -320,11 +330,11 @@ def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
     phase, modes, class_name = answer.status.phase, answer.spec.access_modes or [], answer.spec.storage_class_name
     storage_class = None if class_name is None else api.ask(k8s.StorageV1Api(api.client).read_storage_class, class_name)
     binding = None if storage_class is None or isinstance(storage_class, Refusal) else storage_class.volume_binding_mode
-    waits = binding == "WaitForFirstConsumer"
-    is_fine = _SHARED in modes and (phase == "Bound" or (phase == "Pending" and waits))
-    wrong = "kubectl describe pvc says why it is not bound" if _SHARED in modes else f"it needs the mode {_SHARED}"
-    found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if phase == 'Pending' and waits else ''}"
-    rows = [Finding.of(what, found=found, needed=needed, is_fine=is_fine, fix=wrong)]
+    waits = phase == "Pending" and binding == "WaitForFirstConsumer"
+    wrong = "" if phase == "Bound" or waits else "kubectl describe pvc says why it is not bound"
+    wrong = wrong if _SHARED in modes else f"it needs the mode {_SHARED}"
+    found = f"{phase}, {', '.join(modes)}{', waits for its first pod' if waits else ''}"
+    rows = [Finding.of(what, found=found, needed=needed, fix=wrong)]
     if class_name is None:
         return rows
     row = _Row(
@@ -340,62 +350,30 @@ def check_claim(api: Api, namespace: str, claim: str) -> list[Finding]:
     return [*rows, replace(row, state=State.UNCHECKED, fix="the claim is bound") if is_hidden else row]
 
 
-def check_rights(api: Api, profile: ClusterProfile, namespace: str) -> list[Finding]:
-    """A row for each right that the caller lacks; one row in all if it has every one."""
-    review, rows = k8s.AuthorizationV1Api(api.client).create_self_subject_access_review, []
-    fix = f"bind a role with it in namespace {namespace}: deploy/ has one"
-
-    def judge(answer: Any) -> tuple[str, str]:
-        reason = answer.status.reason
-        return ("allowed", "") if answer.status.allowed else (f"denied{f': {reason}' if reason else ''}", fix)
-
-    for resource, group in (("pods", ""), *([("rayjobs", "ray.io")] if profile.gpu else [])):
-        for verb in ("create", "get", "delete"):
-            asked = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
-            row = _Row(
-                what=f"right to {verb} {resource}{f'.{group}' if group else ''}",
-                needed="allowed",
-                ask=partial(api.ask, review, {"spec": {"resourceAttributes": asked}}),
-                judge=judge,
-                right="create selfsubjectaccessreviews",
-            )
-            rows.append(row.finding())
-    wanted = f"{len(rows)} rights in {namespace}"
-    lacking = [row for row in rows if row.state is not State.FINE]
-    return lacking or [Finding(what="rights", found=wanted, needed=wanted, state=State.FINE)]
-
-
-def check_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> list[Finding]:
-    """A row for each quota that leaves less than a run takes; one row in all if none does."""
-    answer = api.ask(k8s.CoreV1Api(api.client).list_namespaced_resource_quota, namespace)
-    if isinstance(answer, Refusal):
-        return [answer.finding("quota", needed="room for the pods", right="list resourcequotas", absent="")]
-    rows = []
+def _judge_quota(needed: Mapping[str, str], answer: Any) -> tuple[str, str]:
+    """Quotas that leave less than a run takes."""
+    lacking = []
     for quota in answer.items:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name in sorted(needed.keys() & hard.keys()):
-            left = parse_quantity(hard[name]) - parse_quantity(used.get(name, "0"))
-            if left < parse_quantity(needed[name]):
-                found = f"{used.get(name, '0')} of {hard[name]} used"
-                what, fix = f"quota {quota.metadata.name}, {name}", "raise it, or wait for what uses it now"
-                rows.append(
-                    Finding(what=what, found=found, needed=f"{needed[name]} free", state=State.MISSING, fix=fix)
-                )
-    found = f"{len(answer.items)} quotas, room in each" if answer.items else "none set"
-    return rows or [Finding(what="quota", found=found, needed="room for the pods", state=State.FINE)]
+            if parse_quantity(hard[name]) - parse_quantity(used.get(name, "0")) < parse_quantity(needed[name]):
+                lacking.append(f"{quota.metadata.name}: {used.get(name, '0')} of {hard[name]} {name} used")
+    if lacking:
+        return ", ".join(lacking), "raise it, or wait for what uses it now"
+    return f"{len(answer.items)} quotas, room in each" if answer.items else "none set", ""
 
 
-def check_mlflow(uri: str, *, timeout_s: float) -> list[Finding]:
+def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
     """MLflow's server answers on its health route, as seen from here."""
+    fix = "is the server up? an address inside the cluster answers pods alone: run the preflight from one"
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_s) as answer:
-            found, is_fine = f"{answer.status}", answer.status == 200
+            found, fix = f"{answer.status}", "" if answer.status == 200 else fix
     except urllib.error.HTTPError as error:
-        found, is_fine = f"{error.code} {error.reason}", False
+        found = f"{error.code} {error.reason}"
     except OSError as error:
-        found, is_fine = f"no answer: {error}", False
-    fix = "is the server up? an address inside the cluster answers pods alone: run the preflight from one"
-    return [Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", is_fine=is_fine, fix=fix)]
+        found = f"no answer: {error}"
+    return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
@@ -411,47 +389,46 @@ def num_missing(findings: Sequence[Finding]) -> int:
     return sum(finding.state is State.MISSING for finding in findings)
 
 
-def check_root(
-    api: Api,
-    profile: ClusterProfile,
-    *,
-    namespace: str,
-    image: str | None,
-    timeout_s: float,
-) -> Finding:
-    """Start a pod that writes, reads back and removes one file; it is deleted whatever happens."""
+def _probe(api: Api, profile: ClusterProfile, *, namespace: str, image: str, timeout_s: float) -> _Row:
+    """Row of a pod that writes, reads back and removes one file; it is deleted whatever happens."""
     assert profile.storage is not None
-    needed = f"{profile.storage.mount_path} writable by user {pods.USER}"
-    if image is None:
-        fix = "give --image to let a pod try"
-        return Finding(what=_ROOT, found="no pod was started", needed=needed, state=State.UNCHECKED, fix=fix)
-    core = k8s.CoreV1Api(api.client)
-    created = api.ask(core.create_namespaced_pod, namespace, probe_pod(profile, image, timeout_s))
-    if isinstance(created, Refusal):
-        return created.finding(_ROOT, needed=needed, right="create pods", absent="create the namespace")
-    name = created.metadata.name
-    try:
-        found, is_fine = _wait(api, namespace, name, timeout_s)
-    finally:
-        deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
-    left = f"; pod {name} could not be deleted" if isinstance(deleted, Refusal) and not deleted.is_absent else ""
-    fix = _fix(profile.storage.group)
-    return Finding.of(_ROOT, found=f"{found}{left}", needed=needed, is_fine=is_fine and not left, fix=fix)
+    core, group = k8s.CoreV1Api(api.client), profile.storage.group
+
+    def judge(created: Any) -> tuple[str, str]:
+        name = created.metadata.name
+        try:
+            found, fix = _wait(api, namespace, name, timeout_s, group)
+        finally:
+            deleted = api.ask(core.delete_namespaced_pod, name, namespace, grace_period_seconds=0)
+        if isinstance(deleted, Refusal) and not deleted.is_absent:
+            return f"{found}; pod {name} could not be deleted", fix or "delete it"
+        return found, fix
+
+    return _Row(
+        what=_ROOT,
+        needed=_writable(profile.storage.mount_path),
+        ask=partial(api.ask, core.create_namespaced_pod, namespace, probe_pod(profile, image, timeout_s)),
+        judge=judge,
+        right="create pods",
+        absent="create the namespace",
+    )
 
 
-def check_own_root(root: Path, group: int) -> Finding:
+def _check_own_root(root: Path, group: int) -> Finding:
     """This process, as the user and group of every task, can write, read back and remove a file under the root."""
     mark = root / f".preflight-{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         mark.write_text("written")
-        is_fine, found = mark.read_text() == "written", "written, read and removed"
+        fix, found = "" if mark.read_text() == "written" else _fix(group), "written, read and removed"
         mark.unlink()
     except OSError as error:
-        is_fine, found = False, str(error)
-    return Finding.of(
-        _ROOT, found=found, needed=f"{root} writable by user {pods.USER}", is_fine=is_fine, fix=_fix(group)
-    )
+        fix, found = _fix(group), str(error)
+    return Finding.of(_ROOT, found=found, needed=_writable(root), fix=fix)
+
+
+def _writable(root: str | Path) -> str:
+    return f"{root} writable by user {pods.USER}"
 
 
 def _fix(group: int) -> str:
@@ -459,59 +436,36 @@ def _fix(group: int) -> str:
 
 
 def probe_pod(profile: ClusterProfile, image: str, timeout_s: float) -> dict[str, Any]:
-    """The pod, as strict as those of the tasks."""
-    storage, account = profile.storage, profile.service_account
-    assert storage is not None
-    path = f"{storage.mount_path}/.preflight-$HOSTNAME"
+    """The pod of a task without GPUs, but small, without the servers' credentials, and with another command."""
+    assert profile.storage is not None
+    path = f"{profile.storage.mount_path}/.preflight-$HOSTNAME"
     script = f'set -e; echo written > "{path}"; test "$(cat "{path}")" = written; rm "{path}"'
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    resources = {"cpu": "100m", "memory": "64Mi"}
-    container = {
-        "name": "probe",
-        "image": image,
-        "command": ["sh", "-c", script],
-        "volumeMounts": [{"name": "root", "mountPath": storage.mount_path}],
-        "securityContext": security,
-        "resources": {"requests": resources, "limits": resources},
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"generateName": "slipstream-preflight-"},
-        "spec": {
-            "restartPolicy": "Never",
-            "activeDeadlineSeconds": int(timeout_s),
-            "automountServiceAccountToken": False,
-            **({"serviceAccountName": account} if account else {}),
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": pods.USER,
-                "runAsGroup": storage.group,
-                "fsGroup": storage.group,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [container],
-            "volumes": [{"name": "root", "persistentVolumeClaim": {"claimName": storage.claim}}],
-        },
-    }
+    small = {"cpu": "100m", "memory": "64Mi"}
+    manifest = pod_manifests(profile, image)["cpu"]
+    (container,) = manifest["spec"]["containers"]
+    container.pop("envFrom", None)
+    container["command"] = ["sh", "-c", script]
+    container["resources"] = {"requests": small, "limits": small}
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    manifest["spec"]["activeDeadlineSeconds"] = int(timeout_s)
+    return manifest
 
 
-def _wait(api: Api, namespace: str, name: str, timeout_s: float) -> tuple[str, bool]:
-    """Wait for the pod; its end in words, and whether it could write."""
+def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> tuple[str, str]:
+    """Wait for the pod; its end in words, and the fix where it could not write."""
     waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < timeout_s:
         pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
         if isinstance(pod, Refusal):
-            return pod.reason, False
+            return pod.reason, "let this account get pods"
         if pod.status.phase == "Succeeded":
-            return "written, read and removed", True
+            return "written, read and removed", ""
         phase, reason = pod.status.phase, _reason(pod)
         if pod.status.phase == "Failed":
-            return f"failed: {reason}", False
+            return f"failed: {reason}", _fix(group)
         time.sleep(_EVERY_S)
         waited_s += _EVERY_S
-    return f"{phase} after {timeout_s:g} s: {reason}", False
+    return f"{phase} after {timeout_s:g} s: {reason}", "let the cluster start a small pod of this image in time"
 
 
 def _reason(pod: Any) -> str:

@@ -380,7 +380,7 @@ class MegatronPolicy:
         Args:
             beside: other tensors that belong to the run, the same on all ranks.
         """
-        self._memory.take()
+        self._memory.onload()
         version, num_updates = self.version, self._num_updates
         self._checkpoints.save(path, version=version, num_updates=num_updates, extra=extra, beside=beside or {})
 
@@ -394,7 +394,7 @@ class MegatronPolicy:
         Args:
             beside: is filled with the tensors that were written beside the policy.
         """
-        self._memory.take()
+        self._memory.onload()
         state = self._checkpoints.load(path, beside=beside)
         self.version, self._num_updates = state["version"], state["num_updates"]
         return state["extra"]
@@ -424,7 +424,7 @@ class MegatronPolicy:
         assert self._optimizer is not None, "this policy was built without an optimizer"
         assert batches, "every data-parallel rank has a sequence of an update"
         self._checkpoints.raise_error()
-        self._memory.take()
+        self._memory.onload()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         assert isinstance(self._module, DistributedDataParallel)
@@ -440,9 +440,9 @@ class MegatronPolicy:
             raise FloatingPointError(f"the gradient of update {self._num_updates} is not finite: {grad_norm}")
         return parallel.sum_results(results, names, self.device), float(grad_norm)
 
-    def rest(self) -> int:
-        """Give back what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
-        return self._memory.give_back() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.give_back())
+    def offload(self) -> int:
+        """Free what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        return self._memory.offload() + (0 if self._mtp_trainer is None else self._mtp_trainer.memory.offload())
 
     @property
     def learning_rate(self) -> float:

@@ -3,7 +3,7 @@
 Muon makes all matrices of one shape orthogonal together: `torch.optim.Muon` does them one after another, which on a CPU
 costs more than twice as much for the same updates (docs/log.md).
 
-What a model needs for its updates alone is given back while others work on the same device. Gradients are let go, for
+What a model needs for its updates alone is offloaded while others work on the same device. Gradients are let go, for
 every update begins with zeros. What the optimizer keeps, float32 masters and moments, goes to host memory and comes
 back to the last bit. The model's weights stay: whoever reads them notices nothing.
 """
@@ -197,7 +197,7 @@ class _Away:
 class TrainingMemory:
     """The gradients and the optimizer's state of one model on one device.
 
-    It is given back and taken again by the storage, not by the tensor: what shares a storage, such as the views of
+    It is offloaded and onloaded by the storage, not by the tensor: what shares a storage, such as the views of
     Megatron's gradient buffers, or the shards that a float32 distributed optimizer steps within the weights
     themselves, goes and stays together, and every reference to it is valid afterwards. Megatron's own `offload_to_cpu`
     moves what an optimizer steps, which in float32 are the weights.
@@ -217,7 +217,7 @@ class TrainingMemory:
             gradients: held for the whole training, and zero before each update.
         """
         self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
-        self._away: list[_Away] = []  # from `give_back` to `take`
+        self._away: list[_Away] = []  # from `offload` to `onload`
 
     @classmethod
     def of_megatron(
@@ -233,8 +233,8 @@ class TrainingMemory:
         return cls(module.module, _steppers(optimizer), device=device, gradients=gradients)
 
     @torch.no_grad()
-    def give_back(self) -> int:
-        """Free the memory until `take`, which precedes every update; returns how many bytes that are.
+    def offload(self) -> int:
+        """Free the memory until `onload`, which precedes every update; returns how many bytes that are.
 
         Called again before it changes nothing and returns 0.
         """
@@ -255,8 +255,8 @@ class TrainingMemory:
         return sum(away.num_bytes for away in self._away)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Have everything again, if it was given back: gradients of zeros, and the optimizer's state as it was."""
+    def onload(self) -> None:
+        """Have everything again, if it was offloaded: gradients of zeros, and the optimizer's state as it was."""
         for away in self._away:
             away.storage.resize_(away.num_bytes)
             whole = _numbers(away.storage)

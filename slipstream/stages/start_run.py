@@ -10,8 +10,7 @@ from typing import Any
 
 from slipstream.config import require
 from slipstream.drafts.methods import require_package
-from slipstream.kubernetes.launch_checks import require_fits
-from slipstream.kubernetes.profile import ClusterProfile
+from slipstream.kubernetes.profile import ClusterProfile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe, require_loop
 from slipstream.stages.runs import NOTE, execution_run, origin_tags, started_text

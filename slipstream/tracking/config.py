@@ -64,7 +64,11 @@ class TrackingConfig(Checked, path="tracking"):
 
     def _check(self) -> None:
         if self.uri is not None:
-            check_uri(self.uri, "tracking.uri")
+            is_address = "://" in self.uri or self.uri.startswith("databricks")
+            fix = "as http://HOST:PORT; null uses SQLite"
+            self._require(
+                is_address, "uri", "must name a server or be null", fix
+            )  # MLflow would make a directory of it
         if self.experiment is not None:
             check_experiment(self.experiment, "tracking.experiment")
 
@@ -96,19 +100,6 @@ def is_sqlite(uri: str) -> bool:
 def sqlite_path(uri: str) -> Path:
     """The file that `uri`, an address as of `sqlite_uri`, stands for."""
     return Path(unquote(uri.removeprefix(_SQLITE).removeprefix(_QUOTED_SQLITE).partition("?")[0]))
-
-
-def existing_sqlite(uri: str) -> Path:
-    """The file of the store `uri`, which is read: a mistyped one is refused rather than created."""
-    path = sqlite_path(uri)
-    require(path.is_file(), "uri", "must name a store", uri, "no run was tracked there yet")
-    return path
-
-
-def check_uri(uri: str, field: str) -> None:
-    """Refuse what MLflow would take for a directory or for a scheme that nobody knows."""
-    rule, fix = "must name a server or be null", "as http://HOST:PORT; null uses SQLite"
-    require("://" in uri or uri.startswith("databricks"), field, rule, uri, fix)
 
 
 def check_experiment(name: str, field: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import require
-from slipstream.tracking.config import check_key, existing_sqlite, is_sqlite
+from slipstream.tracking.config import check_key, is_sqlite, sqlite_path
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
 
 _TIMEOUT_S = 30  # of a page of executions with all that they hold
@@ -92,7 +92,8 @@ def _open(uri: str) -> MlflowStore:
     if not uri.startswith(("http://", "https://", "databricks")):
         rule = "must be the address of an MLflow server or sqlite:///FILE"
         require(is_sqlite(uri), "uri", rule, uri, "start MLflow's server on that store")
-        path = existing_sqlite(uri)
+        path = sqlite_path(uri)
+        require(path.is_file(), "uri", "must name a store", uri, "no run was tracked there yet")
         try:
             with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
                 database.execute("SELECT 1 FROM experiments LIMIT 1")

@@ -75,7 +75,9 @@ class MlflowStore:
         import_mlflow(request_timeout_s)
         self.uri = uri
         with _translated(uri):
-            self._client = _open_sqlite(uri) if is_sqlite(uri) else _open(uri)
+            if is_sqlite(uri):
+                _create_sqlite(sqlite_path(uri).absolute())
+            self._client = _open(uri)
 
     def check(self) -> None:
         """Ask the server something that costs it nothing."""
@@ -180,25 +182,22 @@ class MlflowStore:
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            if found.lifecycle_stage == "deleted":
-                restore = self._mlflow("experiments", "restore", "--experiment-id", found.experiment_id)
-                raise TrackingError(f"experiment {name} was deleted on {self.uri}; restore it with: {restore}")
-            self._offer_views(found.experiment_id, found.tags)
-            return found.experiment_id
-        location = None
-        if is_sqlite(self.uri):
-            location = (sqlite_path(self.uri).absolute().parent / "artifacts").as_uri()
-        try:
-            created = self._client.create_experiment(name, artifact_location=location)
-        except MlflowException:
-            # Another task of this execution may have been quicker; if not, the first error was the real one.
+        if found is None:
+            is_file, store = is_sqlite(self.uri), sqlite_path(self.uri).absolute()
+            location = (store.parent / "artifacts").as_uri() if is_file else None
+            try:
+                self._client.create_experiment(name, artifact_location=location)
+            except MlflowException:
+                # Another task of this execution may have been quicker; if not, the first error was the real one.
+                if self._client.get_experiment_by_name(name) is None:
+                    raise
             found = self._client.get_experiment_by_name(name)
-            if found is None:
-                raise
-            return found.experiment_id
-        self._offer_views(created, {})
-        return created
+            assert found is not None
+        if found.lifecycle_stage == "deleted":
+            restore = self._mlflow("experiments", "restore", "--experiment-id", found.experiment_id)
+            raise TrackingError(f"experiment {name} was deleted on {self.uri}; restore it with: {restore}")
+        self._offer_views(found.experiment_id, found.tags)
+        return found.experiment_id
 
     def _offer_views(self, experiment_id: str, known: Mapping[str, str]) -> None:
         """Columns and filters that make the experiment's table of runs readable; what somebody changed stays."""
@@ -311,19 +310,14 @@ def _open(uri: str) -> MlflowClient:
     return MlflowClient(tracking_uri=uri)
 
 
-def _open_sqlite(uri: str) -> MlflowClient:
-    path = sqlite_path(uri).absolute()
-    if not path.exists():
-        _create_sqlite(path)
-    return _open(uri)
-
-
 def _create_sqlite(path: Path) -> None:
-    """Create the store `path`, whole or not at all.
+    """Create the store `path` unless it is there, whole or not at all.
 
     MLflow makes its tables in about 50 steps that no two processes may take at once, and that it cannot go on with
     where a process was killed. So one process takes them, in a file beside `path` that is then moved to its place.
     """
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or this process ends

@@ -40,37 +40,19 @@ class _Cursor:
     missing: dict[str, str] = field(default_factory=dict)  # artifacts before `offset` that were gone, and their folders
 
 
-class _Points:
-    """Tells the points that an attempt makes again, as it goes on from a checkpoint, from those that are new.
-
-    A server never forgets a point, and would draw both. The first stays: it is there while the second is still unknown.
-    The spool has both.
-    """
-
-    def __init__(self) -> None:
-        self.attempt = 0  # how often the run was opened so far
-        self._made_by: dict[str, dict[int, int]] = {}  # the attempt that made the point first, by metric and step
-
-    def new(self, event: Event) -> dict[str, float]:
-        """Take note of the next event of a spool; the metrics of it that no earlier attempt has made for its step."""
-        self.attempt += event.kind == "open"
-        if event.is_result:
-            return event.metrics
-        return {name: value for name, value in event.metrics.items() if self._is_new(name, event.step)}
-
-    def _is_new(self, name: str, step: int) -> bool:
-        return self._made_by.setdefault(name, {}).setdefault(step, self.attempt) == self.attempt
-
-
 class SpoolReplay:
-    """Moves one spool to a server, batch by batch, and remembers on disk how far it came."""
+    """Moves one spool to a server, batch by batch, and remembers on disk how far it came.
+
+    An attempt that goes on from a checkpoint makes some points again. A server never forgets a point, and would draw
+    both: the first stays, for it is there while the second is still unknown. The spool has both.
+    """
 
     def __init__(self, path: Path, store: MlflowStore) -> None:
         self._path = path
         self._store = store
         self._offset = 0
-        self._points = _Points()
-        self._attempt = 0  # at `_offset`
+        self._attempt = 0  # how often the run was opened before `_offset`
+        self._made_by: dict[tuple[str, int], int] = {}  # the attempt that made the point first, by metric and step
         self._missing: dict[str, str] = {}  # as in the cursor
         self.run_id: str | None = None
         self.num_points = 0
@@ -90,22 +72,22 @@ class SpoolReplay:
         if part.end_offset == self._offset:
             self._send_missing(self.run_id)
             return False
-        self._points.attempt, num_points = self._attempt, 0  # a slice that failed is sent again as a whole
+        attempt, num_points = self._attempt, 0  # a slice that failed is sent again as a whole
         for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
             if is_metrics:
                 points = [
                     (name, value, event.time_ms, event.step)
                     for event in events
-                    for name, value in self._points.new(event).items()
+                    for name, value in event.metrics.items()
+                    if self._is_new(event, name, attempt)
                 ]
                 self._store.send_metrics(self.run_id, points)
                 num_points += len(points)
             else:
                 for event in events:
-                    self._points.new(event)
+                    attempt += event.kind == "open"
                     self._send(self.run_id, event)
-        self._offset = part.end_offset
-        self._attempt = self._points.attempt
+        self._offset, self._attempt = part.end_offset, attempt
         self.num_points += num_points
         if part.num_broken_lines:
             self.num_broken_lines += part.num_broken_lines
@@ -152,8 +134,14 @@ class SpoolReplay:
             if part.end_offset == self._offset:
                 break
             for event in part.events:
-                self._points.new(event)
-            self._offset, self._attempt = part.end_offset, self._points.attempt
+                self._attempt += event.kind == "open"
+                for name in event.metrics:
+                    self._is_new(event, name, self._attempt)
+            self._offset = part.end_offset
+
+    def _is_new(self, event: Event, name: str, attempt: int) -> bool:
+        """Whether no earlier attempt has made the point; results of a whole run always are new."""
+        return event.is_result or self._made_by.setdefault((name, event.step), attempt) == attempt
 
     def _send(self, run_id: str, event: Event) -> None:
         match event.kind:

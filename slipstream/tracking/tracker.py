@@ -60,7 +60,7 @@ class Tracker:
         self._header = header
         self._root = root
         self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=header.key))
-        self._append(Event(kind="open", time_ms=now_ms(), header=header))
+        self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
         import_mlflow(config.request_timeout_s)
         command = replay_command(root, config.uri)
         self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
@@ -126,11 +126,11 @@ class Tracker:
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
         """Log parameters: one a knob, as they are compared by value; a longer text than MLflow stores is cut."""
-        self._append(Event(kind="params", time_ms=now_ms(), fields=fitted_params(params)))
+        self._spool.append(Event(kind="params", time_ms=now_ms(), fields=fitted_params(params)))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags, replacing what they were; a longer text than MLflow stores is cut."""
-        self._append(Event(kind="tags", time_ms=now_ms(), fields=fitted_tags(tags)))
+        self._spool.append(Event(kind="tags", time_ms=now_ms(), fields=fitted_tags(tags)))
 
     def log_artifact(self, path: Path, *, folder: str = "") -> None:
         """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.
@@ -142,7 +142,7 @@ class Tracker:
         copy = self._spool.path.with_suffix(".artifacts") / folder / path.name
         write_atomic(copy, path.read_bytes())  # never a half file in the place of one that was not sent yet
         relative = copy.relative_to(self._spool.path.parent)
-        self._append(Event(kind="artifact", time_ms=now_ms(), path=str(relative), folder=folder))
+        self._spool.append(Event(kind="artifact", time_ms=now_ms(), path=str(relative), folder=folder))
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """Log the `best/` and `mean/` summaries, end the run and wait a little for the last points to arrive.
@@ -152,7 +152,7 @@ class Tracker:
         summaries, last_step = _summaries(self._spool.path)
         if summaries:
             self._log(summaries, last_step, is_result=True)
-        self._append(Event(kind="end", time_ms=now_ms(), status=status.value))
+        self._spool.append(Event(kind="end", time_ms=now_ms(), status=status.value))
         wait_s = self._config.close_wait_s
         self._release(min(wait_s, _KILLED_WAIT_S) if status is RunStatus.KILLED else wait_s)
 
@@ -176,10 +176,7 @@ class Tracker:
     def _log(self, metrics: Mapping[str, float], step: int, *, is_result: bool) -> None:
         check_metrics(metrics, step)
         values = {name: float(value) for name, value in metrics.items()}
-        self._append(Event(kind="metrics", time_ms=now_ms(), step=step, is_result=is_result, metrics=values))
-
-    def _append(self, event: Event) -> None:
-        self._spool.append(event)
+        self._spool.append(Event(kind="metrics", time_ms=now_ms(), step=step, is_result=is_result, metrics=values))
 
 
 class _ReplayThread(threading.Thread):
@@ -227,22 +224,24 @@ class _ReplayThread(threading.Thread):
         self._tried.wait(timeout_s)
         return self._replay.run_id if self._replay is not None else None
 
-    def _advance(self) -> None:
-        if self._replay is None:
-            store = MlflowStore(self._uri, request_timeout_s=self._config.request_timeout_s)
-            self._replay = SpoolReplay(self._spool.path, store)
-        while self._replay.advance():
-            pass
-
     def _try(self) -> bool:
         """Send what there is; whether all of it has arrived."""
         try:
             self._spool.sync()
-            self._advance()
+            if self._replay is None:
+                store = MlflowStore(self._uri, request_timeout_s=self._config.request_timeout_s)
+                self._replay = SpoolReplay(self._spool.path, store)
+            while self._replay.advance():
+                pass
         except Exception as error:  # noqa: BLE001  # whatever it is, this thread must live to try again
-            self._report_failure(error)
+            self._failure = str(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
+            if self._num_failures == 0:
+                log.warning("%s; training goes on and points wait in %s", self._failure, self._spool.path)
+            self._num_failures += 1
         else:
-            self._report_success()
+            if self._num_failures:
+                log.info("tracking server %s answers again; %s has arrived", self._uri, self._spool.path)
+            self._num_failures, self._failure = 0, _SILENT
         self._tried.set()
         return self._num_failures == 0
 
@@ -250,17 +249,6 @@ class _ReplayThread(threading.Thread):
         """Seconds to wait for what is logged next: longer after each failure."""
         every_s = self._config.replay_every_s
         return min(every_s * 2 ** min(self._num_failures, 10), max(_MAX_BACKOFF_S, every_s))
-
-    def _report_failure(self, error: Exception) -> None:
-        self._failure = str(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
-        if self._num_failures == 0:
-            log.warning("%s; training goes on and points wait in %s", self._failure, self._spool.path)
-        self._num_failures += 1
-
-    def _report_success(self) -> None:
-        if self._num_failures:
-            log.info("tracking server %s answers again; %s has arrived", self._uri, self._spool.path)
-        self._num_failures, self._failure = 0, _SILENT
 
 
 def _summaries(path: Path) -> tuple[dict[str, float], int]:

@@ -153,7 +153,7 @@ class Run:
         """Train from the last checkpoint to the end, and write the final policy; returns all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
         if recipe.placement.takes_turns:
-            engines.rest()  # they have just started, or an attempt before this one failed in their turn
+            engines.sleep()  # they have just started, or an attempt before this one failed in their turn
         learner.load(self.policy, recipe.grpo.optimizer, with_reference=recipe.grpo.loss.kl_coefficient > 0)
         if draft is not None and self._trains_draft:
             learner.continue_draft(draft, self.policy, recipe.draft, recipe.engine.dtype)

@@ -77,9 +77,9 @@ class FaultTolerantEngines:
     group whose engine was lost is sampled again as a whole, from its seeds and the present weights. A lost rank of the
     learner is not recovered here, for its weights are gone.
 
-    Where learner and engines share GPUs, a step goes: the learner gives back its gradients and its optimizer's state,
-    engines are refitted and generate, then they give back their caches, and the learner trains. Each takes what it
-    needs by itself when it is asked to work. The learner gives back before the refit, not after: an engine that is lost
+    Where learner and engines share GPUs, a step goes: the learner offloads its gradients and its optimizer's state,
+    engines are refitted and generate, then they sleep without their caches, and the learner trains. Each wakes
+    by itself when it is asked to work. The learner offloads before the refit, not after: an engine that is lost
     in a refit restarts, and measures the memory that is free.
 
     Args:
@@ -122,7 +122,7 @@ class FaultTolerantEngines:
 
     def export(self, version: int, *, draft_version: int | None) -> Export:
         """Do the learner's part of `refit`, in which no engine takes part."""
-        self._free_learner()
+        self._offload_learner()
         return self._gate.export(version, draft_version=draft_version)
 
     def deliver(self, export: Export) -> RefitCheck:
@@ -147,7 +147,7 @@ class FaultTolerantEngines:
                 self._engines.draft_by(self._autopilot.schedule)
             found = self._engines.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
             if self._memory_sharer is not None:
-                self._engines.rest()
+                self._engines.sleep()
             return found if self._autopilot is None else self._autopilot.noted(found)
 
         result = self._recovered(generate)
@@ -182,12 +182,12 @@ class FaultTolerantEngines:
         return self._recovered(lambda: self._engines.restart(indices, seeds=seeds))
 
     def _refit(self) -> RefitCheck:
-        self._free_learner()
+        self._offload_learner()
         return self._gate.refit(self._version, draft_version=self._draft_version)
 
-    def _free_learner(self) -> None:
+    def _offload_learner(self) -> None:
         if self._memory_sharer is not None:
-            self._memory_sharer.rest()
+            self._memory_sharer.offload()
 
     def _refit_again(self) -> None:
         if not self._is_beside_training:

@@ -70,7 +70,7 @@ class Deadline:
 _ALIVE = Deadline(10.0, "fixed")  # an idle process has nothing else to do
 
 
-E = TypeVar("E")
+E = TypeVar("E", bound=Any)  # engines or a learner
 StatesOf = Callable[[Sequence[Worker]], Mapping[Worker, str]]
 
 
@@ -252,9 +252,7 @@ class Idle(Generic[E]):
     Safe in threads.
     """
 
-    def __init__(self, *, is_alive: Callable[[E], bool], close: Callable[[E], None]) -> None:
-        self._is_alive = is_alive
-        self._close = close
+    def __init__(self) -> None:
         self._idle: list[tuple[str, E]] = []  # longest idle first
         self._lock = threading.Lock()
 
@@ -266,9 +264,9 @@ class Idle(Generic[E]):
                 if not found:
                     return None
                 _, process = self._idle.pop(found[-1])
-            if self._is_alive(process):
+            if process.is_alive():
                 return process
-            self._close(process)
+            process.close()
 
     def put(self, key: str, process: E, *, capacity: int) -> None:
         """Keep `process` for the next user; beyond `capacity` idle ones the longest idle are closed."""
@@ -276,7 +274,7 @@ class Idle(Generic[E]):
             self._idle.append((key, process))
             surplus = [self._idle.pop(0)[1] for _ in range(len(self._idle) - capacity)]
         for longest_idle in surplus:
-            self._close(longest_idle)
+            longest_idle.close()
 
 
 def is_alive(workers: Sequence[Worker]) -> bool:

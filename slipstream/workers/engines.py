@@ -18,7 +18,7 @@ from slipstream.drafts.methods import SCHEDULE
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult, Portion, Trace, WeightFiles
 from slipstream.engine.requests import GroupRequest, group_requests
-from slipstream.engine.vllm_engine import VllmEngine, device_arguments, process_environment, without_gpu
+from slipstream.engine.vllm_engine import VllmEngine, engine_arguments, process_environment, without_gpu
 from slipstream.grpo.loop_config import KvCache
 from slipstream.records.steps import ScheduleEntry
 from slipstream.refit.channel import Location
@@ -48,7 +48,7 @@ class EngineProcess(VllmEngine):
         speculative_config: dict[str, Any] | None,
         executor: str | None = None,
         is_in_flight: bool = False,
-        can_rest: bool = False,
+        can_sleep: bool = False,
         logical_gpus: bool = False,
     ) -> None:
         """Start a `VllmEngine` with these arguments.
@@ -69,7 +69,7 @@ class EngineProcess(VllmEngine):
             speculative_config=speculative_config,
             executor=executor,
             is_in_flight=is_in_flight,
-            can_rest=can_rest,
+            can_sleep=can_sleep,
         )
         self._dtype = config.dtype
         self._most_threads = config.num_threads
@@ -253,9 +253,9 @@ class RemoteEngine:
             ),
         )
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Put all engines to sleep; each wakes when it is asked to generate."""
-        self._crew.ask(self._of("rest"), lambda engine: engine.rest.remote())
+        self._crew.ask(self._of("sleep"), lambda engine: engine.sleep.remote())
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
@@ -398,7 +398,7 @@ def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str)
 
 
 _ANYWHERE = Layout()
-_idle_engines: Idle[RemoteEngine] = Idle(is_alive=RemoteEngine.is_alive, close=RemoteEngine.close)
+_idle_engines: Idle[RemoteEngine] = Idle()
 
 
 @contextmanager
@@ -466,7 +466,7 @@ def _new_engine(
                 speculative_config=speculative_config,
                 executor=start.executor,
                 is_in_flight=is_in_flight,
-                can_rest=layout.placement.takes_turns,
+                can_sleep=layout.placement.takes_turns,
                 logical_gpus=layout.placement.logical_gpus,
             )
         )
@@ -504,5 +504,5 @@ def _engine_key(
     draft = draft_directory(speculative_config)
     models = [policy] if draft is None else [policy, draft]
     architectures = [(model / "config.json").read_text() for model in models]
-    arguments = device_arguments(config, is_in_flight=is_in_flight)
+    arguments = engine_arguments(config, is_in_flight=is_in_flight)
     return json.dumps([asdict(config), speculative_config, architectures, asdict(layout), arguments])

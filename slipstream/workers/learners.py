@@ -321,9 +321,9 @@ class RemoteLearner:
         wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
         return lambda: weight_totals(wait())
 
-    def rest(self) -> None:
-        """Give back the memory that updates alone need; each rank takes it again for the next one."""
-        self._on_all("rest", lambda rank: rank.rest.remote())
+    def offload(self) -> None:
+        """Free the memory that updates alone need; each rank onloads it for the next one."""
+        self._on_all("offload", lambda rank: rank.offload.remote())
 
     def release(self) -> None:
         """Forget the policy, its optimizer and the draft: what is left is a process with its imports."""
@@ -390,7 +390,7 @@ def _of(what: str, batch: TrainBatch) -> str:
 
 
 _ANYWHERE = Layout()
-_idle_learners: Idle[RemoteLearner] = Idle(is_alive=RemoteLearner.is_alive, close=RemoteLearner.close)
+_idle_learners: Idle[RemoteLearner] = Idle()
 
 
 @contextmanager

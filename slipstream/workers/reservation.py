@@ -71,7 +71,8 @@ class Reservation:
 
     def learner_place(self, rank: int) -> dict[str, Any]:
         """Options that put the actor of this rank on its GPU."""
-        return _place(self.seats[self.plan.learner[rank]], learner_share(self.plan.layout))
+        seat = self.seats[self.plan.learner[rank]]
+        return _in_bundle(seat.group, seat.bundle, learner_share(self.plan.layout))
 
     def engine_start(self, index: int) -> Start:
         """Start of the engine of this number.
@@ -83,16 +84,17 @@ class Reservation:
         """
         seats = [self.seats[slot] for slot in self.plan.engines[index]]
         share = engine_share(self.plan.layout)
+        place = _in_bundle(seats[0].group, seats[0].bundle, share)
         if len(seats) == 1:
-            return Start(place=_place(seats[0], share), environment={}, executor="uni")
+            return Start(place=place, environment={}, executor="uni")
         # Ray shows an actor the GPU of its own bundle alone; here the actor's children use the others.
         own = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if len({seat.node_id for seat in seats}) == 1:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(seat.gpu_id for seat in seats)
-            return Start(place=_place(seats[0], share), environment=own, executor="mp")
+            return Start(place=place, environment=own, executor="mp")
         own[_BUNDLES] = ",".join(str(seat.bundle) for seat in seats)
         own["VLLM_RAY_PER_WORKER_GPUS"] = str(share)
-        return Start(place=_place(seats[0], 0.0), environment=own, executor="ray")
+        return Start(place=place | {"num_gpus": 0.0}, environment=own, executor="ray")
 
     def is_whole(self) -> bool:
         """Ask whether all its nodes are alive."""
@@ -293,10 +295,6 @@ def require_gpu(process: str, *, problem: Callable[[], str]) -> None:
             f"torch.version.cuda {torch.version.cuda}): install requirements/gpu.lock and a driver with which "
             "nvidia-smi lists the GPU, or set placement.logical_gpus: true if Ray's GPUs are only counted"
         )
-
-
-def _place(seat: Seat, share: float) -> dict[str, Any]:
-    return _in_bundle(seat.group, seat.bundle, share)
 
 
 def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, Any]:

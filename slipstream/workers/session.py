@@ -17,7 +17,7 @@ from ray._private.state import available_resources_per_node  # the public API su
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slipstream.config import require
-from slipstream.workers.placement.plan import Cluster, Node
+from slipstream.workers.placement.plan import Node
 
 logger = logging.getLogger(__name__)
 
@@ -167,23 +167,16 @@ def accelerators() -> str:
     return " ".join(sorted({node.labels[_TYPE_LABEL] for node in ray_nodes() if _TYPE_LABEL in node.labels}))
 
 
-def as_cluster(nodes: Sequence[RayNode]) -> Cluster:
+def as_cluster(nodes: Sequence[RayNode]) -> list[Node]:
     """Cluster as the planner sees it; a node's name is its id.
 
     Raises:
         ConfigError: the NUMA label of a node does not name each of its GPUs.
     """
-    return Cluster(
-        nodes=tuple(
-            Node(
-                name=node.id,
-                num_gpus=node.num_gpus,
-                nvlink_domain=node.labels.get(NVLINK_LABEL),
-                numa=_numa(node),
-            )
-            for node in nodes
-        )
-    )
+    return [
+        Node(name=node.id, num_gpus=node.num_gpus, nvlink_domain=node.labels.get(NVLINK_LABEL), numa=_numa(node))
+        for node in nodes
+    ]
 
 
 def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> RayNode:

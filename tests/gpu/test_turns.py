@@ -61,12 +61,12 @@ def test_a_resting_learner_gives_its_memory_to_others_and_gets_it_back_to_the_la
     torch.cuda.empty_cache()
     before, free = _numbers(policy), _free()
 
-    num_bytes = policy.rest()
+    num_bytes = policy.offload()
 
     assert num_bytes >= 12 * policy.architecture.num_parameters()  # gradients and two moments
     assert _free() - free >= 0.95 * num_bytes
     policy.logprobs(SEQUENCES, [1] * 4, 1.0)  # by its weights, which it has
-    policy._memory.take()
+    policy._memory.onload()
     assert all(torch.equal(one, other) for one, other in zip(_numbers(policy), before, strict=True))
     policy.lm_step(SEQUENCES, [0] * 4)
 
@@ -102,7 +102,7 @@ def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
     deadline = Deadline(300.0, "fixed")
     environment = {"env_vars": actor_environment(process_environment(ENGINE))}
     engine: Any = ray.remote(VllmEngine).options(num_gpus=0.5, runtime_env=environment)
-    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None, can_rest=True)
+    actor = engine.remote(models["old"], config=ENGINE, speculative_config=None, can_sleep=True)
     engines = RemoteEngine([Worker(actor, "engine 0")], deadline)
     learner: Any = None
     try:
@@ -126,7 +126,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
         free = _free()
 
-        engines.rest()
+        engines.sleep()
 
         total = torch.cuda.mem_get_info()[1]
         assert _free() - free > 0.2 * total  # of the 0.3 that it has, nearly all is cache
@@ -137,7 +137,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         changed = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
         assert abs(_free() - free) < 0.02 * total
         assert _drawn(changed) != _drawn(before)
-        engines.rest()
+        engines.sleep()
         engines.refit(models["old"], policy_version=2)
         assert engines.start_fingerprints(is_draft=False, turn=ALL)() != [new]
         assert _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == _drawn(before)
@@ -145,7 +145,7 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
 
 def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], ray_session: None) -> None:
     with _ends(models) as (learner, engines):
-        engines.rest()
+        engines.sleep()
         learner.load(models["new"], OPTIMIZER)
         config = RefitConfig(bucket_mib=1.0)
         with open_channel(config, learner, engines) as channel:

@@ -111,8 +111,8 @@ def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_
     with start_engine(models["old"], config=ENGINE, speculative_config=draft) as engine:
         before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         with pytest.raises(RuntimeError, match="Selective discard is not supported on CPU"):
-            engine.rest()
-        engine.rest()  # it rests already
+            engine.sleep()
+        engine.sleep()  # it sleeps already
         (state,) = engine.refit(models["old"] / "model.safetensors", policy_version=1)
         assert (state.policy_version, state.num_prefix_cache_resets) == (1, 1)
         (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()

@@ -52,42 +52,40 @@ class PlacementConfig(Checked, path="placement"):
     logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
 
     def _check(self) -> None:
-        self._require(
-            self.gpus_per_node > 0 or (self.nodes == 1 and self.mode is PlacementMode.COLOCATED),
-            "gpus_per_node",
-            "must be >= 1 with several nodes or mode 'split'",
-            "without GPUs a run lies on one node",
+        has_gpus, is_split = self.gpus_per_node > 0, self.mode is PlacementMode.SPLIT
+        fix = "set placement.gpus_per_node, or leave it out"
+        rules = (
+            (
+                has_gpus or (self.nodes == 1 and not is_split),
+                "gpus_per_node",
+                "must be >= 1 with several nodes or mode 'split'",
+                "without GPUs a run lies on one node",
+            ),
+            (has_gpus or not self.takes_turns, "memory", "must be 'shared' without GPUs", fix),
+            (
+                not is_split or not self.takes_turns,
+                "memory",
+                "must be 'shared' with mode 'split'",
+                "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
+            ),
+            (
+                not has_gpus or self.arms_in_turn is not ArmsInTurn.ON,
+                "arms_in_turn",
+                "must be auto or off with GPUs",
+                "each arm takes all of them: leave it out",
+            ),
+            (has_gpus or not self.logical_gpus, "logical_gpus", "must be false without GPUs", fix),
         )
-        self._require(
-            not self.takes_turns or self.gpus_per_node > 0,
-            "memory",
-            "must be 'shared' without GPUs",
-            "set placement.gpus_per_node, or leave it out",
-        )
-        self._require(
-            not self.takes_turns or self.mode is PlacementMode.COLOCATED,
-            "memory",
-            "must be 'shared' with mode 'split'",
-            "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
-        )
-        self._require(
-            self.arms_in_turn is not ArmsInTurn.ON or self.gpus_per_node == 0,
-            "arms_in_turn",
-            "must be auto or off with GPUs",
-            "each arm takes all of them: leave it out",
-        )
-        self._require(
-            not self.logical_gpus or self.gpus_per_node > 0,
-            "logical_gpus",
-            "must be false without GPUs",
-            "set placement.gpus_per_node, or leave it out",
-        )
-        if self.mode is PlacementMode.SPLIT:
-            self._check_split()
-            return
-        for name in ("generation_nodes", "training_nodes"):
-            value: int = getattr(self, name)
-            require(value == 0, f"placement.{name}", "must be left out with mode 'colocated'", value, "or set 'split'")
+        for holds, name, rule, what_to_do in rules:
+            self._require(holds, name, rule, what_to_do)
+        for name, count in (("generation_nodes", self.generation_nodes), ("training_nodes", self.training_nodes)):
+            if is_split:
+                self._require(count >= 1, name, "must be >= 1 with mode 'split'")
+            else:
+                self._require(count == 0, name, "must be left out with mode 'colocated'", "or set 'split'")
+        both = self.generation_nodes + self.training_nodes
+        rule = f"must be generation_nodes {self.generation_nodes} + training_nodes {self.training_nodes}"
+        self._require(not is_split or both == self.nodes, "nodes", rule)
 
     @property
     def has_arms_in_turn(self) -> bool:
@@ -96,16 +94,8 @@ class PlacementConfig(Checked, path="placement"):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learner and engines give memory back while the others work."""
+        """Whether learner and engines free memory while the others work."""
         return self.memory is MemoryUse.IN_TURN
-
-    def _check_split(self) -> None:
-        for name in ("generation_nodes", "training_nodes"):
-            value: int = getattr(self, name)
-            require(value >= 1, f"placement.{name}", "must be >= 1 with mode 'split'", value)
-        both = self.generation_nodes + self.training_nodes
-        rule = f"must be generation_nodes {self.generation_nodes} + training_nodes {self.training_nodes}"
-        self._require(both == self.nodes, "nodes", rule)
 
     @property
     def num_learner_nodes(self) -> int:

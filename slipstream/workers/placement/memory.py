@@ -34,8 +34,8 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # of the character tokenizer that a policy from scratch has
-_KEPT = ("weights", "reference")  # by a learner that gives memory back while engines generate
-_CACHE = "KV cache"  # which an engine gives back while the learner trains
+_KEPT = ("weights", "reference")  # by an offloaded learner
+_CACHE = "KV cache"  # which an engine that sleeps has not
 _STATES = ("weights", "gradients", "optimizer", "reference")
 
 
@@ -108,21 +108,16 @@ class MemoryEstimate:
     uncounted: str = ""  # what the estimate leaves out
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether each of the two gives memory back while the other works."""
-        return self.layout.placement.takes_turns
-
-    @property
     def kinds(self) -> dict[str, dict[str, float]]:
         """Parts that lie on one GPU at once, by the GPU's role or by who is at work."""
         if self.layout.placement.mode is not PlacementMode.COLOCATED:
             return {"training GPU": self.learner, "generation GPU": self.engine}
-        if not self.takes_turns:
+        if not self.layout.placement.takes_turns:
             return {"GPU": {**self.learner, **self.engine}}
-        resting = {part: size for part, size in self.engine.items() if part != _CACHE}
+        sleeping = {part: size for part, size in self.engine.items() if part != _CACHE}
         return {
             "generating": {**{part: self.learner[part] for part in _KEPT if part in self.learner}, **self.engine},
-            "training": {**self.learner, **resting},
+            "training": {**self.learner, **sleeping},
         }
 
     @property
@@ -399,7 +394,7 @@ def memory_text(found: MemoryEstimate, channel: Channel) -> str:
         f"a refit moves {_gb(found.refit_bytes)} GB into each of {layout.num_engines} engines, "
         f"{_gb(found.refit_bytes * layout.num_engines)} GB in all, by {channel.value}",
     ]
-    if found.takes_turns:
+    if layout.placement.takes_turns:
         hosted = found.learner["optimizer"]
         lines.append(
             f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: "

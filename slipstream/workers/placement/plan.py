@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from slipstream.config import require
 from slipstream.workers.placement.config import Layout, PlacementMode
@@ -33,19 +34,17 @@ class Node:
         require(known in (0, self.num_gpus), f"node {self.name}: numa", f"must name {self.num_gpus} GPUs", self.numa)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Hosts that run now, or that are meant to."""
-
-    nodes: tuple[Node, ...]
-
-    def __str__(self) -> str:
-        """Count nodes by their GPUs, as in `8x4, 1x0`."""
-        counts = [node.num_gpus for node in self.nodes]
-        return ", ".join(f"{counts.count(gpus)}x{gpus}" for gpus in sorted(set(counts), reverse=True)) or "no nodes"
+Cluster = Sequence[Node]
+"""Hosts that run now, or that are meant to."""
 
 
-def parse_cluster(text: str, *, domain_nodes: int | None = None) -> Cluster:
+def sizes(cluster: Cluster) -> str:
+    """Count nodes by their GPUs, as in `8x4, 1x0`."""
+    counts = [node.num_gpus for node in cluster]
+    return ", ".join(f"{counts.count(gpus)}x{gpus}" for gpus in sorted(set(counts), reverse=True)) or "no nodes"
+
+
+def parse_cluster(text: str, *, domain_nodes: int | None = None) -> list[Node]:
     """The cluster that `8x4` (8 nodes of 4 GPUs) describes.
 
     Args:
@@ -60,20 +59,14 @@ def parse_cluster(text: str, *, domain_nodes: int | None = None) -> Cluster:
     require(num_nodes > 0 and num_gpus > 0, "--cluster", "must have nodes and GPUs", text)
     require(domain_nodes is None or domain_nodes > 0, "--domain-nodes", "must be >= 1", domain_nodes)
     width = len(str(num_nodes - 1))
-    return Cluster(
-        nodes=tuple(
-            Node(
-                name=f"node{index:0{width}d}",
-                num_gpus=num_gpus,
-                nvlink_domain=None if domain_nodes is None else f"domain{index // domain_nodes}",
-            )
-            for index in range(num_nodes)
-        )
-    )
+    domains = [None if domain_nodes is None else f"domain{index // domain_nodes}" for index in range(num_nodes)]
+    return [
+        Node(name=f"node{index:0{width}d}", num_gpus=num_gpus, nvlink_domain=domain)
+        for index, domain in enumerate(domains)
+    ]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A GPU: the index of its node among the plan's, and its own on that node."""
 
     node: int
@@ -141,8 +134,8 @@ def replanned(plan: Plan, cluster: Cluster) -> Plan:
         ConfigError: as `make_plan`.
     """
     layout, per_node = plan.layout, plan.layout.placement.gpus_per_node
-    alive, taken = {node.name for node in cluster.nodes}, {node.name for node in plan.nodes}
-    spare = [node for node in cluster.nodes if node.name not in taken and node.num_gpus >= per_node]
+    alive, taken = {node.name for node in cluster}, {node.name for node in plan.nodes}
+    spare = [node for node in cluster if node.name not in taken and node.num_gpus >= per_node]
     if len(taken - alive) > len(spare) or max(layout.learner_unit, layout.engine_unit) > 1:
         return make_plan(layout, cluster)
     substitutes = iter(spare)
@@ -152,7 +145,7 @@ def replanned(plan: Plan, cluster: Cluster) -> Plan:
 def _shared_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
     learner, engine = layout.learner_unit, layout.engine_unit
     field = _learner_field(layout) if learner >= engine else _ENGINE_FIELD
-    return _take(cluster.nodes, layout.placement.nodes, layout, math.lcm(learner, engine), field)
+    return _take(cluster, layout.placement.nodes, layout, math.lcm(learner, engine), field)
 
 
 def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
@@ -162,9 +155,9 @@ def _split_nodes(cluster: Cluster, layout: Layout) -> list[Node]:
         (layout.learner_unit, placement.training_nodes, _learner_field(layout)),
         (layout.engine_unit, placement.generation_nodes, _ENGINE_FIELD),
     ]
-    _require_nodes(cluster.nodes, placement.nodes, placement.gpus_per_node)
+    _require_nodes(cluster, placement.nodes, placement.gpus_per_node)
     taken: dict[str, list[Node]] = {}
-    rest = list(cluster.nodes)
+    rest = list(cluster)
     for unit, count, field in sorted(wanted, reverse=True):
         taken[field] = _take(rest, count, layout, unit, field)
         rest = [node for node in rest if node not in taken[field]]
@@ -198,14 +191,10 @@ def _take(nodes: Sequence[Node], count: int, layout: Layout, unit: int, field: s
         field,
         f"must divide the {needed} GPUs that placement.gpus_per_node takes of a node, or keep each of its groups in "
         f"one NVLink domain (the largest here has {largest} such nodes)",
-        _group(layout, field),
+        layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours,
         f"lower it to a divisor of {needed}, or label the nodes with their domain",
     )
     return whole[:count]
-
-
-def _group(layout: Layout, field: str) -> int:
-    return layout.engine_tensor if field == _ENGINE_FIELD else layout.parallel.num_neighbours
 
 
 def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
@@ -215,12 +204,12 @@ def _require_nodes(nodes: Sequence[Node], count: int, needed: int) -> None:
         "placement.gpus_per_node",
         f"must be at most the {max((node.num_gpus for node in nodes), default=0)} GPUs of the cluster's largest node",
         needed,
-        f"the cluster has {Cluster(nodes=tuple(nodes))}",
+        f"the cluster has {sizes(nodes)}",
     )
     require(
         len(fitting) >= count,
         "placement.nodes",
-        f"must find that many nodes with {needed} GPUs among {Cluster(nodes=tuple(nodes))}: there are {len(fitting)}",
+        f"must find that many nodes with {needed} GPUs among {sizes(nodes)}: there are {len(fitting)}",
         count,
         "lower it and the layout with it, or add nodes",
     )

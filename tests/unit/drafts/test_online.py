@@ -115,7 +115,7 @@ def run(
     killed_after: int | None = None,
     rests: bool = False,
 ) -> tuple[list[StepRecord], DrawnRollouts]:
-    records, rollouts = list(history), Resting(process) if rests else DrawnRollouts()
+    records, rollouts = list(history), Offloaded(process) if rests else DrawnRollouts()
     is_off = config.online is DraftOnline.OFF
 
     def on_step(record: StepRecord) -> None:
@@ -140,7 +140,7 @@ def run(
     return records, rollouts
 
 
-class Resting(DrawnRollouts):
+class Offloaded(DrawnRollouts):
     """Rollouts before each of which a learner gives back what it needs for updates alone."""
 
     def __init__(self, process: LearnerProcess) -> None:
@@ -149,7 +149,7 @@ class Resting(DrawnRollouts):
         self.given_back: list[int] = []
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
-        self.given_back.append(self.process.rest())
+        self.given_back.append(self.process.offload())
         return super().refit(version, draft_version=draft_version)
 
 
@@ -198,22 +198,22 @@ def test_a_run_that_trains_its_draft_ends_with_the_policy_of_one_that_does_not_b
 def test_a_learner_that_rests_while_rollouts_are_drawn_ends_with_the_same_policy_and_draft_bit_for_bit(
     policy: Path, draft: Path, tmp_path: Path
 ) -> None:
-    resting, other = started(policy, draft), started(policy, draft)
-    _, rollouts = run(resting, rests=True)
+    offloaded, other = started(policy, draft), started(policy, draft)
+    _, rollouts = run(offloaded, rests=True)
     run(other)
-    assert isinstance(rollouts, Resting)
+    assert isinstance(rollouts, Offloaded)
     # Before the first step there are the gradients of the policy, then moments, and the draft's gradients are freed.
-    num_policy = resting._loaded.architecture.num_parameters()
-    num_draft = resting._drafting.num_parameters
+    num_policy = offloaded._loaded.architecture.num_parameters()
+    num_draft = offloaded._drafting.num_parameters
     assert rollouts.given_back[0] >= 4 * num_policy
     assert rollouts.given_back[1:] == [rollouts.given_back[1]] * 3
     assert rollouts.given_back[1] - rollouts.given_back[0] == 8 * (num_policy + num_draft)
-    resting.rest()
-    assert policy_bits(resting) == policy_bits(other)
-    assert resting.rest() == 0
-    resting.save_checkpoint(tmp_path / "resting", {})
-    resting.finish_checkpoint()
-    assert draft_bits(resting) == draft_bits(other)
+    offloaded.offload()
+    assert policy_bits(offloaded) == policy_bits(other)
+    assert offloaded.offload() == 0
+    offloaded.save_checkpoint(tmp_path / "offloaded", {})
+    offloaded.finish_checkpoint()
+    assert draft_bits(offloaded) == draft_bits(other)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What vLLM is told of the device."""
+"""Arguments that vLLM gets of the device, and paths that it finds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.config import EngineConfig
-from slipstream.engine.vllm_engine import device_arguments, loadable
+from slipstream.engine.vllm_engine import engine_arguments, loadable
 
 GPU = EngineConfig(max_model_len=8, max_num_seqs=1)
 CPU = EngineConfig(max_model_len=8, max_num_seqs=1, kv_cache_gib=1.0)
 
 
-@pytest.mark.parametrize("can_rest", [False, True])
-def test_on_a_gpu_an_engine_in_flight_has_no_step_under_way_between_two_others(can_rest: bool) -> None:
-    at_rest, flying = (device_arguments(GPU, is_in_flight=each, can_rest=can_rest) for each in (False, True))
-    assert "async_scheduling" not in at_rest
-    assert flying == at_rest | {"async_scheduling": False}
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_on_a_gpu_an_engine_in_flight_has_no_step_under_way_between_two_others(can_sleep: bool) -> None:
+    plain, flying = (engine_arguments(GPU, is_in_flight=each, can_sleep=can_sleep) for each in (False, True))
+    assert "async_scheduling" not in plain
+    assert flying == plain | {"async_scheduling": False}
 
 
 def test_on_a_cpu_where_vllm_never_schedules_ahead_it_is_told_nothing_of_it() -> None:
-    assert device_arguments(CPU, is_in_flight=True) == device_arguments(CPU, is_in_flight=False)
-    assert "async_scheduling" not in device_arguments(CPU, is_in_flight=True)
+    assert engine_arguments(CPU, is_in_flight=True) == engine_arguments(CPU, is_in_flight=False)
+    assert "async_scheduling" not in engine_arguments(CPU, is_in_flight=True)
 
 
 @pytest.mark.parametrize("name", ["a [b]", "c*", "d?"])
@@ -43,10 +43,8 @@ def test_a_model_of_a_plain_path_is_loaded_from_there(tmp_path: Path) -> None:
         assert path == tmp_path
 
 
-def test_only_an_engine_that_can_rest_has_vllms_sleep_mode_and_only_on_a_gpu() -> None:
-    assert device_arguments(GPU, is_in_flight=False) == {"gpu_memory_utilization": 0.6}
-    assert device_arguments(GPU, is_in_flight=False, can_rest=True) == {
-        "gpu_memory_utilization": 0.6,
-        "enable_sleep_mode": True,
-    }
-    assert "enable_sleep_mode" not in device_arguments(CPU, is_in_flight=False, can_rest=True)
+def test_only_an_engine_that_can_sleep_has_vllms_sleep_mode_and_only_on_a_gpu() -> None:
+    plain, sleeping = (engine_arguments(GPU, is_in_flight=False, can_sleep=each) for each in (False, True))
+    assert plain["gpu_memory_utilization"] == 0.6 and "enable_sleep_mode" not in plain
+    assert sleeping == plain | {"enable_sleep_mode": True}
+    assert "enable_sleep_mode" not in engine_arguments(CPU, is_in_flight=False, can_sleep=True)

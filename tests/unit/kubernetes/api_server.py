@@ -30,7 +30,6 @@ class Cluster:
     answers: dict[str, Answer]
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (method and path with query, body)
     released: threading.Event = field(default_factory=threading.Event)
-    denied: set[str] = field(default_factory=set)  # rights, as in "create rayjobs"
 
 
 def status(code: int, message: str) -> Answer:
@@ -188,10 +187,7 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
             body = json.loads(self.rfile.read(length)) if length else {}
             route = f"{self.command} {self.path.partition('?')[0]}"
             cluster.asked.append((f"{self.command} {self.path}", body))
-            if route.endswith("/selfsubjectaccessreviews"):
-                code, answer = _review(cluster, body)
-            else:
-                code, answer = cluster.answers.get(route, status(404, f"no {route}"))
+            code, answer = cluster.answers.get(route, status(404, f"no {route}"))
             if code == 0:
                 cluster.released.wait(30)
                 return
@@ -216,14 +212,3 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
         cluster.released.set()
         server.shutdown()
         server.server_close()
-
-
-def _review(cluster: Cluster, body: dict[str, Any]) -> Answer:
-    wanted = body["spec"]["resourceAttributes"]
-    is_allowed = f"{wanted['verb']} {wanted['resource']}" not in cluster.denied
-    return 201, {
-        "kind": "SelfSubjectAccessReview",
-        "apiVersion": "authorization.k8s.io/v1",
-        "spec": body["spec"],
-        "status": {"allowed": is_allowed, **({} if is_allowed else {"reason": "no RBAC policy matched"})},
-    }

@@ -19,6 +19,7 @@ from slipstream.kubernetes.preflight import (
     num_missing,
     own_namespace,
     pod_manifests,
+    probe_pod,
     require_ready,
     run_quota,
 )
@@ -66,7 +67,7 @@ def found(
 
 def missing(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **options: Any) -> list[Finding]:
     """What a cluster lacks that is whole but for `answers`."""
-    cluster = replace(whole_cluster(), denied=options.pop("denied", set()))
+    cluster = whole_cluster()
     cluster.answers.update(answers)
     return [row for row in found(cluster, profile, **options) if row.state is State.MISSING]
 
@@ -91,7 +92,6 @@ def test_a_whole_cluster_is_ready() -> None:
         "storage class lustre",
         "secret slipstream-ray",
         "service account slipstream",
-        "rights",
         "quota",
         "pod cpu, dry run",
         "pod head, dry run",
@@ -209,21 +209,8 @@ def test_a_refusal_is_quoted_with_the_right_that_is_lacking() -> None:
     assert row.fix == "let this account list nodes, or run the preflight as one that may"
 
 
-def test_rights_that_are_denied_are_named() -> None:
-    rows = missing({}, denied={"create rayjobs"})
-    assert [(row.what, row.found) for row in rows] == [
-        ("right to create rayjobs.ray.io", "denied: no RBAC policy matched"),
-    ]
-
-
 def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback() -> None:
-    cluster = Cluster(
-        answers={},
-        denied={f"{verb} {name}" for verb in ("create", "get", "delete") for name in ("pods", "rayjobs")},
-    )
-    whole = whole_cluster().answers
-    cluster.answers = {route: forbidden("do", "anything") for route in whole}
-    rows = found(cluster)
+    rows = found(Cluster(answers={route: forbidden("do", "anything") for route in whole_cluster().answers}))
     assert num_missing(rows) == len(rows)
     assert {row.state for row in rows} == {State.MISSING}
     assert all(row.fix for row in rows)
@@ -257,22 +244,23 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "said", "fix"),
     [
         (
             pod("Failed", terminated={"exitCode": 1, "message": "sh: can't create /mnt: Permission denied\n"}),
             "failed: sh: can't create /mnt: Permission denied",
+            "chown the volume's root",
         ),
-        (pod("Pending", waiting={"reason": "ImagePullBackOff"}), "Pending after 1 s: ImagePullBackOff"),
-        (forbidden("get", "pods"), "403: pods is forbidden"),
+        (pod("Pending", waiting={"reason": "ImagePullBackOff"}), "Pending after 1 s: ImagePullBackOff", "let the clus"),
+        (forbidden("get", "pods"), "403: pods is forbidden", "let this account get pods"),
     ],
 )
-def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: Answer, said: str) -> None:
+def test_a_root_that_no_pod_can_write_is_missing_and_the_pod_is_deleted(answer: Answer, said: str, fix: str) -> None:
     cluster = whole_cluster()
     cluster.answers[f"GET {PROBE}"] = answer
     rows = [row for row in found(cluster, probe_timeout_s=1.0) if row.state is State.MISSING]
     assert [row.what for row in rows] == ["shared root"]
-    assert rows[0].found.startswith(said)
+    assert rows[0].found.startswith(said) and rows[0].fix.startswith(fix)
     assert [path for path, _ in cluster.asked if path.startswith("DELETE ")] == [f"DELETE {PROBE}?gracePeriodSeconds=0"]
 
 
@@ -285,8 +273,8 @@ def test_without_an_image_no_pod_is_started_and_the_root_is_not_checked() -> Non
 
 def test_the_table_puts_what_is_missing_first() -> None:
     rows = [
-        Finding.of("one", found="a", needed="a", is_fine=True, fix="unused"),
-        Finding.of("two", found="b", needed="c", is_fine=False, fix="do it"),
+        Finding.of("one", found="a", needed="a", fix=""),
+        Finding.of("two", found="b", needed="c", fix="do it"),
     ]
     assert findings_table(rows).splitlines() == [
         "         what  found  needed  fix",
@@ -307,7 +295,6 @@ def test_the_root_is_written_to_here_and_no_pod_is_started_for_it(tmp_path: Path
     assert list((tmp_path / "runs").iterdir()) == []
     created = [request for request, _ in cluster.asked if request.startswith("POST") and "/pods" in request]
     assert created and all("dryRun=All" in request for request in created)
-    assert not [request for request, _ in cluster.asked if "selfsubjectaccessreviews" in request]
     assert "localqueues.kueue.x-k8s.io" in record.table
     assert read_record(type(record), write_record(record, tmp_path / "findings.json")) == record
     with pytest.raises(ConfigError, match=r"cluster gb200 lacks \d of what its runs need:\n(.|\n)*install Kueue"):
@@ -347,6 +334,17 @@ def test_the_dry_run_gets_pods_as_flyte_makes_them() -> None:
         {"name": "compute-domain-channel", "resourceClaimTemplateName": "slipstream-channel"}
     ]
     assert worker["serviceAccountName"] == "slipstream"
+
+
+def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() -> None:
+    profile = read_profile("gb200")
+    task, probe = pod_manifests(profile, "i:1")["cpu"], probe_pod(profile, "i:1", 30.0)
+    changed = {name for name in task["spec"] | probe["spec"] if task["spec"].get(name) != probe["spec"].get(name)}
+    assert changed == {"containers", "activeDeadlineSeconds"}
+    (container,) = probe["spec"]["containers"]
+    assert "envFrom" in task["spec"]["containers"][0] and "envFrom" not in container
+    assert container["resources"]["limits"] == {"cpu": "100m", "memory": "64Mi"}
+    assert "/mnt/slipstream/.preflight-" in container["command"][-1]
 
 
 def test_maps_merge_lists_are_appended_and_what_is_set_wins() -> None:

@@ -151,8 +151,8 @@ class NotedEngine:
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
 
-    def rest(self) -> None:
-        self.calls.append("rest")
+    def sleep(self) -> None:
+        self.calls.append("sleep")
 
     def take_lost(self, names: Sequence[str]) -> tuple[Any, ...]:
         del names

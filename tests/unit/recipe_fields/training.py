@@ -47,14 +47,14 @@ class NotedLearner:
         self.checkpoints: list[str] = []
         self.channels: list[Any] = []
         self.drafts: list[Any] = []
-        self.num_rests = 0
+        self.num_offloads = 0
         self.workers: tuple[Any, ...] = ()
 
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
 
-    def rest(self) -> None:
-        self.num_rests += 1
+    def offload(self) -> None:
+        self.num_offloads += 1
 
     def load(self, policy: Path, optimizer: Any, *, with_reference: bool) -> None:
         self.loads.append((optimizer, with_reference))
@@ -229,7 +229,7 @@ def training_records(recipe: Recipe, tools: Tools) -> object:
 def training_turns(recipe: Recipe, tools: Tools) -> object:
     """How often the engine gives memory back, and the learner."""
     engine, learner, _, _ = trained(recipe, tools)
-    return engine.calls.count("rest"), learner.num_rests
+    return engine.calls.count("sleep"), learner.num_offloads
 
 
 def training_loop(recipe: Recipe, tools: Tools) -> object:

@@ -75,7 +75,7 @@ def started_engines(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(engines, "_idle_engines", idle)
     with recipe_engine(recipe, tools.directory, tools.directory, 0):
         pass
-    return [started["can_rest"] for _, _, started in ray.made], seen, kept
+    return [started["can_sleep"] for _, _, started in ray.made], seen, kept
 
 
 def started_learner(recipe: Recipe, tools: Tools) -> object:

@@ -23,7 +23,6 @@ from slipstream.tracking import (
     RunStatus,
     Tracker,
     TrackingConfig,
-    TrackingError,
     experiment_names,
     fetch_artifact,
     read_executions,
@@ -324,12 +323,6 @@ def test_a_server_that_hangs_does_not_slow_the_loop(tmp_path: Path, silent_serve
     assert len(spooled(tmp_path, "train/reward")) == 1000
 
 
-def test_replay_to_a_dead_server_says_so(tmp_path: Path) -> None:
-    Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key="e8", name="x").close()
-    with pytest.raises(TrackingError, match=DEAD):
-        replay(spool_directory(tmp_path), DEAD)
-
-
 def test_a_dead_server_is_one_line_within_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for key in ("e8", "e8/a", "e8/b"):
         Tracker.open(UNREACHABLE, root=tmp_path, experiment="tiny", key=key, name="x").close()
@@ -430,25 +423,12 @@ def test_more_points_than_a_batch_holds_all_arrive(root: Path, client: Any) -> N
     assert len(run.data.params) == 250
 
 
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"reward": 1.0}, "metric name must be `area/name`"),
-        ({"aime24/avg@32": 1.0}, "metric name must be `area/name`"),
-        ({"time//step_s": 1.0}, "metric name must be `area/name`"),
-        ({"time/s_step": 1.0}, "must end with its unit, _s or _ms, got 'time/s_step'"),
-        ({"train/loss": float("nan")}, "metric train/loss of step 3 must be finite, got nan"),
-        ({"train/loss": float("inf")}, "metric train/loss of step 3 must be finite, got inf"),
-    ],
-)
-def test_what_nobody_could_read_later_is_refused_at_once(
-    root: Path, client: Any, metrics: dict[str, float], message: str
-) -> None:
+def test_what_nobody_could_read_later_is_refused_at_once(root: Path, client: Any) -> None:
     tracker = Tracker.open(LOCAL, root=root, experiment="tiny", key="e11", name="x")
-    with pytest.raises(ConfigError, match=message):
-        tracker.log(metrics, step=3)
+    with pytest.raises(ConfigError, match="metric train/loss of step 3 must be finite, got inf"):
+        tracker.log({"train/loss": float("inf"), "train/kl": 1.0}, step=3)
     tracker.detach()
-    assert all(name not in find_run(client, "e11").data.metrics for name in metrics)
+    assert find_run(client, "e11").data.metrics == {}
 
 
 def test_a_key_that_would_break_the_search_is_refused(root: Path) -> None:
@@ -466,8 +446,3 @@ def test_long_params_and_tags_arrive_cut_and_more_of_them_than_a_request_holds(r
     assert data.params["p39"] == many["p39"]
     assert data.params["instruction"].endswith("x [cut: 7000 characters in all]")
     assert data.tags["mlflow.note.content"].endswith("y [cut: 9000 characters in all]")
-
-
-def test_an_empty_uri_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tracking\.uri must name a server or be null, got ''"):
-        TrackingConfig(uri="")

@@ -64,7 +64,7 @@ class World:
         self, *, max_restarts: int = 3, is_beside_training: bool = False, takes_turns: bool = False, watched: Any = None
     ) -> FaultTolerantEngines:
         fakes: Any = self
-        learner: Any = SleepingLearner(self) if takes_turns else None
+        learner: Any = OffloadedLearner(self) if takes_turns else None
         return FaultTolerantEngines(
             fakes,
             fakes,
@@ -94,8 +94,8 @@ class World:
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         self.tables.append(tuple(schedule))
 
-    def rest(self) -> None:
-        self.asked("engines rest")
+    def sleep(self) -> None:
+        self.asked("engines sleep")
 
     def refit(self, version: int, *, draft_version: int | None) -> RefitCheck:
         self.asked(("refit", version, draft_version))
@@ -143,12 +143,12 @@ class World:
             raise LostWorkerError("engine died", self._losses[self._num_asked])
 
 
-class SleepingLearner:
+class OffloadedLearner:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def rest(self) -> None:
-        self._world.asked("learner rests")
+    def offload(self) -> None:
+        self._world.asked("learner offloads")
 
 
 def replaced(index: int) -> list[Any]:
@@ -313,7 +313,7 @@ def test_each_loss_submits_what_that_engine_had_and_counts_it_once() -> None:
     assert portion.num_regenerated == 12
 
 
-STEP = ["learner rests", REFIT, GENERATE, "engines rest"]
+STEP = ["learner offloads", REFIT, GENERATE, "engines sleep"]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ STEP = ["learner rests", REFIT, GENERATE, "engines rest"]
     [
         ({}, 0, STEP),
         # lost in the refit: it restarts beside a learner that sleeps
-        ({2: ENGINE}, 0, ["learner rests", REFIT, *replaced(0), *STEP]),
+        ({2: ENGINE}, 0, ["learner offloads", REFIT, *replaced(0), *STEP]),
         # lost while it generates, or gives memory back: all generate again
         ({3: ENGINE}, 2, [*STEP[:3], *replaced(0), *STEP]),
         ({4: ENGINE}, 2, [*STEP, *replaced(0), *STEP]),
@@ -340,14 +340,14 @@ def test_the_learner_gives_memory_back_before_the_refit_and_the_engines_after_th
 def test_before_an_export_too_the_learner_gives_memory_back() -> None:
     world = World()
     world.tolerant(takes_turns=True).export(4, draft_version=2)
-    assert world.calls == ["learner rests", ("export", 4, 2)]
+    assert world.calls == ["learner offloads", ("export", 4, 2)]
 
 
 def test_a_learner_lost_when_it_gives_back_is_no_engines_loss() -> None:
     world = World({1: [RANK]})
     with pytest.raises(LostWorkerError):
         world.tolerant(takes_turns=True).refit(0, draft_version=0)
-    assert world.calls == ["learner rests"]
+    assert world.calls == ["learner offloads"]
 
 
 class LoggedEngine(NotedEngine):
@@ -369,15 +369,15 @@ class LoggedLearner(NotedLearner):
         self._calls.append("load")
         super().load(policy, optimizer, with_reference=with_reference)
 
-    def rest(self) -> None:
-        self._calls.append("learner rests")
+    def offload(self) -> None:
+        self._calls.append("learner offloads")
 
     def train_step(self, update: Any) -> Any:
         self._calls.append("train")
         return super().train_step(update)
 
 
-def test_an_arm_begins_with_engines_at_rest_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_begins_with_sleeping_engines_and_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     trained(
         recipe_with({**IN_TURN, "placement.memory": "in_turn", "grpo.num_steps": 2}),
@@ -386,8 +386,8 @@ def test_an_arm_begins_with_engines_at_rest_and_takes_turns(tmp_path: Path, monk
         learner=LoggedLearner(calls),
     )
     words = [call[0] if isinstance(call, tuple) else call for call in calls]
-    turns = [word for word in words if word in ("rest", "load", "learner rests", "generate", "train")]
-    assert turns == ["rest", "load", *["learner rests", "generate", "rest", "train"] * 2]
+    turns = [word for word in words if word in ("sleep", "load", "learner offloads", "generate", "train")]
+    assert turns == ["sleep", "load", *["learner offloads", "generate", "sleep", "train"] * 2]
 
 
 def autopilot(steps: Sequence[AutopilotStep | None] = ()) -> Autopilot:

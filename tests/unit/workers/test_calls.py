@@ -168,37 +168,43 @@ def test_a_broken_collective_shortens_the_wait_and_never_lengthens_it() -> None:
         assert second <= min(seconds, cause_s)
 
 
-@pytest.fixture
-def closed() -> list[str]:
-    return []
+class Process:
+    """An engine or a learner."""
+
+    def __init__(self, *, is_dead: bool = False) -> None:
+        self.is_dead = is_dead
+        self.is_closed = False
+
+    def is_alive(self) -> bool:
+        return not self.is_dead
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
-@pytest.fixture
-def idle(closed: list[str]) -> Idle[str]:
-    """Idle engines that are names, of which `dead` is no longer alive."""
-    return Idle[str](is_alive=lambda name: name != "dead", close=closed.append)
+def test_an_engine_comes_back_only_to_who_asks_for_its_settings() -> None:
+    idle, engine = Idle[Process](), Process()
+    idle.put("k=0", engine, capacity=2)
+
+    assert [idle.take("k=5"), idle.take("k=0"), idle.take("k=0")] == [None, engine, None]
+    assert not engine.is_closed
 
 
-def test_an_engine_comes_back_only_to_who_asks_for_its_settings(idle: Idle[str], closed: list[str]) -> None:
-    idle.put("k=0", "a", capacity=2)
+def test_beyond_the_capacity_the_longest_idle_is_closed() -> None:
+    idle, engines = Idle[Process](), [Process() for _ in range(4)]
+    for k, engine in enumerate(engines[:3]):
+        idle.put(f"k={k}", engine, capacity=2)
 
-    assert [idle.take("k=5"), idle.take("k=0"), idle.take("k=0")] == [None, "a", None]
-    assert closed == []
-
-
-def test_beyond_the_capacity_the_longest_idle_is_closed(idle: Idle[str], closed: list[str]) -> None:
-    for key, name in (("k=1", "a"), ("k=2", "b"), ("k=3", "c")):
-        idle.put(key, name, capacity=2)
-
-    assert closed == ["a"]
-    assert [idle.take("k=1"), idle.take("k=3")] == [None, "c"]
-    idle.put("k=0", "d", capacity=0)
-    assert closed == ["a", "b", "d"]
+    assert [engine.is_closed for engine in engines] == [True, False, False, False]
+    assert [idle.take("k=0"), idle.take("k=2")] == [None, engines[2]]
+    idle.put("k=3", engines[3], capacity=0)
+    assert [engine.is_closed for engine in engines] == [True, True, False, True]
 
 
-def test_an_engine_that_died_while_idle_is_not_given_out(idle: Idle[str], closed: list[str]) -> None:
-    idle.put("k=0", "a", capacity=2)
-    idle.put("k=0", "dead", capacity=2)
+def test_an_engine_that_died_while_idle_is_not_given_out() -> None:
+    idle, alive, dead = Idle[Process](), Process(), Process(is_dead=True)
+    idle.put("k=0", alive, capacity=2)
+    idle.put("k=0", dead, capacity=2)
 
-    assert idle.take("k=0") == "a"
-    assert closed == ["dead"]
+    assert idle.take("k=0") is alive
+    assert dead.is_closed

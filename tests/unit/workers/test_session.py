@@ -149,8 +149,8 @@ def _node(labels: dict[str, str]) -> RayNode:
 
 def test_labels_say_the_nvlink_domain_and_the_numa_node_of_each_gpu() -> None:
     labels = {NVLINK_LABEL: "rack7", NUMA_LABEL: "0-1", "ray.io/node-id": "n"}
-    assert as_cluster([_node(labels)]).nodes == (Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1)),)
-    assert as_cluster([_node({})]).nodes == (Node(name="n", num_gpus=2),)
+    assert as_cluster([_node(labels)]) == [Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1))]
+    assert as_cluster([_node({})]) == [Node(name="n", num_gpus=2)]
 
 
 def test_a_numa_label_that_names_other_gpus_is_refused(refusal: Callable[..., str]) -> None:

@@ -104,12 +104,3 @@ def test_a_group_larger_than_a_node_needs_neighbours() -> None:
     placement = PlacementConfig(nodes=6, gpus_per_node=4)
     layout = Layout(placement=placement, parallel=ParallelConfig(tensor=3, data=8), num_engines=3, engine_tensor=8)
     assert (layout.learner_unit, layout.engine_unit) == (3, 2)  # 4 groups of 3 fill 3 nodes, a group of 8 fills 2
-
-
-def test_learner_and_engines_keep_their_memory_unless_told_otherwise() -> None:
-    assert not PlacementConfig(gpus_per_node=1).takes_turns
-    assert PlacementConfig(gpus_per_node=1, memory=IN_TURN).takes_turns
-
-
-def test_half_a_second_is_a_deadline() -> None:
-    assert PlacementConfig(start_timeout_s=0.5).start_timeout_s == 0.5

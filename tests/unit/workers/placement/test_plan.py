@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.config import ConfigError
 from slipstream.learner.config import ParallelConfig
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
-from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, parse_cluster, replanned
+from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, parse_cluster, replanned, sizes
 
 
 def test_two_nodes_colocated() -> None:
@@ -38,7 +38,7 @@ def test_split_gives_the_learner_the_first_nodes() -> None:
 
 def test_an_engine_over_two_nodes_lies_in_one_domain_and_is_reserved_whole() -> None:
     nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain=domain) for i, domain in enumerate("aabb"))
-    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), Cluster(nodes=nodes))
+    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), nodes)
     # The engine chooses first: its two neighbours must share a domain.
     assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
     assert plan.engines == ((Slot(1, 0), Slot(1, 1), Slot(2, 0), Slot(2, 1)),)
@@ -50,7 +50,7 @@ def test_a_domain_with_an_odd_node_leaves_it_out() -> None:
     layout = Layout(
         placement=PlacementConfig(nodes=4, gpus_per_node=1), parallel=ParallelConfig(tensor=2, data=2), num_engines=4
     )
-    assert [node.name for node in make_plan(layout, Cluster(nodes=nodes)).nodes] == ["n0", "n1", "n3", "n4"]
+    assert [node.name for node in make_plan(layout, nodes).nodes] == ["n0", "n1", "n3", "n4"]
 
 
 @pytest.mark.parametrize(
@@ -128,22 +128,22 @@ def test_two_neighbours_that_share_experts_are_a_group_too(refusal: Callable[...
 def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_others_keep_theirs() -> None:
     plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
     small, spare = Node(name="small", num_gpus=1), Node(name="spare", num_gpus=2)
-    after = replanned(plan, Cluster(nodes=(small, spare, plan.nodes[0], plan.nodes[2])))
+    after = replanned(plan, (small, spare, plan.nodes[0], plan.nodes[2]))
     assert [node.name for node in after.nodes] == ["node0", "spare", "node2"]
     assert (after.learner, after.engines) == (plan.learner, plan.engines)
 
 
 def test_without_a_spare_node_a_lost_one_is_missing(refusal: Callable[..., str]) -> None:
     plan = make_plan(_split(training=2, generation=1, per_node=2, engine_tensor=2), parse_cluster("3x2"))
-    message = refusal(replanned, plan=plan, cluster=Cluster(nodes=plan.nodes[1:]))
+    message = refusal(replanned, plan=plan, cluster=plan.nodes[1:])
     assert message.startswith("placement.nodes must find that many nodes with 2 GPUs among 2x2: there are 2, got 3")
 
 
 def test_an_engine_over_two_nodes_gets_another_pair_of_one_domain_when_one_is_lost() -> None:
     nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain=domain) for i, domain in enumerate("aabbcc"))
-    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), Cluster(nodes=nodes[:4]))
+    plan = make_plan(_split(training=1, generation=2, per_node=2, engine_tensor=4), nodes[:4])
     assert [node.name for node in plan.nodes] == ["n2", "n0", "n1"]
-    after = replanned(plan, Cluster(nodes=(*nodes[:1], *nodes[2:])))
+    after = replanned(plan, (*nodes[:1], *nodes[2:]))
     assert [node.name for node in after.nodes] == ["n0", "n2", "n3"]
 
 
@@ -155,11 +155,11 @@ def test_nodes_are_taken_by_the_engines_groups_where_those_are_larger() -> None:
         engine_tensor=2,
         num_engines=2,
     )
-    assert [node.name for node in make_plan(layout, Cluster(nodes=nodes)).nodes] == ["n0", "n1", "n3", "n4"]
+    assert [node.name for node in make_plan(layout, nodes).nodes] == ["n0", "n1", "n3", "n4"]
 
 
 def test_a_cluster_without_nodes_has_no_gpus(refusal: Callable[..., str]) -> None:
-    message = refusal(make_plan, layout=_colocated(nodes=1, per_node=4, tensor=4), cluster=Cluster(nodes=()))
+    message = refusal(make_plan, layout=_colocated(nodes=1, per_node=4, tensor=4), cluster=())
     assert message == (
         "placement.gpus_per_node must be at most the 0 GPUs of the cluster's largest node, got 4; the cluster has no "
         "nodes"
@@ -196,10 +196,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def clusters(draw: st.DrawFn) -> Cluster:
     """Nodes of different sizes, some with a domain."""
     domains = st.none() | st.sampled_from("ab")
-    sizes = draw(st.lists(st.tuples(st.integers(0, 5), domains), min_size=1, max_size=14))
-    return Cluster(
-        nodes=tuple(Node(name=str(i), num_gpus=gpus, nvlink_domain=domain) for i, (gpus, domain) in enumerate(sizes))
-    )
+    drawn = draw(st.lists(st.tuples(st.integers(0, 5), domains), min_size=1, max_size=14))
+    return [Node(name=str(i), num_gpus=gpus, nvlink_domain=domain) for i, (gpus, domain) in enumerate(drawn)]
 
 
 @given(layouts(), clusters())
@@ -209,7 +207,7 @@ def test_a_plan_uses_every_gpu_as_said_and_none_twice_by_one_role(layout: Layout
         return
     placement, per_node = layout.placement, layout.placement.gpus_per_node
     assert len(set(plan.nodes)) == placement.nodes
-    assert all(node in cluster.nodes and node.num_gpus >= per_node for node in plan.nodes)
+    assert all(node in cluster and node.num_gpus >= per_node for node in plan.nodes)
     workers = [slot for engine in plan.engines for slot in engine]
     for slots in (plan.learner, workers):
         assert len(set(slots)) == len(slots)
@@ -247,7 +245,7 @@ def test_after_a_loss_a_plan_is_as_good_as_a_new_one_and_moves_nobody_without_ne
     if plan is None:
         return
     lost = data.draw(st.sets(st.sampled_from(plan.nodes)))
-    rest = Cluster(nodes=tuple(node for node in cluster.nodes if node not in lost))
+    rest = [node for node in cluster if node not in lost]
     new = _plan_or_none(layout, rest)
     if new is None:
         with pytest.raises(ConfigError):
@@ -255,7 +253,7 @@ def test_after_a_loss_a_plan_is_as_good_as_a_new_one_and_moves_nobody_without_ne
         return
     after = replanned(plan, rest)
     assert len(set(after.nodes)) == layout.placement.nodes
-    assert set(after.nodes) <= {node for node in rest.nodes if node.num_gpus >= layout.placement.gpus_per_node}
+    assert set(after.nodes) <= {node for node in rest if node.num_gpus >= layout.placement.gpus_per_node}
     if layout.learner_unit == layout.engine_unit == 1:
         assert all(now == then for now, then in zip(after.nodes, plan.nodes, strict=True) if then not in lost)
     else:
@@ -308,16 +306,16 @@ def _split(*, training: int, generation: int, per_node: int, engine_tensor: int)
 
 def test_a_cluster_is_nodes_by_gpus() -> None:
     cluster = parse_cluster("12x4", domain_nodes=9)
-    assert [node.name for node in cluster.nodes[:2]] == ["node00", "node01"]  # names sort as numbers do
-    assert [node.nvlink_domain for node in cluster.nodes] == ["domain0"] * 9 + ["domain1"] * 3
-    assert {node.num_gpus for node in cluster.nodes} == {4}
-    assert {node.nvlink_domain for node in parse_cluster("1x1").nodes} == {None}
+    assert [node.name for node in cluster[:2]] == ["node00", "node01"]  # names sort as numbers do
+    assert [node.nvlink_domain for node in cluster] == ["domain0"] * 9 + ["domain1"] * 3
+    assert {node.num_gpus for node in cluster} == {4}
+    assert {node.nvlink_domain for node in parse_cluster("1x1")} == {None}
 
 
 def test_a_cluster_says_how_many_nodes_have_how_many_gpus() -> None:
     nodes = tuple(Node(name=str(i), num_gpus=gpus) for i, gpus in enumerate([4, 0, 4, 8]))
-    assert str(Cluster(nodes=nodes)) == "1x8, 2x4, 1x0"
-    assert str(Cluster(nodes=())) == "no nodes"
+    assert sizes(nodes) == "1x8, 2x4, 1x0"
+    assert sizes(()) == "no nodes"
 
 
 @pytest.mark.parametrize("text", ["8", "x4", "8x", "8x4x2", "-1x4", "8 x 4"])

@@ -4,7 +4,7 @@ from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
 from slipstream.workers.placement.memory import memory_text
-from slipstream.workers.placement.plan import Cluster, Node, make_plan, parse_cluster
+from slipstream.workers.placement.plan import Node, make_plan, parse_cluster
 from slipstream.workers.placement.table import plan_text, table
 from tests.unit.workers.placement.test_memory import SPLIT
 
@@ -29,7 +29,7 @@ def test_a_split_plan_shows_ranks_and_workers() -> None:
         num_engines=1,
     )
     nodes = tuple(Node(name=f"n{i}", num_gpus=2, nvlink_domain="rack", numa=(0, 1)) for i in range(3))
-    assert plan_text(make_plan(layout, Cluster(nodes=nodes))).splitlines() == [
+    assert plan_text(make_plan(layout, nodes)).splitlines() == [
         "3 x 2 GPUs, split",
         "learner: 4 ranks, TP 2 with SP x PP 1 x DP 2",
         "engines: 1 of TP 2, executor mp (processes of one node)",
@@ -107,14 +107,6 @@ def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
         "while engines generate, 24.6 GB of each GPU's optimizer wait in host memory: 98.3 GB a node",
     ]
-
-
-def test_a_reference_stays_while_engines_generate() -> None:
-    recipe = load_recipe(
-        "qwen3_8b", overrides={"placement": {"memory": "in_turn"}, "grpo": {"loss": {"kl_coefficient": 0.1}}}
-    )
-    lines = _memory_text(recipe).splitlines()
-    assert "reference           4.1             4.1" in lines
 
 
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
