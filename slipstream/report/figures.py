@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import CertificateRecord, EvaluationRecord, SweepPoint
-from slipstream.records.steps import StepRecord
+from slipstream.records.stages import CertificateRecord, SweepPoint
+from slipstream.records.steps import EvaluationRecord, StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import CertificateRecord, EvaluationRecord
+from slipstream.records.stages import CertificateRecord
+from slipstream.records.steps import EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,

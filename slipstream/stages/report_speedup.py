@@ -9,8 +9,8 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import CertificateRecord, DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
-from slipstream.records.steps import ArmRecord, by_loop
+from slipstream.records.stages import CertificateRecord, DraftRecord, PolicyRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.page import write_report
 from slipstream.report.summary import summarise
 from slipstream.simulator.projection_record import ProjectionRecord

@@ -63,11 +63,13 @@ def train_grpo(  # one input a record, and which arm
         params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
+        plan = arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=arm_name(arm, loop))
+        sets = read_prompt_sets(data)
         record = train(
             recipe,
-            arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=arm_name(arm, loop)),
+            replace(plan, validation=sets.validation),
             policy=policy,
-            prompts=read_prompt_sets(data).train,
+            prompts=sets.train,
             decode=decode(tokenizer(policy)),
             directory=directory,
             log=tracker.log,

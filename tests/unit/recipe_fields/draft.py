@@ -200,7 +200,7 @@ def arm_plan(recipe: Recipe, tools: Tools) -> object:
 
     for name in ("connect", "accelerators", "decode", "tokenizer", "parameters"):
         tools.patch.setattr(train_grpo, name, lambda *_: {})
-    tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=()))
     tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(SimpleNamespace(log=None)))
     tools.patch.setattr(train_grpo, "train", train)
     context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
