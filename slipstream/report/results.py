@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
+from slipstream.records.steps import EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -24,6 +25,7 @@ from slipstream.report.summary import (
     LoopArm,
     LoopComparison,
     RunSummary,
+    accuracy_curves,
     compare_loops,
     last_quarter,
     summarise_arms,
@@ -79,8 +81,7 @@ def results(record: RunRecord) -> list[Result]:
     found += rewards(run)
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
-        accuracy = Estimate(value=e.avg_at_k, ci95=(e.ci95[0], e.ci95[1]))
-        found.append(_result(f"aime24_{e.policy}", accuracy, note=f"avg@{e.k} of {e.num_problems} problems"))
+        found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
     metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
     metrics |= {"num_speculative_tokens": float(k), **_asynchronous_metrics(compared)}
     return found + [_result(name, value, label="") for name, value in metrics.items()]
@@ -119,6 +120,15 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
         if each.name:
             metrics |= metrics_with_ends(f"result/{each.name}", Estimate(value=each.value, ci95=each.interval))
     return metrics | certificate_metrics(record.certificate)
+
+
+def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
+    """The accuracy curve of each arm as metrics, with the step that each is of."""
+    return [
+        (step, metrics_with_ends(f"aime24/{name}", _avg_at_k(evaluation)))
+        for name, curve in accuracy_curves(record).items()
+        for step, evaluation in curve.items()
+    ]
 
 
 def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
@@ -173,6 +183,11 @@ def _result(
     if label is None:
         label, unit = KINDS[name].label, KINDS[name].unit
     return Result(name, label, unit, estimate.value, estimate.ci95, reference, note)
+
+
+def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
+    low, high = evaluation.ci95
+    return Estimate(value=evaluation.avg_at_k, ci95=(low, high))
 
 
 def _ratio(name: str, ratio: Estimate, *, label: str | None = None, reference: float | None = None) -> Result:

@@ -110,7 +110,7 @@ def accuracy_text(record: RunRecord) -> str:
         " Arms that generate while they train are evaluated before and after it alone." if record.asynchronous else ""
     )
     return (
-        f"After {step} steps the accuracy of the speculative arm less that of the autoregressive one is "
+        f"After step {step} the accuracy of the speculative arm less that of the autoregressive one is "
         f"{difference_with_interval(difference)}, paired by problem: {said}.{apart}"
     )
 

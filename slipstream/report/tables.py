@@ -152,7 +152,7 @@ def accuracy_table(record: RunRecord) -> Table:
     for last in record.evaluations:
         of_arm = {step: each for step, each in curves.get(last.policy, {}).items() if each.policy == last.policy}
         for step, e in (of_arm or {0: last}).items():
-            label = POLICY_LABELS[e.policy] + ("" if e is last else f", after {step} steps")
+            label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
             problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
             rows.append(Row(label, (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
     return build_table("policy", {"": columns}, rows)

@@ -11,15 +11,14 @@ from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord, DraftRecord, PolicyRecord, TuningRecord
 from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
-from slipstream.report.formats import metrics_with_ends
 from slipstream.report.page import write_report
-from slipstream.report.summary import accuracy_curves, summarise
+from slipstream.report.results import curve_metrics
+from slipstream.report.summary import summarise
 from slipstream.simulator.projection_record import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
-from slipstream.statistics import Estimate
 from slipstream.tracking import store_uri
 from slipstream.workers.session import machine
 
@@ -75,10 +74,8 @@ def report_speedup(  # noqa: PLR0913  # one input a record
             tracker.log_params({"dtype": record.numerics.dtype, "dtype_reason": record.numerics.reason})
         speedup = summarise(record)["speedup"]
         tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
-        for name, curve in accuracy_curves(record).items():
-            for step, point in curve.items():
-                estimate = Estimate(value=point.avg_at_k, ci95=(point.ci95[0], point.ci95[1]))
-                tracker.log(metrics_with_ends(f"aime24/{name}", estimate), step)
+        for step, metrics in curve_metrics(record):
+            tracker.log(metrics, step)
         for name in ("report.html", "report.json", "run.json", DRIFT_FILE):
             tracker.log_artifact(directory / name)
     end_reported_execution(context, recipe, record, report, drift)

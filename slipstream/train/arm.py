@@ -303,7 +303,7 @@ class Run:
                 return replace(record, evaluation=self.evaluate(engines))
         except WeightsLostError as error:
             logger.error(
-                "%s: the policy after %d steps is not evaluated, training goes on: %s", self.plan.title, step, error
+                "%s: the policy after step %d is not evaluated, training goes on: %s", self.plan.title, step, error
             )
             return record
 

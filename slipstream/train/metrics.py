@@ -402,7 +402,7 @@ def step_line(record: StepRecord, num_steps: int) -> str:
         acceptance = ", not drafted"
     more = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     if record.evaluation is not None:
-        more += f"; after {record.step} steps avg@{record.evaluation.k} was {record.evaluation.avg_at_k:.3f}"
+        more += f"; after step {record.step} avg@{record.evaluation.k} was {record.evaluation.avg_at_k:.3f}"
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
         f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{more}"

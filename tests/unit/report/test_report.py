@@ -287,13 +287,13 @@ def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
     rows = [(row.label, row.cells[0]) for row in accuracy_table(CURVES).rows]
     assert rows == [
         ("before RL", "0.100"),
-        ("autoregressive, after 2 steps", "0.500"),
+        ("autoregressive, after step 2", "0.500"),
         ("autoregressive", "0.300"),
-        ("speculative, after 1 steps", "0.125"),
-        ("speculative, after 2 steps", "0.500"),
+        ("speculative, after step 1", "0.125"),
+        ("speculative, after step 2", "0.500"),
         ("speculative", "0.310"),
     ]
-    assert "After 4 steps the accuracy of the speculative arm" in page_text(CURVES)
+    assert "After step 4 the accuracy of the speculative arm" in page_text(CURVES)
     curves, ends = draw(CURVES, REFERENCE)["learning"], draw(RECORD, REFERENCE)["learning"]
     assert curves != ends
 
@@ -313,7 +313,7 @@ def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
     ends: tuple[EvaluationRecord, EvaluationRecord], said: str
 ) -> None:
     ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
-    assert re.match(f"After 4 steps .* is {said}", accuracy_text(ended))
+    assert re.match(f"After step 4 .* is {said}", accuracy_text(ended))
     assert "generate while they train" not in accuracy_text(ended)
     # Where the end is of other problems, or of one arm, the last common point is that of training.
     other = right("speculative", 4, 4, prompt_hash="other")

@@ -380,7 +380,7 @@ def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_agai
         assert [record.num_engine_restarts for record in records] == [0, 0, 0, 1, 0, 0]
         untold = [replace(record, num_engine_restarts=0) for record in records]
         assert without_times(untold) == without_times(whole)
-    assert "the policy after 2 steps is not evaluated, training goes on" in caplog.text
+    assert "the policy after step 2 is not evaluated, training goes on" in caplog.text
 
 
 def test_the_autopilot_learns_nothing_from_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
