@@ -52,7 +52,7 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
 
 
 def test_the_accuracy_curves_are_metrics_by_step() -> None:
-    def point(name: str, value: float) -> dict[str, float]:
+    def point(name: str, value: float) -> dict[str, object]:
         ends = {f"aime24/{name}_low": value - 0.05, f"aime24/{name}_high": value + 0.05}
         return {f"aime24/{name}": value, **{end: pytest.approx(each) for end, each in ends.items()}}
 
