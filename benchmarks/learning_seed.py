@@ -19,8 +19,8 @@ from slipstream import logs
 from slipstream.config import from_mapping, merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record, write_record
-from slipstream.records.stages import EvaluationRecord, TuningRecord
-from slipstream.records.steps import ArmRecord
+from slipstream.records.stages import TuningRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord
 from slipstream.report.summary import summarise_arms
 from slipstream.stages.context import RunContext
 from slipstream.stages.evaluate_aime import evaluate_aime

@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.config import Checked, PositiveInt, require
 from slipstream.engine.config import SamplingConfig, Temperature, TopK, TopP
 from slipstream.engine.protocol import Engines
-from slipstream.records.stages import EvaluationRecord
+from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.values import compare
 from slipstream.rewards.verifier import Verifier
@@ -35,6 +35,7 @@ class EvaluationConfig(Checked, path="evaluation"):
     top_p: TopP = 0.95
     top_k: TopK = 20
     max_response_tokens: PositiveInt
+    every_steps: PositiveInt | None = None  # of a synchronous arm, while it trains; None: before and after it alone
 
     def _check(self) -> None:
         self._require(
@@ -43,6 +44,10 @@ class EvaluationConfig(Checked, path="evaluation"):
             "must be > 0 with more than one sample a problem",
             "greedy samples are all equal: set num_samples_per_problem to 1",
         )
+
+    def is_due(self, num_updates: int) -> bool:
+        """Whether a policy that goes on training is evaluated after so many updates."""
+        return self.every_steps is not None and num_updates > 0 and num_updates % self.every_steps == 0
 
     def sampling(self) -> SamplingConfig:
         """These settings as the engine takes them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.records import stages
-from slipstream.records.steps import ArmRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class RunRecord:
     draft: stages.DraftRecord
     tuning: stages.TuningRecord
     arms: tuple[ArmRecord, ...]
-    evaluations: tuple[stages.EvaluationRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
     certificate: stages.CertificateRecord
     numerics: NumericsRecord | None = None  # None: the recipe names its types
     logical_gpus: bool = False  # see `placement.logical_gpus`

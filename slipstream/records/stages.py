@@ -1,4 +1,4 @@
-"""Measurements of the stages around training: data, policy, draft, draft lengths, evaluation, losslessness."""
+"""Measurements of the stages around training: data, policy, draft, draft lengths, losslessness."""
 
 from __future__ import annotations
 
@@ -63,22 +63,6 @@ class TuningRecord:
     schedule_gain: float = 1.0  # generation time with the chosen k over that with the schedule, by these times
     machine: str = ""  # of the engines that were timed; empty: not recorded
     versions: dict[str, str] = field(default_factory=dict)  # where they were
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationRecord:
-    """Accuracy of one policy on a set of problems, `k` samples a problem."""
-
-    policy: str  # "start", or the name of an arm
-    num_problems: int
-    k: int
-    avg_at_k: float  # expected pass@1
-    maj_at_k: float
-    ci95: tuple[float, ...]  # (low, high) of avg_at_k, bootstrap over problems
-    truncated_fraction: float
-    num_timeouts: int
-    prompt_hash: str
-    correct_by_problem: tuple[int, ...]  # of k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

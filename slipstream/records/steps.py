@@ -1,4 +1,4 @@
-"""Measurements of the steps of an arm, and the arm as a whole."""
+"""Measurements of the steps of an arm with the evaluations between them, and the arm as a whole."""
 
 from __future__ import annotations
 
@@ -135,6 +135,22 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord:
+    """Accuracy of one policy on a set of problems, `k` samples a problem."""
+
+    policy: str  # "start", or the name of an arm
+    num_problems: int
+    k: int
+    avg_at_k: float  # expected pass@1
+    maj_at_k: float
+    ci95: tuple[float, ...]  # (low, high) of avg_at_k, bootstrap over problems
+    truncated_fraction: float
+    num_timeouts: int
+    prompt_hash: str
+    correct_by_problem: tuple[int, ...]  # of k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MachineUse:
     """State of the trainer's machine over one step, or over several; None: not to be read there.
 
@@ -169,7 +185,7 @@ class StepRecord:
     policy_version: int  # that generated the rollouts
     draft_version: int | None  # that proposed tokens for them
     refit: RefitCheck
-    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took
+    num_engine_restarts: int = 0  # engines lost and replaced; `times` holds what that took, but in an evaluation
     engine_idle_fraction: float = 0.0  # of the engines' time during generation; 0 for a single engine
     has_logprob_pass: bool = True  # False: the stage was left out, for the training pass gives the same logprobs
     draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
@@ -178,6 +194,7 @@ class StepRecord:
     overlap: Overlap | None = None  # None: generation and training took turns
     lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
     longest_response_tokens: int = 0  # 0: not recorded
+    evaluation: EvaluationRecord | None = None  # of `policy_version`, outside `times`; None: none was due
     machine: MachineUse | None = None  # None: not recorded
 
 

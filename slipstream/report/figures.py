@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import CertificateRecord, EvaluationRecord, SweepPoint
+from slipstream.records.stages import CertificateRecord, SweepPoint
 from slipstream.records.steps import StepRecord
 from slipstream.report.canvas import ARM_COLOURS, HIGHLIGHT, INK, LOSS, STAGE_COLOURS, WIDTH_IN, draw_svg
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.reference import Reference, WorkloadReference
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, decided_steps
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
 from slipstream.statistics import amdahl, moving_average
 from slipstream.types import STAGES, Arm
 
@@ -126,14 +126,14 @@ def sweep(points: Sequence[SweepPoint], chosen_k: int) -> str:
 
 
 def learning(record: RunRecord) -> str:
-    """Reward of both arms over steps, and the accuracy of the three policies."""
+    """Reward and accuracy of both arms over steps."""
 
     def draw(axes: Sequence[Axes]) -> None:
         _over_steps(axes[0], record, lambda step: step.reward_mean, smooth=True)
         axes[0].set_title("Mean reward of a step (thin) and its moving average")
         _from_zero(axes[0])
         axes[0].legend(loc="lower right", ncols=2)
-        _accuracies(axes[1], record.evaluations)
+        _accuracies(axes[1], record)
 
     return draw_svg(2, 2.7, draw)
 
@@ -340,18 +340,22 @@ def _sweep_lengths(ax: Axes, points: Sequence[SweepPoint]) -> None:
     ax.set(xlabel="draft length k", ylim=(0.8, 1.12 * max(lengths)), xlim=(-0.5, len(points) - 0.5))
 
 
-def _accuracies(ax: Axes, evaluations: Sequence[EvaluationRecord]) -> None:
-    colours = {"start": "#c4c9d1", **{arm.value: colour for arm, colour in ARM_COLOURS.items()}}
-    evaluations = [evaluation for evaluation in evaluations if evaluation.policy in colours]  # of the synchronous arms
-    for x, evaluation in enumerate(evaluations):
-        value, (low, high) = evaluation.avg_at_k, evaluation.ci95
-        ax.bar(x, value, width=0.55, color=colours[evaluation.policy])
-        ax.errorbar(x, value, yerr=[[max(0, value - low)], [max(0, high - value)]], color=INK, capsize=3, linewidth=1)
-        ax.annotate(f"{value:.3f}", (x, max(high, value)), (0, 3), textcoords="offset points", ha="center")
-    ax.set_xticks(range(len(evaluations)), [POLICY_LABELS[evaluation.policy] for evaluation in evaluations])
-    k = evaluations[0].k if evaluations else 0
-    top = max((max(evaluation.ci95[1], evaluation.avg_at_k) for evaluation in evaluations), default=1.0)
-    ax.set(title=f"AIME-2024-like accuracy, avg@{k}, 95 % interval", ylim=(0, 1.18 * top or 1.0))
+def _accuracies(ax: Axes, record: RunRecord) -> None:
+    """The curves of the synchronous arms, a little apart, so that no interval hides another."""
+    curves = accuracy_curves(record)
+    points = [point for curve in curves.values() for point in curve.values()]
+    longest = max((len(arm.steps) for arm in record.arms), default=0)
+    for place, arm in enumerate(record.arms):
+        curve = curves[arm.name]
+        values, steps = [point.avg_at_k for point in curve.values()], np.array(list(curve))
+        errors = [[max(0, point.avg_at_k - point.ci95[0]) for point in curve.values()]]
+        errors += [[max(0, point.ci95[1] - point.avg_at_k) for point in curve.values()]]
+        shifted = steps + (place - 0.5) * 0.015 * longest
+        ax.errorbar(shifted, values, errors, fmt="o-", color=ARM_COLOURS[arm.arm], markersize=4, capsize=3)
+    top = max((max(point.ci95[1], point.avg_at_k) for point in points), default=1.0)
+    k = points[0].k if points else 0
+    ax.set(title=f"AIME-2024-like accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=(0, 1.18 * top or 1.0))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 Span = tuple[float, float, str]

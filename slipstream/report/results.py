@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
+from slipstream.records.steps import EvaluationRecord
 from slipstream.report.claims import Claim
 from slipstream.report.formats import (
     KINDS,
@@ -27,6 +28,7 @@ from slipstream.report.summary import (
     LoopArm,
     LoopComparison,
     RunSummary,
+    accuracy_curves,
     compare_loops,
     last_quarter,
     summarise_arms,
@@ -83,8 +85,7 @@ def results(record: RunRecord) -> list[Result]:
     found += rewards(run)
     found += [] if compared is None else _asynchronous_results(compared)
     for e in record.evaluations:
-        accuracy = Estimate(value=e.avg_at_k, ci95=(e.ci95[0], e.ci95[1]))
-        found.append(_result(f"aime24_{e.policy}", accuracy, note=f"avg@{e.k} of {e.num_problems} problems"))
+        found.append(_result(f"aime24_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
     metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
     metrics |= {"num_speculative_tokens": float(k), **_asynchronous_metrics(compared)}
     metrics |= {"paired": float(run.comparison.paired)} if run.comparison is not None else {}
@@ -133,6 +134,15 @@ def verdict_tags(record: RunRecord) -> dict[str, str]:
     """`verdict.step` and `verdict.generation`, to filter by: faster, slower, no difference seen or not measured."""
     comparison = summarise_arms(record.arms).comparison
     return {} if comparison is None else {f"verdict.{name}": each.kind for name, each in comparison.claims.items()}
+
+
+def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
+    """The accuracy curve of each arm as metrics, with the step that each is of."""
+    return [
+        (step, metrics_with_ends(f"aime24/{name}", _avg_at_k(evaluation)))
+        for name, curve in accuracy_curves(record).items()
+        for step, evaluation in curve.items()
+    ]
 
 
 def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
@@ -193,6 +203,11 @@ def _result(
     if label is None:
         label, unit = KINDS[name].label, KINDS[name].unit
     return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
+
+
+def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
+    low, high = evaluation.ci95
+    return Estimate(value=evaluation.avg_at_k, ci95=(low, high))
 
 
 def _ratio(

@@ -6,8 +6,14 @@ from slipstream.drafts.length import DraftLength, described
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.report.claims import said
-from slipstream.report.formats import percent, seconds, speedup, speedup_with_interval
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary
+from slipstream.report.formats import (
+    difference_with_interval,
+    percent,
+    seconds,
+    speedup,
+    speedup_with_interval,
+)
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference
 from slipstream.types import Arm
 
 LEARNER_BOUND = 0.05
@@ -69,6 +75,25 @@ def autopilot_text(record: RunRecord) -> str:
     told = f"It turned at {turns}." if turns else "It never turned speculation off."
     return (
         f"The autopilot had {without} of {len(flown)} steps generate without drafts, {probes} steps were probes. {told}"
+    )
+
+
+def accuracy_text(record: RunRecord) -> str:
+    """Whether the arms differ at the last point of their accuracy curves; empty where there is none."""
+    compared = accuracy_difference(record)
+    if compared is None:
+        return ""
+    step, difference = compared
+    said = "one problem tells nothing about the noise"
+    if difference.ci95 is not None:
+        is_seen = not difference.ci95[0] <= 0.0 <= difference.ci95[1]
+        said = "the arms differ" if is_seen else "no difference beyond the noise is seen"
+    apart = (
+        " Arms that generate while they train are evaluated before and after it alone." if record.asynchronous else ""
+    )
+    return (
+        f"After step {step} the accuracy of the speculative arm less that of the autoregressive one is "
+        f"{difference_with_interval(difference)}, paired by problem: {said}.{apart}"
     )
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import AcceptanceStats, ArmRecord, LagStats, Overlap, StepRecord
+from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, LagStats, Overlap, StepRecord
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_difference, bootstrap_ratio, spread
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
@@ -283,6 +283,36 @@ def draft_training(record: RunRecord) -> DraftTraining | None:
     )
 
 
+def accuracy_curves(record: RunRecord) -> dict[str, dict[int, EvaluationRecord]]:
+    """The evaluations of every arm, by the number of updates that the evaluated policy had made: start, training, end.
+
+    Arms that generate while they train have no point in between.
+    """
+    known = {evaluation.policy: evaluation for evaluation in record.evaluations}
+    curves: dict[str, dict[int, EvaluationRecord]] = {}
+    for arm in (*record.arms, *record.asynchronous):
+        found = {step.step: step.evaluation for step in arm.steps} | {0: known.get("start")}
+        if arm.steps:
+            found[arm.steps[-1].step + 1] = known.get(arm.name)
+        curves[arm.name] = {step: each for step, each in sorted(found.items()) if each is not None}
+    return curves
+
+
+def accuracy_difference(record: RunRecord) -> tuple[int, Estimate] | None:
+    """The last number of steps after which both arms were evaluated, and speculative minus autoregressive avg@k there.
+
+    Its interval is paired by problem. None: no trained policies of both arms were evaluated on the same problems.
+    """
+    curves = accuracy_curves(record)
+    base, spec = (curves.get(arm.value, {}) for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE))
+    common = [step for step in base.keys() & spec.keys() if base[step].prompt_hash == spec[step].prompt_hash]
+    last = max(common, default=0)
+    if last == 0:
+        return None
+    rates = ([correct / each[last].k for correct in each[last].correct_by_problem] for each in (base, spec))
+    return last, bootstrap_difference(*rates)
+
+
 def summarise(record: RunRecord) -> dict[str, Any]:
     """Content of `report.json`. Without two arms a speedup's value is null, without two timed steps its interval."""
     run = summarise_arms(record.arms)
@@ -311,6 +341,10 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
         "sweep": [_fields(point, *_SWEEP_FIELDS) for point in record.tuning.points],
         "reward": {arm.arm.value: list(arm.rewards) for arm in run.arms},
+        "accuracy_by_step": {
+            name: [{"step": step, **_fields(point, "avg_at_k", "ci95")} for step, point in curve.items()]
+            for name, curve in accuracy_curves(record).items()
+        },
         "aime24": {scored.policy: _fields(scored, *_ACCURACY_FIELDS) for scored in record.evaluations},
     }
 

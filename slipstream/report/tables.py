@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.stages import CertificateRecord, EvaluationRecord
+from slipstream.records.stages import CertificateRecord
+from slipstream.records.steps import EvaluationRecord
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -23,7 +24,7 @@ from slipstream.report.formats import (
 )
 from slipstream.report.reference import Reference, WorkloadReference
 from slipstream.report.results import speedups
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary
+from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves
 from slipstream.statistics import Estimate
 from slipstream.types import STAGES
 
@@ -146,12 +147,15 @@ def running_table(record: RunRecord) -> Table:
 
 
 def accuracy_table(record: RunRecord) -> Table:
-    """Accuracy before and after, with everything that qualifies it."""
+    """Accuracy before, during and after training, with everything that qualifies it."""
     columns = ("avg@k", "95 % interval", "maj@k", "k", "problems", "truncated", "time-outs", "prompts")
-    rows = []
-    for e in record.evaluations:
-        problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
-        rows.append(Row(POLICY_LABELS[e.policy], (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
+    curves, rows = accuracy_curves(record), []
+    for last in record.evaluations:
+        of_arm = {step: each for step, each in curves.get(last.policy, {}).items() if each.policy == last.policy}
+        for step, e in (of_arm or {0: last}).items():
+            label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
+            problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
+            rows.append(Row(label, (*_accuracy(e), *problems, str(e.num_timeouts), e.prompt_hash)))
     return build_table("policy", {"": columns}, rows)
 
 

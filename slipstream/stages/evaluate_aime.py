@@ -14,6 +14,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
+from slipstream.train.metrics import accuracy_metrics
 from slipstream.workers.engines import start_engine
 from slipstream.workers.session import connect
 
@@ -51,14 +52,7 @@ def evaluate_aime(context: RunContext, recipe: Recipe, policy: str, *, data: Pat
                 policy=policy,
                 seed=recipe.grpo.seed,
             )
-        tracker.log(
-            {
-                f"aime24/avg_at_{record.k}": record.avg_at_k,
-                f"aime24/maj_at_{record.k}": record.maj_at_k,
-                "aime24/truncated_fraction": record.truncated_fraction,
-                "aime24/num_timeouts": record.num_timeouts,
-            }
-        )
+        tracker.log(accuracy_metrics(record))
         write_record(record, directory / "evaluation.json")
     logger.info("evaluate_aime: %s avg@%d %.3f", policy, record.k, record.avg_at_k)
     return directory

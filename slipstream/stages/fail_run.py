@@ -8,8 +8,8 @@ from pathlib import Path
 
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import read_record, write_atomic, write_record
-from slipstream.records.stages import CertificateRecord, EvaluationRecord, TuningRecord
-from slipstream.records.steps import ArmRecord, by_loop
+from slipstream.records.stages import CertificateRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms

@@ -9,9 +9,10 @@ from slipstream.data.prompts import read_prompt_sets
 from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.run import RunRecord
-from slipstream.records.stages import CertificateRecord, DraftRecord, EvaluationRecord, PolicyRecord, TuningRecord
-from slipstream.records.steps import ArmRecord, by_loop
+from slipstream.records.stages import CertificateRecord, DraftRecord, PolicyRecord, TuningRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.page import write_report
+from slipstream.report.results import curve_metrics
 from slipstream.report.summary import summarise
 from slipstream.simulator.projection_record import ProjectionRecord
 from slipstream.stages.context import RunContext
@@ -73,6 +74,8 @@ def report_speedup(  # noqa: PLR0913  # one input a record
             tracker.log_params({"dtype": record.numerics.dtype, "dtype_reason": record.numerics.reason})
         speedup = summarise(record)["speedup"]
         tracker.log({f"speedup/{name}": value["value"] for name, value in speedup.items() if value["value"]})
+        for step, metrics in curve_metrics(record):
+            tracker.log(metrics, step)
         for name in ("report.html", "report.json", "run.json", DRIFT_FILE):
             tracker.log_artifact(directory / name)
     end_reported_execution(context, recipe, record, report, drift)

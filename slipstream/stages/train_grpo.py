@@ -43,11 +43,12 @@ class _Member:
 
     def train(self, turn: Turn | None = None, *, policy: Path, data: Path) -> None:
         """Train it, and write its record."""
+        sets = read_prompt_sets(data)
         record = train(
             self.recipe,
-            self.plan,
+            replace(self.plan, validation=sets.validation),
             policy=policy,
-            prompts=read_prompt_sets(data).train,
+            prompts=sets.train,
             decode=decode(tokenizer(policy)),
             directory=self.directory,
             log=self.tracker.log,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from slipstream import evaluation
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftOnline
+from slipstream.engine.protocol import Engines
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
-from slipstream.records.steps import ArmRecord, ScheduleEntry, StepRecord
+from slipstream.records.steps import ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.refit.channel import open_channel
 from slipstream.refit.gate import RefitGate
 from slipstream.rewards.verifier import RewardResult, Verifier
@@ -44,7 +46,11 @@ _NUM_PROBES = 16  # prompts that an engine is compared on if its tensors cannot 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """What sets one arm apart from the other: its engines and the seeds of its rollouts, nothing else."""
+    """What sets one arm apart from the other: its engines and the seeds of its rollouts; and what both may share.
+
+    Attributes:
+        validation: problems that its policy is evaluated on while it trains, as the recipe says; empty: it is not.
+    """
 
     arm: Arm
     num_speculative_tokens: int
@@ -53,6 +59,7 @@ class ArmPlan:
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     label: str = ""  # what its progress is called; empty: the arm's name
+    validation: tuple[Prompt, ...] = ()
 
     @property
     def title(self) -> str:
@@ -88,6 +95,17 @@ def train(
             directory=directory,
             log=log,
             turn=turn,
+            evaluate=partial(
+                evaluation.evaluate,
+                prompts=plan.validation,
+                verifier=verifier,
+                decode=decode,
+                config=recipe.evaluation,
+                policy=plan.arm.value,
+                seed=recipe.grpo.seed,
+            )
+            if plan.validation
+            else None,
         )
         steps = run.with_restarts(engines)
         machine = machines(engines.engines)
@@ -115,6 +133,7 @@ class Run:
     directory: Path
     log: LogMetrics
     turn: Turn | None = None
+    evaluate: Callable[[Engines], EvaluationRecord] | None = None
 
     def with_restarts(self, engines: RemoteEngine) -> list[StepRecord]:
         """Train; an attempt that lost a rank of the learner, or weights, is followed by one from the last checkpoint.
@@ -177,6 +196,7 @@ class Run:
             )
 
             def on_step(record: StepRecord, waiting: Pending | None = None) -> None:
+                record = self._evaluated(record, tolerant)
                 history.append(record)
                 self.log(metrics_of(record), record.step)
                 bar.advance(text=f"reward {record.reward_mean:.3f}")
@@ -277,6 +297,23 @@ class Run:
             memory_sharer=learner if recipe.placement.takes_turns else None,
             autopilot=Autopilot(recipe.draft.autopilot, self.plan.schedule, steps) if watches else None,
         )
+
+    def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines) -> StepRecord:
+        """The step's record, with the accuracy of the policy that sampled its rollouts where an evaluation is due.
+
+        In a synchronous loop the engines still hold that policy; in any other they are at work.
+        """
+        recipe, step = self.recipe, record.step
+        if self.evaluate is None or not recipe.loop.is_synchronous or not recipe.evaluation.is_due(step):
+            return record
+        try:
+            with engines.between_steps():
+                return replace(record, evaluation=self.evaluate(engines))
+        except WeightsLostError as error:
+            logger.error(
+                "%s: the policy after step %d is not evaluated, training goes on: %s", self.plan.title, step, error
+            )
+            return record
 
     @property
     def _trains_draft(self) -> bool:

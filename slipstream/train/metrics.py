@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
-from slipstream.records.steps import LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
+from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
@@ -311,6 +311,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
     if record.autopilot is not None:
         metrics["spec/autopilot_speculates"] = float(record.autopilot.speculates)
         metrics["spec/autopilot_probes"] = float(record.autopilot.is_probe)
+    if record.evaluation is not None:
+        metrics |= accuracy_metrics(record.evaluation)
     if record.acceptance is not None:
         metrics["spec/mean_acceptance_length"] = record.acceptance.mean_acceptance_length
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
@@ -318,6 +320,20 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
     metrics |= _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
     return metrics | _machine_metrics(record.machine)
+
+
+def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
+    """Metrics of the accuracy of one policy."""
+    name = f"aime24/avg_at_{evaluation.k}"
+    low, high = evaluation.ci95
+    return {
+        name: evaluation.avg_at_k,
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"aime24/maj_at_{evaluation.k}": evaluation.maj_at_k,
+        "aime24/truncated_fraction": evaluation.truncated_fraction,
+        "aime24/num_timeouts": evaluation.num_timeouts,
+    }
 
 
 def _tokens_per_s(record: StepRecord) -> float:
@@ -404,8 +420,10 @@ def step_line(record: StepRecord, num_steps: int) -> str:
     acceptance = "" if record.acceptance is None else f", AL {record.acceptance.mean_acceptance_length:.2f}"
     if record.autopilot is not None and not record.autopilot.speculates:
         acceptance = ", not drafted"
-    draft = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
+    more = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
+    if record.evaluation is not None:
+        more += f"; after step {record.step} avg@{record.evaluation.k} was {record.evaluation.avg_at_k:.3f}"
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
-        f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{draft}"
+        f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{more}"
     )

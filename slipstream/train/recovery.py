@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -155,6 +156,21 @@ class FaultTolerantEngines:
         self._num_reported = self._num_restarts
         num_regenerated = (num_asked - 1) * len(prompts) * group_size
         return replace(result, num_engine_restarts=num_restarts, num_regenerated=num_regenerated)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Have `generate` in this block sample with the weights that the engines hold, as no part of a step.
+
+        The learner may have other weights already. Neither the autopilot nor the dealing of prompts learns from it.
+        """
+        kept = self._autopilot, self._is_beside_training, self._num_reported
+        self._autopilot, self._is_beside_training = None, True
+        try:
+            self._free_learner()
+            with self._engines.unnoted():
+                yield
+        finally:
+            self._autopilot, self._is_beside_training, self._num_reported = kept
 
     @property
     def under_way(self) -> tuple[GroupRequest, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -172,6 +173,15 @@ class RemoteEngine:
         result = joined(requests, generate_dealt(self._crew, dealt, sampling, self._of("generate")))
         self._lengths.note(result.groups)
         return result
+
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Forget, at the end of the block, the response lengths that were seen in it."""
+        kept = copy.deepcopy(self._lengths)
+        try:
+            yield
+        finally:
+            self._lengths = kept
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         """Change the mode of all engines, and of those that take the place of lost ones."""

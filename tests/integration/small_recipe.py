@@ -24,7 +24,7 @@ _SMALL: dict[str, Any] = {
         "warmup_steps": 1,
     },
     "sampling": {"max_response_tokens": 24},
-    "evaluation": {"num_samples_per_problem": 2, "max_response_tokens": 24},
+    "evaluation": {"num_samples_per_problem": 2, "max_response_tokens": 24, "every_steps": 2},
     "tuning": {"candidate_ks": [0, 2], "batch_sizes": [4], "num_repeats": 1},
     "grpo": {"num_steps": 3, "prompts_per_step": 2, "group_size": 2, "checkpoint_every_steps": 2},
     "losslessness": {

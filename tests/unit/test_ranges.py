@@ -94,7 +94,12 @@ ROWS: list[Row] = [
             "tuning": "min_speedup",
         },
     ),
-    ("must be > 0 or null", (0,), (1, None), {"data": "num_validation_problems", "learner": "num_threads"}),
+    (
+        "must be > 0 or null",
+        (0, -1),
+        (1, None),
+        {"data": "num_validation_problems", "evaluation": "every_steps", "learner": "num_threads"},
+    ),
     ("must be > 0 or null", (0,), (1, None), {"learner": "logprob_chunk_tokens"}),
     ("must be > 0 or null", (0.0,), (0.5, None), {"engine": "kv_cache_gib"}),
     ("must be > 0 or null", (0.0,), (0.5,), {"grpo.loss": "truncated_importance_sampling"}),

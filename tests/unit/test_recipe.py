@@ -367,7 +367,7 @@ def test_a_recipe_without_workloads_is_whole(tmp_path: Path) -> None:
         ({"name": "other"}, True),
         ({"tracking": {"uri": "http://host"}}, True),
         ({"tuning": {"num_repeats": 9}}, True),
-        ({"evaluation": {"num_samples_per_problem": 9}}, True),
+        ({"evaluation": {"num_samples_per_problem": 9, "every_steps": 3}}, True),
         ({"losslessness": {"num_tokens": 9}}, True),
         ({"refit": {"check_every_steps": 9}}, True),
         ({"simulator": None}, True),

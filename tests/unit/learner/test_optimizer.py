@@ -121,7 +121,9 @@ def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bi
 
 
 @pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
-def test_an_offloaded_learner_has_its_weights_alone(dtype: Dtype, method: OptimizerMethod, is_distributed: bool) -> None:
+def test_an_offloaded_learner_has_its_weights_alone(
+    dtype: Dtype, method: OptimizerMethod, is_distributed: bool
+) -> None:
     policy = _policy(dtype, method, is_distributed)
     policy.lm_step(SEQUENCES, STARTS)
     before, logprobs = _weights(policy), policy.logprobs(SEQUENCES, STARTS, 1.0)

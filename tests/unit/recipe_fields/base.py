@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,10 @@ class NotedEngine:
 
     def share_cores(self, slots: Sequence[Any]) -> None:
         """It has no threads."""
+
+    def unnoted(self) -> AbstractContextManager[None]:
+        self.calls.append("unnoted")
+        return nullcontext()
 
     def sleep(self) -> None:
         self.calls.append("sleep")

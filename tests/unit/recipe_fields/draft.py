@@ -212,7 +212,7 @@ def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, An
 
     for name in ("connect", "accelerators", "decode", "tokenizer", "parameters"):
         tools.patch.setattr(train_grpo, name, lambda *_: {})
-    tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
+    tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=(), validation=()))
     tracker = SimpleNamespace(log=None, log_artifact=lambda path: None)
     tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(tracker))
     tools.patch.setattr(train_grpo, "train", train)

@@ -17,6 +17,7 @@ from slipstream.recipe import Recipe
 from slipstream.rewards import verifier
 from slipstream.types import Prompt
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools
+from tests.unit.recipe_fields.training import evaluations
 
 
 def evaluation_calls(recipe: Recipe, _: Tools) -> object:
@@ -118,6 +119,7 @@ CHECKS = {
     "evaluation.top_p": Check(0.5, evaluation_calls),
     "evaluation.top_k": Check(5, evaluation_calls),
     "evaluation.max_response_tokens": Check(100, evaluation_calls),
+    "evaluation.every_steps": Check(2, evaluations),
     "losslessness.num_tokens": Check(500, certificate),
     "losslessness.num_repeated_prompts": Check(2, certificate),
     "losslessness.num_repeats": Check(9, certificate),

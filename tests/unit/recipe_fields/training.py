@@ -148,6 +148,7 @@ def trained(
     engine: NotedEngine | None = None,
     learner: NotedLearner | None = None,
     draft: Path | None = None,
+    validation: tuple[Prompt, ...] = (),
 ) -> tuple[NotedEngine, NotedLearner, Any, list[Any]]:
     """One arm of training between an engine and a learner that note what they are asked, and a pool that does."""
     engine, learner, pools = engine or NotedEngine(hidden=hidden), learner or NotedLearner(), []
@@ -171,6 +172,7 @@ def trained(
         draft=draft,
         draft_length=None if draft is None else 2.5,
         start_engine=typing.cast(Any, lambda: nullcontext(engine)),
+        validation=validation,
     )
     record = arm.train(
         recipe,
@@ -224,6 +226,12 @@ def training_optimizer(recipe: Recipe, tools: Tools) -> object:
 def training_records(recipe: Recipe, tools: Tools) -> object:
     _, _, record, _ = trained(recipe, tools)
     return [(step.mismatch, step.reward_mean) for step in record.steps]
+
+
+def evaluations(recipe: Recipe, tools: Tools) -> object:
+    """The steps whose policies are evaluated, and with what the engine is asked for that."""
+    engine, _, record, _ = trained(recipe, tools, validation=PROMPTS[6:])
+    return engine.calls, [(step.step, step.evaluation) for step in record.steps if step.evaluation is not None]
 
 
 def training_turns(recipe: Recipe, tools: Tools) -> object:

@@ -13,16 +13,18 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import StepRecord
+from slipstream.records.steps import EvaluationRecord, StepRecord
 from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.reference import read_reference
 from slipstream.report.results import terminal_table
-from slipstream.report.sentences import verdict
-from slipstream.report.summary import pooled_acceptance, summarise, summarise_arms
+from slipstream.report.sentences import accuracy_text, verdict
+from slipstream.report.summary import accuracy_difference, pooled_acceptance, summarise, summarise_arms
+from slipstream.report.tables import accuracy_table
 from slipstream.statistics import amdahl
 from tests.unit.report.handmade import (
     ASYNCHRONOUS,
     BARE,
+    CURVES,
     LOST,
     ONE_ARM,
     ONE_STEP,
@@ -30,6 +32,7 @@ from tests.unit.report.handmade import (
     TWO_STEPS,
     accepted,
     page_text,
+    right,
     step,
 )
 
@@ -259,3 +262,64 @@ def test_arms_on_different_hardware_are_marked() -> None:
 
     assert "autoregressive on x86_64, 2 cores, speculative on aarch64, 72 cores" in marked
     assert "different hardware" not in verdict(alike, summarise_arms(alike.arms))
+
+
+def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_end() -> None:
+    def point(step: int, value: float) -> dict[str, object]:
+        return {"step": step, "avg_at_k": value, "ci95": pytest.approx([value - 0.05, value + 0.05])}
+
+    assert summarise(CURVES)["accuracy_by_step"] == {
+        "autoregressive": [point(0, 0.1), point(2, 0.5), point(4, 0.3)],
+        "speculative": [point(0, 0.1), point(1, 0.125), point(2, 0.5), point(4, 0.31)],
+    }
+    apart = summarise(ASYNCHRONOUS)["accuracy_by_step"]
+    assert apart["speculative_asynchronous"] == [point(0, 0.1), point(4, 0.29)]
+    assert summarise(ONE_ARM)["accuracy_by_step"] == {"autoregressive": []}
+
+
+def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
+    rows = [(row.label, row.cells[0]) for row in accuracy_table(CURVES).rows]
+    assert rows == [
+        ("before RL", "0.100"),
+        ("autoregressive, after step 2", "0.500"),
+        ("autoregressive", "0.300"),
+        ("speculative, after step 1", "0.125"),
+        ("speculative, after step 2", "0.500"),
+        ("speculative", "0.310"),
+    ]
+    assert "After step 4 the accuracy of the speculative arm" in page_text(CURVES)
+    curves, ends = draw(CURVES, REFERENCE)["learning"], draw(RECORD, REFERENCE)["learning"]
+    assert curves != ends
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (
+            (right("autoregressive", 0, 0, 0), right("speculative", 2, 2, 2)),
+            r"\+0\.500 \[.*\], paired .*: the arms differ",
+        ),
+        ((right("autoregressive", 0, 2, 1), right("speculative", 2, 0, 1)), r"\+0\.000 \[.*: no difference beyond"),
+        ((right("autoregressive", 0), right("speculative", 2)), r"\+0\.500, .*: one problem tells nothing"),
+    ],
+)
+def test_the_arms_accuracies_are_compared_where_both_were_evaluated_last(
+    ends: tuple[EvaluationRecord, EvaluationRecord], said: str
+) -> None:
+    ended = replace(CURVES, evaluations=(*CURVES.evaluations[:1], *ends))
+    assert re.match(f"After step 4 .* is {said}", accuracy_text(ended))
+    assert "generate while they train" not in accuracy_text(ended)
+    # Where the end is of other problems, or of one arm, the last common point is that of training.
+    other = right("speculative", 4, 4, prompt_hash="other")
+    for left in ((ends[0],), (ends[0], other)):
+        assert accuracy_difference(replace(ended, evaluations=left)) == accuracy_difference(
+            replace(CURVES, evaluations=())
+        )
+    found = accuracy_difference(replace(CURVES, evaluations=()))
+    assert found is not None
+    assert (found[0], found[1].value) == (2, 0.0)
+
+
+def test_without_a_trained_policy_of_both_arms_no_accuracy_is_compared() -> None:
+    assert accuracy_text(ONE_ARM) == accuracy_text(replace(RECORD, evaluations=RECORD.evaluations[:2])) == ""
+    assert "evaluated before and after it alone" in accuracy_text(ASYNCHRONOUS)

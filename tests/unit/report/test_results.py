@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from slipstream.records.run import RunRecord
-from slipstream.report.results import description, result_metrics, reward_difference
-from tests.unit.report.handmade import CERTIFICATE, LOST, ONE_ARM, RECORD, TWO_STEPS
+from slipstream.report.results import curve_metrics, description, result_metrics, reward_difference
+from tests.unit.report.handmade import CERTIFICATE, CURVES, LOST, ONE_ARM, RECORD, TWO_STEPS
 
 
 def with_spec_rewards(*rewards: float) -> RunRecord:
@@ -53,6 +53,17 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/lossless": 1.0,
         }
     )
+
+
+def test_the_accuracy_curves_are_metrics_by_step() -> None:
+    def point(name: str, value: float) -> dict[str, object]:
+        ends = {f"aime24/{name}_low": value - 0.05, f"aime24/{name}_high": value + 0.05}
+        return {f"aime24/{name}": value, **{end: pytest.approx(each) for end, each in ends.items()}}
+
+    assert curve_metrics(CURVES) == [
+        *((step, point("autoregressive", value)) for step, value in ((0, 0.1), (2, 0.5), (4, 0.3))),
+        *((step, point("speculative", value)) for step, value in ((0, 0.1), (1, 0.125), (2, 0.5), (4, 0.31))),
+    ]
 
 
 def test_the_reward_difference_is_of_the_last_quarter_with_its_interval() -> None:

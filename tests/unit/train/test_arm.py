@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slipstream import evaluation
 from slipstream.config import merge
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
@@ -20,9 +24,11 @@ from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import load_recipe
-from slipstream.records.steps import ScheduleEntry, StepRecord
+from slipstream.records.steps import RefitCheck, ScheduleEntry, StepRecord
+from slipstream.refit.gate import Export
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import RewardResult, Verifier
+from slipstream.train import arm
 from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.loop import Trainer, engine_seed
 from slipstream.train.metrics import StageClock
@@ -33,6 +39,7 @@ from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
     GROUP_SIZE,
+    NO_TIMES,
     NUM_STEPS,
     PROMPTS,
     PROMPTS_PER_STEP,
@@ -73,6 +80,13 @@ class Engines(FlightWorld):
     tables: list[Sequence[ScheduleEntry]] = field(default_factory=list)
     recoveries: list[str] = field(default_factory=list)
     num_asked: int = 0
+    keeps_weights: bool = True
+    after: list[str] = field(default_factory=list)  # the weights after so many updates
+
+    def deliver(self, export: Export) -> RefitCheck:
+        found = super().deliver(export)
+        self.after.append(self.engine_weights)
+        return found
 
     def run_in_flight(self, kv_cache: KvCache | None) -> None:
         self.modes.append(kv_cache)
@@ -96,7 +110,19 @@ class Engines(FlightWorld):
 
     def deliver_again(self, version: int) -> bool:
         self.recoveries.append(f"version {version} again")
-        return True
+        return self.keeps_weights
+
+    def unnoted(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def share_cores(self, slots: Sequence[Any]) -> None:
+        """It has no threads."""
+
+    def load(self, *_: Any, **__: Any) -> None:
+        """The weights are those of the start."""
+
+    def save_hf(self, *_: Any) -> None:
+        """The end."""
 
     def take_lost(self, names: Collection[str]) -> tuple[GroupRequest, ...]:
         return ()
@@ -286,6 +312,151 @@ def test_a_lost_engine_is_replaced_as_often_as_the_recipe_allows(
     assert engines.recoveries == recoveries
     with pytest.raises(LostWorkerError):
         trained(tmp_path, Engines(lag=2, lost=[1]), loop, {"engine": {"max_restarts": 0}})
+
+
+VALIDATION = tuple(Prompt(id=f"v{i}", text="", token_ids=(2, i), answer="7") for i in range(2))
+EVALUATED = {"evaluation": {"every_steps": 2, "num_samples_per_problem": 3}}
+
+
+def attempted(
+    directory: Path,
+    patch: pytest.MonkeyPatch,
+    engines: Engines,
+    *overrides: dict[str, Any],
+    plan_arm: Arm = Arm.SPECULATIVE,
+    schedule: tuple[ScheduleEntry, ...] = (),
+) -> list[StepRecord]:
+    """Steps of a whole arm that is evaluated on two problems; a response of odd length is right."""
+    recipe = load_recipe("tiny", overrides=functools.reduce(merge, overrides, BASE))
+    fakes: Any = engines
+    patch.setattr(arm, "start_learner", lambda config, layout: nullcontext(fakes))
+    patch.setattr(arm, "open_channel", lambda *_: nullcontext())
+    patch.setattr(arm, "RefitGate", lambda *_, **__: fakes)
+    patch.setattr(arm, "own_node", lambda: "here")
+    patch.setattr(arm, "shared_cores", lambda *_: nullcontext())
+    scores: Any = SimpleNamespace(
+        score=lambda texts, answers, cut_off: RewardResult(
+            rewards=tuple(float(len(text) % 2) for text in texts), num_timeouts=0, num_crashes=0
+        )
+    )
+    run = Run(
+        recipe=recipe,
+        plan=ArmPlan(
+            arm=plan_arm,
+            num_speculative_tokens=5 if schedule else 0,
+            draft=None,
+            start_engine=lambda: fakes,
+            schedule=schedule,
+        ),
+        policy=directory,
+        prompts=PROMPTS,
+        score=engines.score,
+        directory=directory,
+        log=lambda metrics, step: None,
+        evaluate=functools.partial(
+            evaluation.evaluate,
+            prompts=VALIDATION,
+            verifier=scores,
+            decode=lambda prompt, response: "x" * len(response),
+            config=recipe.evaluation,
+            policy=plan_arm.value,
+            seed=recipe.grpo.seed,
+        ),
+    )
+    return run.with_restarts(fakes)
+
+
+def asked_of_validation(engines: Engines) -> list[Any]:
+    return [call for call in engines.generated if call[0] == ["v0", "v1"]]
+
+
+def without_times(records: Sequence[StepRecord]) -> list[StepRecord]:
+    return [replace(record, times=NO_TIMES, machine=None, evaluation=None) for record in records]
+
+
+@pytest.mark.parametrize("each", list(Arm))
+def test_an_arm_is_evaluated_while_it_trains_and_trains_as_if_it_were_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: Arm
+) -> None:
+    plain, evaluated = Engines(), Engines()
+    alone = attempted(tmp_path / "plain", monkeypatch, plain, plan_arm=each)
+    records = attempted(tmp_path / "evaluated", monkeypatch, evaluated, EVALUATED, plan_arm=each)
+    settings = load_recipe("tiny", overrides=merge(BASE, EVALUATED)).evaluation.sampling()
+    # Version 2 has made two updates and version 4 four, asked with the seed of the other evaluations.
+    asked = asked_of_validation(evaluated)
+    assert asked == [(["v0", "v1"], settings, 3, 0, version) for version in (2, 4)]
+    assert [(record.step, record.evaluation.policy) for record in records if record.evaluation] == [
+        (2, each.value),
+        (4, each.value),
+    ]
+    for record, weights in zip((records[2], records[4]), (evaluated.after[2], evaluated.after[4]), strict=True):
+        groups = [drawn(prompt, weights, "0", (record.step, None), 3) for prompt in VALIDATION]
+        right = tuple(sum(len(rollout.token_ids) % 2 for rollout in group.rollouts) for group in groups)
+        assert record.evaluation is not None
+        assert record.evaluation.correct_by_problem == right
+    assert without_times(records) == without_times(alone)
+    assert [record.evaluation for record in alone] == [None] * NUM_STEPS
+    assert (evaluated.weights, evaluated.trained) == (plain.weights, plain.trained)
+
+
+def test_no_time_of_a_step_holds_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(Engines):
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+            now[0] += 100.0 if list(prompts) == list(VALIDATION) else 1.0
+            return super().generate(prompts, **how)
+
+    monkeypatch.setattr(arm, "StageClock", lambda: StageClock(now_s=lambda: now[0]))
+    records = attempted(tmp_path, monkeypatch, Slow(), EVALUATED)
+    assert now[0] == 206.0
+    assert [(record.times.generation_s, record.times.step_s) for record in records] == [(1.0, 1.0)] * NUM_STEPS
+
+
+def test_a_resumed_arm_evaluates_only_what_it_does_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, first, second = Engines(), Engines(lost=[6]), Engines()
+    records = attempted(tmp_path / "whole", monkeypatch, whole, EVALUATED)
+    once = {"engine": {"max_restarts": 0}}
+    with pytest.raises(LostWorkerError):  # the sixth generation is that of step 4; step 2 was evaluated
+        attempted(tmp_path / "cut", monkeypatch, first, EVALUATED, once)
+    resumed = attempted(tmp_path / "cut", monkeypatch, second, EVALUATED, once)
+    assert [record.evaluation for record in resumed] == [record.evaluation for record in records]
+    assert [version for *_, version in asked_of_validation(first)] == [2]
+    assert [version for *_, version in asked_of_validation(second)] == [4]
+
+
+def test_an_engine_that_is_lost_in_an_evaluation_gets_the_evaluated_weights_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learner has others by then: where nobody keeps the old ones the point is missing, and the arm goes on."""
+    whole = attempted(tmp_path / "whole", monkeypatch, Engines(), EVALUATED)
+    for keeps_weights in (True, False):
+        engines = Engines(lost=[4], keeps_weights=keeps_weights)
+        records = attempted(tmp_path / str(keeps_weights), monkeypatch, engines, EVALUATED)
+        assert engines.recoveries == ["replace", "changed", "version 2 again"]
+        found = [record.evaluation for record in records]
+        assert found == [whole[i].evaluation if keeps_weights or i != 2 else None for i in range(NUM_STEPS)]
+        assert [record.num_engine_restarts for record in records] == [0, 0, 0, 1, 0, 0]
+        untold = [replace(record, num_engine_restarts=0) for record in records]
+        assert without_times(untold) == without_times(whole)
+    assert "the policy after step 2 is not evaluated, training goes on" in caplog.text
+
+
+def test_the_autopilot_learns_nothing_from_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, evaluated = Engines(), Engines()
+    alone = attempted(tmp_path / "plain", monkeypatch, plain, PILOTED, schedule=TABLE)
+    records = attempted(tmp_path / "evaluated", monkeypatch, evaluated, PILOTED, EVALUATED, schedule=TABLE)
+    assert evaluated.tables == plain.tables
+    assert [record.autopilot for record in records] == [record.autopilot for record in alone]
+
+
+def test_an_arm_that_generates_while_it_trains_is_not_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = Engines(lag=2)
+    records = attempted(tmp_path, monkeypatch, engines, ONE_STEP_OFF, EVALUATED)
+    assert len(records) == NUM_STEPS
+    assert asked_of_validation(engines) == []
 
 
 GUESS = "so \\boxed{7}? Let me check"

@@ -13,6 +13,7 @@ from slipstream.records.steps import (
     AutopilotStep,
     DraftDecision,
     DraftUpdate,
+    EvaluationRecord,
     LagStats,
     MachineUse,
     Mismatch,
@@ -98,6 +99,20 @@ METRICS = {
     "refit/check_s": 0.15,
     "train/policy_version": 10,
 }
+
+
+EVALUATION = EvaluationRecord(
+    policy="speculative",
+    num_problems=2,
+    k=4,
+    avg_at_k=0.25,
+    maj_at_k=0.5,
+    ci95=(0.1, 0.4),
+    truncated_fraction=0.125,
+    num_timeouts=1,
+    prompt_hash="abc",
+    correct_by_problem=(0, 2),
+)
 
 
 def test_a_step_shows_the_state_of_its_machine_as_far_as_it_could_be_read() -> None:
@@ -258,6 +273,7 @@ def test_a_step_in_words() -> None:
     line = "step 7/24, reward 0.125, 32.00 s (generation 4.00 s, 25 tokens/s)"
     assert step_line(STEP, 24) == line
     assert step_line(replace(STEP, acceptance=ACCEPTANCE), 24) == f"{line}, AL 2.20"
+    assert step_line(replace(STEP, evaluation=EVALUATION), 24) == f"{line}; after step {STEP.step} avg@4 was 0.250"
     assert step_line(replace(STEP, draft_update=UPDATE), 24) == f"{line}, draft trained in 0.50 s"
     assert step_line(replace(STEP, acceptance=ACCEPTANCE, autopilot=PROBE), 24) == f"{line}, not drafted"
     drafted = replace(PROBE, speculates=True)
@@ -356,3 +372,15 @@ def test_one_rollout_is_enough_for_a_record() -> None:
         has_logprob_pass=False,
         draft_update=UPDATE,
     )
+
+
+def test_the_accuracy_of_the_policy_that_sampled_a_step_is_a_metric_of_it() -> None:
+    found = metrics_of(replace(STEP, evaluation=EVALUATION))
+    assert found.items() - metrics_of(STEP).items() == {
+        ("aime24/avg_at_4", 0.25),
+        ("aime24/avg_at_4_low", 0.1),
+        ("aime24/avg_at_4_high", 0.4),
+        ("aime24/maj_at_4", 0.5),
+        ("aime24/truncated_fraction", 0.125),
+        ("aime24/num_timeouts", 1),
+    }

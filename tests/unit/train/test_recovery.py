@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ class World:
         groups = (RolloutGroup(prompt=PROMPT, rollouts=(rollout, rollout)),)
         seconds = self.drafting_s if drafts else 1.0
         return GenerationResult(groups=groups, acceptance=ACCEPTANCE, generation_s=seconds)
+
+    def unnoted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def draft_by(self, schedule: Sequence[ScheduleEntry]) -> None:
         self.tables.append(tuple(schedule))
@@ -200,6 +204,18 @@ def test_a_loss_is_reported_once_and_logged(caplog: pytest.LogCaptureFixture) ->
     assert world.calls[-2:] == [("refit", 1, 10), ("generate", 71)]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert caplog.messages == ["engine died; restart 1 of at most 3 in this run"]
+
+
+def test_between_two_steps_engines_generate_in_the_learners_memory_with_the_weights_that_they_have() -> None:
+    world = World({5: [ENGINE]})
+    tolerant = world.tolerant(takes_turns=True)
+    tolerant.refit(0, draft_version=0)
+    with tolerant.between_steps():
+        generated(tolerant, 1)
+    again = [*replaced(0), ("again", 0), GENERATE]
+    assert world.calls == ["learner rests", REFIT, "learner rests", GENERATE, "engines rest", *again, "engines rest"]
+    # The loss is that of the step to come, and what is lost there is refitted by the learner.
+    assert [result.num_engine_restarts for result in generated(tolerant, 1)] == [1]
 
 
 def test_an_engine_lost_while_it_takes_weights_gets_the_same_ones_though_the_learner_has_moved_on() -> None:

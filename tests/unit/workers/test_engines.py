@@ -12,9 +12,11 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Portion
 from slipstream.engine.requests import GroupRequest
 from slipstream.grpo.loop_config import KvCache
-from slipstream.types import Prompt, RolloutGroup
+from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
+from slipstream.workers import engines
 from slipstream.workers.calls import Crew, Deadline, LostWorkerError, Worker
 from slipstream.workers.engines import RemoteEngine
+from slipstream.workers.scheduler import Deal
 
 SAMPLING = SamplingConfig(max_response_tokens=4)
 
@@ -161,3 +163,35 @@ def test_a_change_of_mode_reaches_all_and_forgets_what_was_under_way() -> None:
 
     assert (first.calls, second.calls) == ([KvCache.KEEP], [KvCache.KEEP])
     assert engines.under_way == ()
+
+
+def test_what_is_generated_unnoted_teaches_no_dealing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response to the second prompt is longer, and what is longest is dealt first once that is known."""
+    prompts = [Prompt(id=name, text="", token_ids=(2,), answer="") for name in ("short", "long")]
+
+    def group(prompt: Prompt) -> RolloutGroup:
+        tokens = (3,) * len(prompt.id)
+        rollout = Rollout(
+            prompt_id=prompt.id,
+            token_ids=tokens if prompt.id == "short" else 9 * tokens,
+            rollout_logprobs=(),
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+            draft_version=None,
+        )
+        return RolloutGroup(prompt=prompt, rollouts=(rollout,))
+
+    dealt: list[list[str]] = []
+
+    def generate_dealt(crew: Crew, deal: Deal, *_: Any) -> None:
+        dealt.append([request.prompt.id for request in (*deal.shares[0], *deal.queue)])
+
+    monkeypatch.setattr(engines, "generate_dealt", generate_dealt)
+    monkeypatch.setattr(engines, "joined", lambda *_: SimpleNamespace(groups=[group(prompt) for prompt in prompts]))
+    remote = in_flight(Engine())
+    with remote.unnoted():
+        remote.generate(prompts, sampling=SAMPLING, group_size=1, seed=0)
+        remote.generate(prompts, sampling=SAMPLING, group_size=1, seed=0)
+    for _ in range(2):
+        remote.generate(prompts, sampling=SAMPLING, group_size=1, seed=0)
+    assert dealt == [["short", "long"], ["long", "short"]] * 2
