@@ -1,8 +1,8 @@
 """Score responses against reference answers: 1 if the final answer is right, else 0.
 
-Nearly all answers are decided by their exact values, in microseconds (`values`). What is left (`\\log 8` against
-`3\\log 2`) is asked of math-verify in a worker process that is killed at its deadline, for sympy can run, or eat
-memory, without end. math-verify is a witness: it is never asked about what it is known to misread.
+Words, plain arithmetic, and lists and intervals of it are decided by their exact values, in microseconds (`values`).
+What takes algebra (`\\log 8` against `3\\log 2`) is asked of sympy in a worker process that is killed at its deadline,
+for sympy can run, or eat memory, without end.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
+from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
-from slipstream.rewards.spelling import TEXT, looks_mathematical, spell, to_latex
-from slipstream.rewards.values import Value, changed, compare, equal, parse
+from slipstream.rewards.spelling import TEXT, spell
+from slipstream.rewards.values import Undecided, Value, changed, compare, equal, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +93,7 @@ class Verifier:
         if len(answer) > self._max_chars or len(reference) > self._max_chars:
             return False
         verdict = compare(reference, answer)
-        if verdict is not None:
-            return verdict
-        return _witness(reference, answer)
+        return Request(gold=reference, answer=answer) if verdict is None else verdict
 
     def _value(self, reference: str) -> Value | None:
         return parse(reference) if len(reference) <= self._max_chars else None
@@ -104,9 +102,10 @@ class Verifier:
         """Judge whether the reference, in a box, equals itself and is more than prose."""
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
-        if value is not None:
-            return changed(value) is not None
-        return TEXT in spell(reference) or _witness(reference, None)  # what has words is graded by its text
+        if isinstance(value, Undecided):
+            return Request(gold=reference, answer=None)
+        # What has words is graded by its text.
+        return TEXT in spell(reference) if value is None else changed(value) is not None
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
@@ -121,15 +120,6 @@ class Verifier:
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
-
-
-def _witness(reference: str, answer: str | None) -> bool | Request:
-    """Build math-verify's request for an answer, or a reference alone; False if it would misread them."""
-    texts = [spell(text) for text in (reference, answer) if text is not None]
-    latex = [to_latex(text) for text in texts if looks_mathematical(text)]
-    if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
-        return False
-    return Request(gold=latex[0], answer=None if answer is None else latex[1])
 
 
 def _has_other(value: Value | None) -> bool:
