@@ -13,7 +13,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from slipstream.rewards.spelling import to_latex
 
 _CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-_CONSTANTS = {"i": sympy.I, "e": sympy.E}
+_CONSTANTS = {sympy.Symbol("i"): sympy.I, sympy.Symbol("e"): sympy.E}
 _DIGITS = 60
 # What the grammar wants in braces: numbers under a root, in a fraction and an exponent.
 _BARE = (
@@ -34,8 +34,8 @@ def equal(a: str, b: str) -> bool | None:
 
 def proportional(a: tuple[str, str], b: tuple[str, str]) -> bool | None:
     """Compare the two sides of two equations up to a factor; None if one cannot be read."""
-    sides = [_read(side) for side in (*a, *b)]
-    if None in sides:
+    sides = [side for side in map(_read, (*a, *b)) if side is not None]
+    if len(sides) < 4:
         return None
     left, right = sides[0] - sides[1], sides[2] - sides[3]
     if left == 0 or right == 0:
@@ -56,7 +56,10 @@ def _is_zero(difference: sympy.Expr) -> bool:
     expanded = sympy.expand(difference)
     if expanded == 0:
         return True
-    if not expanded.free_symbols and abs(complex(expanded.evalf(_DIGITS))) > 10 ** (-_DIGITS // 2):
+    symbols = sorted(expanded.free_symbols, key=str)
+    point = {symbol: sympy.Rational(1237 + 114 * index, 1000) for index, symbol in enumerate(symbols)}
+    value = expanded.subs(point).evalf(_DIGITS)
+    if value.is_comparable and abs(value) > 10 ** (-_DIGITS // 2):  # not 0 at one point
         return False
     return sympy.simplify(expanded) == 0
 
@@ -74,6 +77,4 @@ def _read(text: str) -> sympy.Expr | None:
         return None
     if not isinstance(expression, sympy.Expr):
         return None
-    return expression.subs(
-        {symbol: _CONSTANTS[symbol.name] for symbol in expression.free_symbols if symbol.name in _CONSTANTS}
-    )
+    return expression.subs(_CONSTANTS)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Protocol
+from types import ModuleType
 
 from slipstream.rewards.spelling import DEGREE, FUNCTIONS, looks_mathematical
 
@@ -27,26 +27,10 @@ class UnreadError(ValueError):
     """The text may mean more than one thing, or nothing that this module knows."""
 
 
-class Algebra(Protocol):
-    """Comparison of expressions that may run, or eat memory, without end."""
-
-    def equal(self, a: str, b: str, /) -> bool | None:
-        """Compare two expressions; None if one cannot be read."""
-        ...
-
-    def proportional(self, a: tuple[str, str], b: tuple[str, str], /) -> bool | None:
-        """Compare the two sides of two equations up to a factor; None if one cannot be read."""
-        ...
-
-    def approximate(self, text: str, /) -> Fraction | None:
-        """A real constant to 60 digits; None for what is none."""
-        ...
+_algebra: ModuleType | None = None  # `slipstream.rewards.algebra`, where it may run without end
 
 
-_algebra: Algebra | None = None
-
-
-def install(algebra: Algebra) -> None:
+def install(algebra: ModuleType) -> None:
     """Let `algebra` decide in this process what plain arithmetic cannot."""
     global _algebra
     _algebra = algebra
@@ -111,7 +95,6 @@ _DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d)(\d*)(?:\.(\d*))?"
     r"(?:[eE]([+-]?\d{1,4})|\s*[*xX]\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4})))?"
 )
-
 
 _CONSTANT = re.compile(r"\\(?:pi|infty|sqrt|frac|cdot)(?![A-Za-z])|(?<![A-Za-z])[ei](?![A-Za-z])")
 _PLAIN_FUNCTION = re.compile(r"(?<![\\A-Za-z])(pi|" + "|".join(sorted(FUNCTIONS)) + r")(?![A-Za-z])")
