@@ -271,15 +271,6 @@ def equal_equations(a: tuple[str, str], b: tuple[str, str]) -> bool | None:
     return True if a == b else None if _algebra is None else _algebra.proportional(a, b)
 
 
-def changed_number(number: Number) -> Number:
-    """Another one of the same kind."""
-    return (
-        replace(_scaled(number, Fraction(2)), place=number.place)
-        if number.value != 0
-        else replace(number, text="1", value=Fraction(1))
-    )
-
-
 def _scaled(number: Number, factor: Fraction) -> Number:
     if factor == 1:
         return number

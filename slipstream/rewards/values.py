@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
 from slipstream.rewards.expressions import (
     Number,
     UnreadError,
-    changed_number,
     equal_equations,
     equal_numbers,
     is_rounding,
@@ -160,28 +159,18 @@ def equal(a: Value, b: Value) -> bool | None:
     return a == b  # numerals, and values of two kinds
 
 
-def changed(value: Value) -> Value | None:
-    """Another value of the same kind; None for prose and for what is false, which have no kind."""
-    if isinstance(value, Falsehood | Undecided) or (isinstance(value, Word) and not value.is_marked):
-        return None
-    if isinstance(value, Word):
-        return replace(value, text=f"{value.text}x")
-    if isinstance(value, Number):
-        return changed_number(value)
-    if isinstance(value, Numeral):
-        return replace(value, digits=f"{value.digits}0")
-    if isinstance(value, Equation):
-        other = None if value.value is None else changed(value.value)
-        return None if other is None and value.value is not None else Equation(None, value.name, other)
-    if isinstance(value, Bag) and not value.items:
-        return Bag((read_number("1"),))
-    items = [each for row in value.rows for each in row] if isinstance(value, Matrix) else list(value.items)
-    others = [changed(each) for each in items]
-    if not others or others[0] is None or None in others:
-        return None
-    if isinstance(value, Matrix):
-        return Matrix(((others[0], *value.rows[0][1:]), *value.rows[1:]))
-    return replace(value, items=(others[0], *items[1:]))
+def is_prose(value: Value) -> bool:
+    """Return True if a value is, or holds, words that nothing marks as such, or an equation that does not hold."""
+    match value:
+        case Word():
+            return not value.is_marked
+        case Row() | Bag() | Union():
+            return any(map(is_prose, value.items))
+        case Matrix():
+            return any(is_prose(cell) for row in value.rows for cell in row)
+        case Equation():
+            return value.value is not None and is_prose(value.value)
+    return isinstance(value, Falsehood)
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:

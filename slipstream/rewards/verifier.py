@@ -16,7 +16,7 @@ from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
 from slipstream.rewards.spelling import TEXT, spell
-from slipstream.rewards.values import Undecided, Value, changed, compare, equal, parse
+from slipstream.rewards.values import Undecided, compare, is_prose, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +75,15 @@ class Verifier:
         return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
 
     def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Check that responses can be scored against each reference: 1 for itself, 0 for another value of its kind.
+        """Check that responses can be scored against each reference: 1 for itself, 0 for another value.
 
         Prose, "", an equation that does not hold, and what takes too long cannot.
         """
-        values = [self._value(reference) for reference in references]
-        are_read = self._verdicts([self._reads(each, value) for each, value in zip(references, values, strict=True)])
+        are_read = self._verdicts([self._reads(reference) for reference in references])
         others = self._verdicts(
             [
-                self._judge(f"{reference}+1", reference) if is_read and not _has_other(value) else False
-                for reference, value, is_read in zip(references, values, are_read, strict=True)
+                self._judge(f"{reference}+1", reference) if is_read else False
+                for reference, is_read in zip(references, are_read, strict=True)
             ]
         )
         return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
@@ -95,17 +94,15 @@ class Verifier:
         verdict = compare(reference, answer)
         return Request(gold=reference, answer=answer) if verdict is None else verdict
 
-    def _value(self, reference: str) -> Value | None:
-        return parse(reference) if len(reference) <= self._max_chars else None
-
-    def _reads(self, reference: str, value: Value | None) -> bool | Request:
+    def _reads(self, reference: str) -> bool | Request:
         """Judge whether the reference, in a box, equals itself and is more than prose."""
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
+        value = parse(reference)
         if isinstance(value, Undecided):
             return Request(gold=reference, answer=None)
         # What has words is graded by its text.
-        return TEXT in spell(reference) if value is None else changed(value) is not None
+        return TEXT in spell(reference) if value is None else not is_prose(value)
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
@@ -120,9 +117,3 @@ class Verifier:
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
-
-
-def _has_other(value: Value | None) -> bool:
-    """Return True if another value of the same kind is certain to differ."""
-    other = None if value is None else changed(value)
-    return value is not None and other is not None and equal(value, other) is False
