@@ -13,7 +13,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from slipstream.rewards.spelling import to_latex
 
 _CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-_CONSTANTS = {sympy.Symbol("i"): sympy.I, sympy.Symbol("e"): sympy.E}
+_CONSTANTS = [(sympy.Symbol("i"), sympy.I), (sympy.Symbol("e"), sympy.E)]
 _DIGITS = 60
 # What the grammar wants in braces: numbers under a root, in a fraction and an exponent.
 _BARE = (
@@ -57,7 +57,7 @@ def _is_zero(difference: sympy.Expr) -> bool:
     if expanded == 0:
         return True
     symbols = sorted(expanded.free_symbols, key=str)
-    point = {symbol: sympy.Rational(1237 + 114 * index, 1000) for index, symbol in enumerate(symbols)}
+    point = [(symbol, sympy.Rational(1237 + 114 * index, 1000)) for index, symbol in enumerate(symbols)]
     value = expanded.subs(point).evalf(_DIGITS)
     if value.is_comparable and abs(value) > 10 ** (-_DIGITS // 2):  # not 0 at one point
         return False
