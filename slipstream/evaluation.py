@@ -136,7 +136,8 @@ def _majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     votes: dict[str, list[float]] = {}  # by the first spelling of an answer
     for answer, reward in zip(answers, rewards, strict=True):
         if answer is not None:
-            first = next((other for other in votes if compare(other, answer)), answer)
+            alike = (other for other, vote in votes.items() if compare(other, answer) or reward == vote[0] == 1)
+            first = next(alike, answer)  # what is right is alike, in whatever spelling
             votes.setdefault(first, []).append(reward)
     if not votes:
         return 0.0

@@ -1,4 +1,4 @@
-"""Worker processes that run math-verify, each with a deadline for each request and killed when it passes."""
+"""Worker processes that run sympy, each with a deadline for each request and killed when it passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORPHAN_GRACE_S = 5.0  # a worker ends itself so long after its deadline: only w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Is `answer` equal to `gold`? With `answer` None: can `gold` be parsed?"""
+    """Is `answer` equal to `gold`? With `answer` None: can `gold` be read?"""
 
     gold: str
     answer: str | None
@@ -105,7 +105,7 @@ class WorkerPool:
         worker.kill()
         self._workers.remove(worker)
         if not worker.ready:
-            raise RuntimeError(f"a reward worker {why} before it was ready: does `import math_verify` work?")
+            raise RuntimeError(f"a reward worker {why} before it was ready: does `import latex2sympy2_extended` work?")
         logger.warning("a reward worker %s: %s", why, job and job[1])
 
 

@@ -94,7 +94,7 @@ _COMMANDS = {
     "colon": ":",
     "imath": "i",
     "varnothing": "\\emptyset",
-    "ne": "\\neq",
+    "ne": "\\neq ",
     "dollar": "\\$",
     "textdollar": "\\$",
     "mbox": "\\text",
@@ -167,7 +167,6 @@ def unwrap(text: str) -> str:
             return text
 
 
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
 
 
@@ -177,10 +176,8 @@ def without_invisible(text: str) -> str:
 
 
 def to_latex(spelled: str) -> str:
-    """Write a spelled answer as LaTeX again, with degrees in functions as radians."""
-    if _TRIGONOMETRIC.search(spelled):
-        spelled = _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled)
-    return spelled.translate(_FROM_SPELLED)
+    """Write a spelled expression as LaTeX again, with degrees as radians."""
+    return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled).translate(_FROM_SPELLED)
 
 
 def is_balanced(text: str) -> bool:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
 from slipstream.rewards.expressions import (
-    MAX_DEPTH,
     Number,
-    Sum,
     UnreadError,
-    changed_number,
-    difference,
+    equal_equations,
     equal_numbers,
     is_rounding,
     read_number,
-    variables,
 )
 from slipstream.rewards.spelling import (
     AT_LEAST,
@@ -85,9 +81,9 @@ class Numeral:
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """`difference` of both sides is 0; `name` is what it assigns `value` to, if it is an assignment."""
+    """Two sides that are equal; `name` is what it assigns `value` to, if it is an assignment."""
 
-    difference: Sum | None
+    sides: tuple[str, str] | None
     name: str | None = None
     value: Value | None = None
 
@@ -97,7 +93,16 @@ class Falsehood:
     """An equation that does not hold, such as `2+2=5`."""
 
 
-Value = Number | Row | Bag | Union | Matrix | Word | Numeral | Equation | Falsehood
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A set or an equation whose members only algebra could compare, in a process that has none."""
+
+
+Value = Number | Row | Bag | Union | Matrix | Word | Numeral | Equation | Falsehood | Undecided
+
+
+class UndecidedError(ValueError):
+    """Reading takes algebra."""
 
 
 @lru_cache(maxsize=4096)
@@ -105,20 +110,20 @@ def parse(answer: str) -> Value | None:
     """The value of a bare answer; None if it cannot be read with certainty."""
     try:
         return _value(spell(answer), 0)
+    except UndecidedError:
+        return Undecided()
     except (UnreadError, RecursionError):
         return None
 
 
 def compare(a: str, b: str) -> bool | None:
-    """Compare two bare answers by value, or by text if they have no value; None if neither decides."""
+    """Compare two bare answers by value, or by text if they have no value; None if it takes algebra."""
     if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
         return int(a) == int(b)
-    values = parse(a), parse(b)
-    if values[0] is not None and values[1] is not None:
-        verdict = equal(values[0], values[1])
-        if verdict is not None:
-            return verdict
-    return True if spell(a) == spell(b) else None
+    left, right = parse(a), parse(b)
+    if spell(a) == spell(b):
+        return not isinstance(left, Falsehood)
+    return False if left is None or right is None else equal(left, right)
 
 
 def is_falsehood(answer: str) -> bool:
@@ -133,8 +138,9 @@ def equal(a: Value, b: Value) -> bool | None:
     from, to all the places that it has, if the two differ by no more than one millionth of their size: 0.333333 is a
     third, and 0.333 is none.
     """
-    if isinstance(a, Falsehood) or isinstance(b, Falsehood):
-        return False
+    for kind, verdict in ((Falsehood, False), (Undecided, None)):
+        if isinstance(a, kind) or isinstance(b, kind):
+            return verdict
     if isinstance(a, Equation) or isinstance(b, Equation):
         return _equal_equations(a, b)
     if isinstance(a, Union) or isinstance(b, Union):
@@ -150,33 +156,21 @@ def equal(a: Value, b: Value) -> bool | None:
             return _equal_matrices(a, b)
         case Bag(), Bag():
             return _equal_bags(a.items, b.items)
-        case Numeral(), Numeral():
-            return a == b
-    return False
+    return a == b  # numerals, and values of two kinds
 
 
-def changed(value: Value) -> Value | None:
-    """Another value of the same kind; None for prose and for what is false, which have no kind."""
-    if isinstance(value, Falsehood) or (isinstance(value, Word) and not value.is_marked):
-        return None
-    if isinstance(value, Word):
-        return replace(value, text=f"{value.text}x")
-    if isinstance(value, Number):
-        return changed_number(value)
-    if isinstance(value, Numeral):
-        return replace(value, digits=f"{value.digits}0")
-    if isinstance(value, Equation):
-        other = None if value.value is None else changed(value.value)
-        return None if other is None and value.value is not None else Equation(None, value.name, other)
-    if isinstance(value, Bag) and not value.items:
-        return Bag((read_number("1"),))
-    items = [each for row in value.rows for each in row] if isinstance(value, Matrix) else list(value.items)
-    others = [changed(each) for each in items]
-    if not others or others[0] is None or None in others:
-        return None
-    if isinstance(value, Matrix):
-        return Matrix(((others[0], *value.rows[0][1:]), *value.rows[1:]))
-    return replace(value, items=(others[0], *items[1:]))
+def is_prose(value: Value) -> bool:
+    """Return True if a value is, or holds, words that nothing marks as such, or an equation that does not hold."""
+    match value:
+        case Word():
+            return not value.is_marked
+        case Row() | Bag() | Union():
+            return any(map(is_prose, value.items))
+        case Matrix():
+            return any(is_prose(cell) for row in value.rows for cell in row)
+        case Equation():
+            return value.value is not None and is_prose(value.value)
+    return isinstance(value, Falsehood)
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
@@ -232,20 +226,13 @@ def _spelled(value: Value) -> str | None:
 
 def _equal_equations(a: Value, b: Value) -> bool | None:
     if isinstance(a, Equation) and isinstance(b, Equation):
-        if a.difference is not None and b.difference is not None and _proportional(a.difference, b.difference):
-            return True
-        if a.value is not None and b.value is not None:
+        is_same = None if a.sides is None or b.sides is None else equal_equations(a.sides, b.sides)
+        if is_same is not True and a.value is not None and b.value is not None:
             return a.name == b.name and equal(a.value, b.value)
-        return None
+        return is_same
     equation, other = (a, b) if isinstance(a, Equation) else (b, a)
     assert isinstance(equation, Equation)
     return False if equation.value is None else equal(equation.value, other)
-
-
-def _proportional(a: Sum, b: Sum) -> bool:
-    if a.keys() != b.keys():
-        return False
-    return len({a[monomial] / b[monomial] for monomial in a}) == 1
 
 
 # Reading: from the whole answer down to a number.
@@ -268,11 +255,12 @@ _NAME = re.compile(
 )
 _ORDER = re.compile(r"(<=|>=|[<>" + AT_MOST + AT_LEAST + r"])")
 _MAX_ITEMS = 64
+_MAX_DEPTH = 40
 _OPEN, _CLOSE = "([{" + SET_START, ")]}" + SET_END
 
 
 def _value(text: str, depth: int) -> Value:
-    if not text or depth > MAX_DEPTH:
+    if not text or depth > _MAX_DEPTH:
         raise UnreadError(text)
     if _INTEGER.fullmatch(text):
         return read_number(text)
@@ -387,7 +375,10 @@ def _bracketed(left: str, right: str, pieces: Sequence[str], depth: int) -> Valu
 def _distinct(values: Sequence[Value]) -> list[Value]:
     found: list[Value] = []
     for value in values:
-        if not any(equal(value, each) for each in found):
+        verdicts = [equal(value, each) for each in found]
+        if None in verdicts and True not in verdicts:
+            raise UndecidedError
+        if True not in verdicts:
             found.append(value)
     return found
 
@@ -421,16 +412,19 @@ def _equation(text: str, depth: int) -> Value:
     if name is None and len(sides) == 2 and _is_name(sides[1]):
         name, sides = sides[1], sides[::-1]
     values = [_value(side, depth + 1) for side in (sides if name is None else sides[1:])]
-    is_chain = all(_same(a, b) for a, b in pairwise(values))
-    if name is not None and is_chain:
-        return Equation(_difference(sides, values[-1]), name.replace(" ", ""), _most_exact(values))
-    if name is None and is_chain:
-        return _most_exact(values)
-    if any(_contradict(a, b) for a, b in pairwise(values)):
+    verdicts = [_same(a, b) for a, b in pairwise(values)]
+    if any(
+        verdict is False and _are_constants(a, b) for verdict, (a, b) in zip(verdicts, pairwise(values), strict=True)
+    ):
         return Falsehood()
+    if all(verdicts):
+        value = _most_exact(values)
+        return value if name is None else Equation(_sides(sides, values), name.replace(" ", ""), value)
+    if None in verdicts:
+        raise UndecidedError
     if name is not None or len(sides) > 2:
         raise UnreadError(text)
-    return Equation(difference(*values))
+    return Equation(_sides(sides, values))
 
 
 def _is_name(side: str) -> bool:
@@ -441,27 +435,24 @@ def _is_name(side: str) -> bool:
         symbol = read_number(side).symbol
     except UnreadError:
         return False
-    return symbol is not None and symbol not in ("pi", "e", "i", "infty")
+    return symbol is not None and symbol not in ("\\pi", "e", "i", "\\infty")
 
 
-def _difference(sides: Sequence[str], value: Value) -> Sum | None:
-    try:
-        return difference(read_number(sides[0]), value)
-    except UnreadError:
-        return None
+def _sides(sides: Sequence[str], values: Sequence[Value]) -> tuple[str, str] | None:
+    """Both sides of an equation of expressions; None for one of other things."""
+    return (sides[0], sides[-1]) if all(isinstance(each, Number) for each in values) else None
 
 
-def _same(a: Value, b: Value) -> bool:
-    """Return True if `a = b` holds; a decimal may stand for what it is rounded from, however few its places."""
+def _same(a: Value, b: Value) -> bool | None:
+    """Compare both sides of `a = b`; a decimal may stand for what it is rounded from, however few its places."""
     if isinstance(a, Number) and isinstance(b, Number) and not a.unit and not b.unit:
-        return equal(a, b) is True or is_rounding(a, b, None) or is_rounding(b, a, None)
-    return equal(a, b) is True
+        return is_rounding(a, b, None) or is_rounding(b, a, None) or equal(a, b)
+    return equal(a, b)
 
 
-def _contradict(a: Value, b: Value) -> bool:
-    """Return True if `a = b` is false and both sides are constants without units."""
-    constants = [isinstance(each, Number) and not (each.opaque or each.unit or variables(each)) for each in (a, b)]
-    return all(constants) and not _same(a, b)
+def _are_constants(*values: Value) -> bool:
+    """Return True if all are numbers without units and variables."""
+    return all(isinstance(each, Number) and each.is_constant and not each.unit for each in values)
 
 
 def _most_exact(values: Sequence[Value]) -> Value:
@@ -488,7 +479,7 @@ def _range(text: str, depth: int) -> Value:
     if not isinstance(middle, Number) or middle.symbol is None:
         raise UnreadError(text)
     for bound in (low, high):
-        if not isinstance(bound, Number) or variables(bound) - {"infty"}:
+        if not isinstance(bound, Number) or not bound.is_constant:
             raise UnreadError(text)
     row = Row("(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]", (low, high))
     return Equation(None, middle.symbol, row)

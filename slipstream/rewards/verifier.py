@@ -1,8 +1,8 @@
 """Score responses against reference answers: 1 if the final answer is right, else 0.
 
-Nearly all answers are decided by their exact values, in microseconds (`values`). What is left (`\\log 8` against
-`3\\log 2`) is asked of math-verify in a worker process that is killed at its deadline, for sympy can run, or eat
-memory, without end. math-verify is a witness: it is never asked about what it is known to misread.
+Words, plain arithmetic, and lists and intervals of it are decided by their exact values, in microseconds (`values`).
+What takes algebra (`\\log 8` against `3\\log 2`) is asked of sympy in a worker process that is killed at its deadline,
+for sympy can run, or eat memory, without end.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.rewards.answers import extract_answer
-from slipstream.rewards.config import MAX_ANSWER_CHARS, RewardConfig
+from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.pool import Request, WorkerPool
-from slipstream.rewards.spelling import TEXT, looks_mathematical, spell, to_latex
-from slipstream.rewards.values import Value, changed, compare, equal, parse
+from slipstream.rewards.spelling import TEXT, spell
+from slipstream.rewards.values import Undecided, compare, is_prose, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +75,15 @@ class Verifier:
         return self._verdicts([self._judge(answer, reference) for reference, answer in pairs])
 
     def gradable(self, references: Sequence[str]) -> tuple[bool, ...]:
-        """Check that responses can be scored against each reference: 1 for itself, 0 for another value of its kind.
+        """Check that responses can be scored against each reference: 1 for itself, 0 for another value.
 
         Prose, "", an equation that does not hold, and what takes too long cannot.
         """
-        values = [self._value(reference) for reference in references]
-        are_read = self._verdicts([self._reads(each, value) for each, value in zip(references, values, strict=True)])
+        are_read = self._verdicts([self._reads(reference) for reference in references])
         others = self._verdicts(
             [
-                self._judge(f"{reference}+1", reference) if is_read and not _has_other(value) else False
-                for reference, value, is_read in zip(references, values, are_read, strict=True)
+                self._judge(f"{reference}+1", reference) if is_read else False
+                for reference, is_read in zip(references, are_read, strict=True)
             ]
         )
         return tuple(is_read and not is_same for is_read, is_same in zip(are_read, others, strict=True))
@@ -93,20 +92,17 @@ class Verifier:
         if len(answer) > self._max_chars or len(reference) > self._max_chars:
             return False
         verdict = compare(reference, answer)
-        if verdict is not None:
-            return verdict
-        return _witness(reference, answer)
+        return Request(gold=reference, answer=answer) if verdict is None else verdict
 
-    def _value(self, reference: str) -> Value | None:
-        return parse(reference) if len(reference) <= self._max_chars else None
-
-    def _reads(self, reference: str, value: Value | None) -> bool | Request:
+    def _reads(self, reference: str) -> bool | Request:
         """Judge whether the reference, in a box, equals itself and is more than prose."""
         if len(reference) > self._max_chars or extract_answer(f"\\boxed{{{reference}}}") != reference.strip():
             return False
-        if value is not None:
-            return changed(value) is not None
-        return TEXT in spell(reference) or _witness(reference, None)  # what has words is graded by its text
+        value = parse(reference)
+        if isinstance(value, Undecided):
+            return Request(gold=reference, answer=None)
+        # What has words is graded by its text.
+        return TEXT in spell(reference) if value is None else not is_prose(value)
 
     def _verdicts(self, judged: Sequence[bool | Request]) -> tuple[bool, ...]:
         return tuple(reward == 1.0 for reward in self._decide(judged).rewards)
@@ -121,18 +117,3 @@ class Verifier:
             num_timeouts=outcome.num_timeouts,
             num_crashes=outcome.num_crashes,
         )
-
-
-def _witness(reference: str, answer: str | None) -> bool | Request:
-    """Build math-verify's request for an answer, or a reference alone; False if it would misread them."""
-    texts = [spell(text) for text in (reference, answer) if text is not None]
-    latex = [to_latex(text) for text in texts if looks_mathematical(text)]
-    if len(latex) < len(texts) or max(map(len, latex)) > MAX_ANSWER_CHARS:
-        return False
-    return Request(gold=latex[0], answer=None if answer is None else latex[1])
-
-
-def _has_other(value: Value | None) -> bool:
-    """Return True if another value of the same kind is certain to differ."""
-    other = None if value is None else changed(value)
-    return value is not None and other is not None and equal(value, other) is False

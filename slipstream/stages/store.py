@@ -170,7 +170,7 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
             "reward": reward,
             "tokenizer": tokenizer,
         },
-        packages=("datasets", "math-verify", "tokenizers", "transformers"),
+        packages=("datasets", "latex2sympy2-extended", "sympy", "tokenizers", "transformers"),
     )
 
 

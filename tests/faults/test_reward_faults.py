@@ -9,17 +9,17 @@ import pytest
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import RewardResult, Verifier
 
-# What the worker imports instead of math-verify: it fails at the answer 66 and is right about all others.
+# What the worker imports instead of the reader of LaTeX: it fails at the answer 66, and all others are equal to it.
 _MODULE = """
-import os, sys, time
+import os, sys, time, types
+import sympy
 
-def parse(text, parsing_timeout=0, fallback_mode=""):
-    return [text]
+sys.modules[__name__ + ".latex2sympy2"] = types.SimpleNamespace(ConversionConfig=dict)
 
-def verify(gold, answer, timeout_seconds=None):
-    if "66" in answer:
+def latex2sympy(text, **_):
+    if "66" in text:
         {fault}
-    return True
+    return sympy.Integer(9)
 """
 FAULTS = {
     "hangs": ("time.sleep(10**6)", RewardResult(rewards=(1.0, 0.0, 1.0), num_timeouts=1, num_crashes=0)),
@@ -38,7 +38,7 @@ def test_a_faulty_verifier_costs_its_own_answer_alone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, expected = FAULTS[fault]
-    (tmp_path / "math_verify.py").write_text(_MODULE.format(fault=code))
+    (tmp_path / "latex2sympy2_extended.py").write_text(_MODULE.format(fault=code))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     answers = [f"\\boxed{{\\log {number}}}" for number in ("5", "66", "7")]
 

@@ -129,6 +129,7 @@ def test_maj_at_k_joins_votes_for_equal_values() -> None:
     votes = ["1/2", "0.5", "\\frac{1}{2}", "2", "2"]
     assert maj_at_k([votes], [[1, 1, 1, 0, 0]]) == pytest.approx(1.0)
     assert maj_at_k([["2\N{SUPERSCRIPT THREE}", "23", "8"]], [[1, 0, 1]]) == pytest.approx(1.0)
+    assert maj_at_k([["\\sqrt{12}", "2\\sqrt{3}", "7", "8"]], [[1, 1, 0, 0]]) == pytest.approx(1.0)  # both are right
 
 
 def test_answers_and_rewards_come_in_pairs() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from collections import deque
+from pathlib import Path
 
 import psutil
 import pytest
 
+from slipstream.rewards import pool as pool_module
 from slipstream.rewards.pool import Outcome, Request, WorkerPool
 
 HALF = Request(gold="0.5", answer="\\frac{1}{2}")
@@ -29,7 +32,7 @@ def test_a_worker_that_cannot_start_is_an_error_that_says_where_to_look() -> Non
     pool = WorkerPool(num_workers=1, timeout_s=30.0, memory_gib=0.01)  # not enough for Python's own start
     with pytest.raises(RuntimeError) as caught:
         pool.run([HALF])
-    expected = "a reward worker ended by itself before it was ready: does `import math_verify` work?"
+    expected = "a reward worker ended by itself before it was ready: does `import latex2sympy2_extended` work?"
     assert str(caught.value) == expected
 
 
@@ -75,3 +78,9 @@ def test_a_closed_pool_starts_again_when_there_is_work() -> None:
         assert pool.run([HALF]).verdicts == (True,)
         pool.close()
         pool.close()
+
+
+def test_no_file_beside_the_worker_hides_a_module_that_it_imports_before_it_leaves_its_directory() -> None:
+    beside = {path.stem for path in Path(pool_module.__file__).parent.glob("*.py")}
+    assert "worker" in beside
+    assert not beside & set(sys.stdlib_module_names)
