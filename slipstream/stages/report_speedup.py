@@ -13,7 +13,7 @@ from slipstream.records.stages import CertificateRecord, DraftRecord, Evaluation
 from slipstream.records.steps import ArmRecord, by_loop
 from slipstream.report.page import write_report
 from slipstream.report.summary import summarise
-from slipstream.simulator.projection_record import ProjectionRecord
+from slipstream.simulator.projection import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.drafts.config import LOSSES
 from slipstream.drafts.learner_draft import States
-from slipstream.drafts.losses import DISTANCES, Judging, chunk_losses
 from slipstream.drafts.passes import ATTENTION, head_inputs, rows_of
-from slipstream.drafts.trainer import DraftTrainer
+from slipstream.drafts.trainer import DISTANCES, DraftTrainer, Judging, chunk_losses
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS
 
 

@@ -13,8 +13,7 @@ import xxhash
 from torch import Tensor
 
 from slipstream.refit.config import Channel, ChannelBrokeError, RefitConfig, RefitError
-from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, address_towards, receive
-from slipstream.refit.stream import WeightSource
+from slipstream.refit.stream import GlooGroup, GlooInit, GlooSender, GlooUpdate, WeightSource, address_towards, receive
 
 TENSORS = [
     ("embed", torch.arange(60, dtype=torch.bfloat16).reshape(6, 10)),

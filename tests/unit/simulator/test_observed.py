@@ -13,7 +13,7 @@ from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.observed import RunCalibration, calibrate_run, run_setting
-from slipstream.simulator.projection_record import project_run
+from slipstream.simulator.projection import project_run
 from slipstream.stages.support import recipe_layout
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]

@@ -12,7 +12,7 @@ import pytest
 from slipstream.simulator import Array
 from slipstream.simulator.calibration import Cell, Ensemble
 from slipstream.simulator.iteration import Drafting
-from slipstream.simulator.paper import (
+from slipstream.simulator.observed import (
     WORKLOADS,
     calibrate_cells,
     calibrate_paper,

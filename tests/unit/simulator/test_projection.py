@@ -14,7 +14,7 @@ import pytest
 from slipstream.config import ConfigError
 from slipstream.simulator.calibration import Draw, Ensemble
 from slipstream.simulator.iteration import CostModel
-from slipstream.simulator.paper import calibrate_paper, paper_learner
+from slipstream.simulator.observed import calibrate_paper, paper_learner
 from slipstream.simulator.projection import (
     PUBLISHED_MODEL,
     ProjectionRequest,

@@ -17,16 +17,19 @@ from slipstream.records.run import LayoutRecord
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator.calibration import AcceptanceProfile, Ensemble
-from slipstream.simulator.observed import CheckRecord, RunCalibration, calibrate_run
-from slipstream.simulator.paper import calibrate_paper, paper_learner
-from slipstream.simulator.projection import PUBLISHED_MODEL, ProjectionRequest, project, project_request, speedup_map
-from slipstream.simulator.projection_record import (
+from slipstream.simulator.observed import CheckRecord, RunCalibration, calibrate_paper, calibrate_run, paper_learner
+from slipstream.simulator.projection import (
+    PUBLISHED_MODEL,
     ProjectionRecord,
+    ProjectionRequest,
+    project,
+    project_request,
     project_run,
     project_speedup,
     projected_figures,
     run_setting,
     running_batches,
+    speedup_map,
 )
 from slipstream.simulator.rollout import slowest_engine
 from slipstream.simulator.settings import load_setting
