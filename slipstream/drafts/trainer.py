@@ -198,7 +198,7 @@ class DraftTrainer(LearnerDraft):
         self, sequences: Sequences, prompt_lengths: Sequence[int], states: States, *, temperature: float = 1.0
     ) -> float:
         """One update; returns the loss summed over the passes."""
-        self._memory.take()
+        self._memory.onload()
         self._optimizer.zero_grad()
         rows = self._rows(sequences, prompt_lengths, states)
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
@@ -275,9 +275,9 @@ class DraftTrainer(LearnerDraft):
         """The draft's tensors under the names that vLLM loads."""
         yield from draft_tensors(self._model).items()
 
-    def rest(self) -> int:
-        """Give back what updates alone need; how many bytes of the device."""
-        return self._memory.give_back()
+    def offload(self) -> int:
+        """Offload what updates alone need; returns the bytes of the device."""
+        return self._memory.offload()
 
     def save(self, path: Path) -> None:
         """Write the draft as vLLM loads it."""
@@ -286,7 +286,7 @@ class DraftTrainer(LearnerDraft):
 
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on."""
-        self._memory.take()
+        self._memory.onload()
         parameters = {f"{index}.parameter": each.detach() for index, each in enumerate(self._trained)}
         return {NUM_STEPS: torch.tensor([self._num_steps]), **parameters, **self._optimizer.moments()}
 
@@ -299,7 +299,7 @@ class DraftTrainer(LearnerDraft):
                 f"the checkpoint must hold the draft's {len(expected)} trained tensors, got {len(state)} others: it is "
                 "of another draft, or of a run that trained none"
             )
-        self._memory.take()
+        self._memory.onload()
         self._num_steps = int(state[NUM_STEPS])
         for index, parameter in enumerate(self._trained):
             parameter.copy_(state[f"{index}.parameter"])

@@ -187,7 +187,7 @@ class MtpTrainer:
         Raises:
             FloatingPointError: the gradient is not finite.
         """
-        self.memory.take()
+        self.memory.onload()
         chats = list(self._chats(sequences, loss_starts, states))
         weights = [decay**index for index in range(num_passes)]
         num_tokens = parallel.sum_over_data_ranks(sum(int(each.drafts(0).sum()) for each in chats))
@@ -239,7 +239,7 @@ class MtpTrainer:
 
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on, whole, whatever the layout; tensors may share memory with it."""
-        self.memory.take()
+        self.memory.onload()
         found = {_NUM_UPDATES: torch.tensor([self.num_updates])}
         for mapping, held in zip(mtp_mappings(self._architecture), self._held, strict=True):
             for kind, own in self._stepped(held).items():
@@ -258,7 +258,7 @@ class MtpTrainer:
         names = {f"{MAIN}/{name}" for mapping in mtp_mappings(self._architecture) for name in mapping.hf}
         if missing := sorted(names - state.keys()):
             raise CheckpointError(f"the checkpoint must hold the policy's MTP layer, has no {missing[0]}")
-        self.memory.take()
+        self.memory.onload()
         self.num_updates = int(state[_NUM_UPDATES])
         kinds = {name.partition("/")[0] for name in state.keys() - {_NUM_UPDATES}}
         own = {kind: self._own(state, kind) for kind in kinds}

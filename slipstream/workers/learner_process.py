@@ -153,7 +153,7 @@ class LearnerProcess:
 
     def rest(self) -> int:
         """Give back the memory that updates alone need until the next one; how many bytes. The weights stay."""
-        return self._loaded.rest() + (0 if self._draft is None else self._draft.rest())
+        return self._loaded.offload() + (0 if self._draft is None else self._draft.offload())
 
     def sees(self, path: Path) -> bool:
         """Say whether this host sees `path`."""

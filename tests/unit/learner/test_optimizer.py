@@ -110,10 +110,10 @@ def test_a_learner_that_rests_between_its_updates_learns_the_same_to_the_last_bi
 ) -> None:
     resting, other = (_policy(dtype, method, is_distributed) for _ in range(2))
     for _ in range(3):
-        resting.rest()
+        resting.offload()
         losses = [policy.lm_step(SEQUENCES, STARTS) for policy in (resting, other)]
         assert losses[0] == losses[1]
-    resting.rest()
+    resting.offload()
     assert _same(list(_weights(resting).values()), list(_weights(other).values()))
     resting.lm_step(SEQUENCES, STARTS)
     other.lm_step(SEQUENCES, STARTS)
@@ -128,7 +128,7 @@ def test_a_resting_learner_has_its_weights_alone(dtype: Dtype, method: Optimizer
     num = policy.architecture.num_parameters()
     matrices = sum(held.parameter.numel() for held in _held(policy) if _is_muons(held))
 
-    num_bytes = policy.rest()
+    num_bytes = policy.offload()
 
     # Gradients and two moments in float32, of what Muon steps one; and masters of weights in bfloat16. Megatron pads
     # its buffers, and shards, a little.
@@ -145,7 +145,7 @@ def test_a_resting_learner_has_its_weights_alone(dtype: Dtype, method: Optimizer
         )
     assert _same(list(_weights(policy).values()), list(before.values()))
     assert all(np.array_equal(a, b) for a, b in zip(policy.logprobs(SEQUENCES, STARTS, 1.0), logprobs, strict=True))
-    assert policy.rest() == 0
+    assert policy.offload() == 0
 
 
 def _is_muons(held: HeldParameter) -> bool:
@@ -154,7 +154,7 @@ def _is_muons(held: HeldParameter) -> bool:
 
 def test_a_learner_may_rest_before_its_first_update() -> None:
     policy = _policy()
-    assert policy.rest() >= 4 * policy.architecture.num_parameters()  # there are no moments yet
+    assert policy.offload() >= 4 * policy.architecture.num_parameters()  # there are no moments yet
     other = _policy()
     assert policy.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
 
@@ -162,7 +162,7 @@ def test_a_learner_may_rest_before_its_first_update() -> None:
 def test_a_policy_that_only_evaluates_has_nothing_to_give_back(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     _policy().save_hf(tmp_path / "model", tmp_path / "tokenizer")
-    assert MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None).rest() == 0
+    assert MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None).offload() == 0
 
 
 @pytest.mark.parametrize(("dtype", "method", "is_distributed"), KINDS)
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_a_resting_learner_is_that_of_one_awake(
 ) -> None:
     policy = _policy(dtype, method, is_distributed)
     policy.lm_step(SEQUENCES, STARTS)
-    policy.rest()
+    policy.offload()
     policy.save_checkpoint(tmp_path / "resting", {})
     policy.finish_checkpoint()
     policy.save_checkpoint(tmp_path / "awake", {})
@@ -181,9 +181,9 @@ def test_a_checkpoint_of_a_resting_learner_is_that_of_one_awake(
     assert all((tmp_path / "resting" / name).read_bytes() == (tmp_path / "awake" / name).read_bytes() for name in files)
 
     resumed = _policy(dtype, method, is_distributed)
-    resumed.rest()
+    resumed.offload()
     resumed.load_checkpoint(tmp_path / "resting")
-    resumed.rest()
+    resumed.offload()
     assert resumed.lm_step(SEQUENCES, STARTS) == policy.lm_step(SEQUENCES, STARTS)
     assert _same(_state(resumed), _state(policy))
 
@@ -192,12 +192,12 @@ def test_an_mtp_layer_rests_with_its_policy() -> None:
     scratch = replace(SCRATCH, num_mtp_layers=1, head_dim=8)
     resting, other = _policy(scratch=scratch), _policy(scratch=scratch)
     for _ in range(3):
-        resting.rest()
+        resting.offload()
         assert resting.lm_step(SEQUENCES, STARTS) == other.lm_step(SEQUENCES, STARTS)
         assert resting.mtp_loss == other.mtp_loss
     assert resting._mtp_trainer is not None
-    resting.rest()
-    assert resting._mtp_trainer.memory._away
+    resting.offload()
+    assert resting._mtp_trainer.memory._offloaded
     assert _same(list(_weights(resting).values()), list(_weights(other).values()))
 
 
@@ -210,10 +210,10 @@ def test_what_shares_a_storage_with_the_weights_stays() -> None:
     memory = TrainingMemory(layer, [optimizer], device=torch.device("cpu"))
     view = master.detach()[2:]
 
-    assert memory.give_back() == 20
+    assert memory.offload() == 20
     assert (master.untyped_storage().nbytes(), master.grad) == (0, None)
     assert shard.untyped_storage().nbytes() == 48
-    memory.take()
+    memory.onload()
     assert view.tolist() == [1.0, 1.0, 1.0]  # a reference from before is as good as new
 
 
@@ -223,5 +223,5 @@ def test_what_the_optimizer_keeps_on_the_host_stays_there() -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     memory = TrainingMemory(torch.nn.Module(), [optimizer], device=torch.device("meta"))
-    assert memory.give_back() == 0
+    assert memory.offload() == 0
     assert optimizer.state[weight]["exp_avg"].untyped_storage().nbytes() == 12
