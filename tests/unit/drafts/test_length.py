@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -83,15 +83,27 @@ class TimedEngine:
         pass
 
 
+def starting(
+    engine: Callable[[int], TimedEngine], into: list[TimedEngine] | None = None
+) -> Callable[[int], AbstractContextManager[TimedEngine]]:
+    """Start what `engine` makes of a k, and keep it in `into`."""
+
+    @contextmanager
+    def start(k: int) -> Iterator[TimedEngine]:
+        made = engine(k)
+        if into is not None:
+            into.append(made)
+        yield made
+
+    return start
+
+
 SECONDS = {(0, 2): 4.0, (0, 8): 6.0, (1, 2): 3.0, (1, 8): 8.0, (3, 2): 2.0, (3, 8): 9.0}
 CONFIG = TuningConfig(candidate_ks=(0, 1, 3), batch_sizes=(2, 8), num_repeats=2)
 
 
 def _sweep(calls: list[tuple[int, int]], max_live_engines: int = 2) -> tuple[SweepPoint, ...]:
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        yield TimedEngine(k, SECONDS, calls)
-
+    start = starting(lambda k: TimedEngine(k, SECONDS, calls))
     config = replace(CONFIG, max_live_engines=max_live_engines)
     return sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
 
@@ -115,10 +127,7 @@ def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_
     switched: list[tuple[int, int, int]] = []  # whose length, to what, after how many generations
     engines: list[TimedEngine] = []
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        engines.append(TimedEngine(k, SECONDS, calls))
-        yield engines[-1]
+    start = starting(lambda k: TimedEngine(k, SECONDS, calls), engines)
 
     def switch(engine: Engines, k: int) -> None:
         assert isinstance(engine, TimedEngine)
@@ -146,9 +155,7 @@ def test_points_are_told_a_batch_at_a_time_as_soon_as_its_rounds_are_done(
     calls: list[tuple[int, int]] = []
     num_calls: list[int] = []
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        yield TimedEngine(k, SECONDS, calls)
+    start = starting(lambda k: TimedEngine(k, SECONDS, calls))
 
     def on_points(points: Sequence[SweepPoint]) -> None:
         told.append([point.k for point in points])
@@ -170,10 +177,7 @@ def test_a_k_is_judged_by_the_baseline_of_its_own_round() -> None:
             result = super().generate(*args, **kwargs)
             return replace(result, generation_s=rounds[self.k].pop(0))
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        yield Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, [])
-
+    start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
     _, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0).points
     assert (point.speedup, point.generation_s, point.autoregressive_s) == (3.0, 3.0, 8.0)
@@ -221,11 +225,7 @@ def test_engines_start_one_after_the_other_unless_more_may() -> None:
 def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> None:
     engines: list[TimedEngine] = []
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        engines.append(TimedEngine(k, SECONDS, []))
-        yield engines[-1]
-
+    start = starting(lambda k: TimedEngine(k, SECONDS, []), engines)
     points = sweep(start, PROMPTS[:6], config=CONFIG, sampling=SAMPLING, seed=0, group_size=2).points
     assert [p.batch for p in points[:2]] == [2, 8]
     warm_up, *measured = engines[1].asked  # k = 1
@@ -239,11 +239,7 @@ def test_a_batch_is_groups_of_rollouts_and_every_repeat_has_other_prompts() -> N
 def test_every_engine_is_asked_alike_and_every_round_has_its_own_seed() -> None:
     engines: list[TimedEngine] = []
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        engines.append(TimedEngine(k, SECONDS, []))
-        yield engines[-1]
-
+    start = starting(lambda k: TimedEngine(k, SECONDS, []), engines)
     sweep(start, PROMPTS, config=CONFIG, sampling=SAMPLING, seed=5, group_size=2)
     rounds = [(SAMPLING, 2, 5), (SAMPLING, 2, 6)]
     warm_up = (SAMPLING, 2, 0)
@@ -260,10 +256,7 @@ def test_a_point_is_told_as_soon_as_it_is_known_with_all_that_it_says() -> None:
         def generate(self, *args: Any, **kwargs: Any) -> GenerationResult:
             return replace(super().generate(*args, **kwargs), generation_s=seconds[self.k].pop(0))
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        yield Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, [])
-
+    start = starting(lambda k: Scripted(k, {(0, 8): 0.0, (1, 8): 0.0}, []))
     told: list[SweepPoint] = []
     config = TuningConfig(candidate_ks=(0, 1), batch_sizes=(8,), num_repeats=3)
     baseline, point = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0, on_points=told.extend).points
@@ -347,10 +340,7 @@ def test_a_sweep_keeps_every_rounds_steps_and_the_schedule_is_made_from_them() -
             time = RunningTime(num_running=1, num_steps=num_steps, num_tokens=num_tokens, elapsed_s=elapsed_s)
             return replace(super().generate(*args, **kwargs), running=(time,))
 
-    @contextmanager
-    def start(k: int) -> Iterator[TimedEngine]:
-        yield SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, [])
-
+    start = starting(lambda k: SteppingEngine(k, {(k, batch): seconds[k] for batch in (2, 8)}, []))
     config = replace(CONFIG, max_live_engines=3)
     swept = sweep(start, PROMPTS, config=config, sampling=SAMPLING, seed=0)
     assert len(swept.rounds) == 4  # two of each batch size
