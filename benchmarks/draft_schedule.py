@@ -42,7 +42,7 @@ from slipstream.workers.engines import RemoteEngine
 from slipstream.workers.session import connect
 
 _SEED = 90_000  # of the comparison: no other one's draws
-_BY_BATCH, _BOLD, _SWITCHED_OFF = "by batch", "boldest table", "k=0 by switch"
+_BY_BATCH, _SWITCHED_OFF = "by batch", "k=0 by switch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,29 +135,12 @@ def tuned(recipe: Recipe, policy: Path, draft: Path, prompts: Sequence[Prompt]) 
     return choose(swept.points, config=recipe.tuning, batch=recipe.tuning.batch_sizes[-1], rounds=swept.rounds)
 
 
-def boldest(record: TuningRecord) -> tuple[ScheduleEntry, ...]:
-    """In each range the k that was fastest in the sweep, however little that is sure of, and no drafts among them.
-
-    An estimate of what any table could gain. Only where the best fixed k is 0 is the table made by the same rule.
-    """
-    possible = [point for point in record.running if point.k or point.is_switched_off]
-    ranges = sorted({(point.batch_from, point.batch_to) for point in possible})
-    best = {
-        each: max((p for p in possible if (p.batch_from, p.batch_to) == each), key=lambda p: p.gain).k
-        for each in ranges
-    }
-    return tuple(
-        ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for (start, end), k in best.items()
-    )
-
-
 def compare(
     recipe: Recipe, policy: Path, draft: Path, record: TuningRecord, prompts: Sequence[Prompt], num_rounds: int
 ) -> dict[str, list[GenerationResult]]:
-    """Every fixed k, the table, the boldest one, and the table's engine switched to k=0: entry i is of one round."""
+    """Every fixed k, the table, and the table's engine switched to k=0: entry i is of one round."""
     size = recipe.tuning.batch_sizes[-1] // recipe.grpo.group_size
-    bold = boldest(record)
-    longest = max(entry.num_speculative_tokens for entry in (*record.schedule, *bold))
+    longest = max(entry.num_speculative_tokens for entry in record.schedule)
     ks = recipe.tuning.candidate_ks
 
     def start(k: int, stack: ExitStack, schedule: Sequence[ScheduleEntry] = ()) -> RemoteEngine:
@@ -167,8 +150,6 @@ def compare(
         contestants = {f"k={k}": Contestant(engine=start(k, stack)) for k in ks}
         table = start(longest, stack, record.schedule)
         contestants[_BY_BATCH] = Contestant(engine=table, table=record.schedule)
-        if bold != record.schedule:
-            contestants[_BOLD] = Contestant(engine=table, table=bold)
         contestants[_SWITCHED_OFF] = Contestant(engine=table, table=constant(0))
         results: dict[str, list[GenerationResult]] = {name: [] for name in contestants}
         names = list(contestants)
@@ -185,7 +166,7 @@ def show_tuned(record: TuningRecord) -> None:
     for point in record.points:
         print(f"  k={point.k} {point.speedup:.2f}x, AL {point.mean_acceptance_length:.2f}")
     kinds = sorted({_kind(point) for point in record.running})
-    heading = f"over k={record.chosen_k} (99 % bound)"
+    heading = f"over k={record.chosen_k} (slowest rounds)"
     print(heading.ljust(30), *((_SWITCHED_OFF if is_off else f"k={k}").rjust(15) for k, is_off in kinds))
     for start, end in sorted({(point.batch_from, point.batch_to) for point in record.running}):
         here = {_kind(point): point for point in record.running if point.batch_from == start}
@@ -194,7 +175,6 @@ def show_tuned(record: TuningRecord) -> None:
         num_steps = chosen.num_steps if chosen else 0
         print(f"  {start:3d} to {end:3d}, {num_steps:5d} steps     ", *(told.get(k, "").rjust(15) for k in kinds))
     print(f"table: {described(record.schedule)}; expected {record.schedule_gain:.3f}x over k={record.chosen_k}")
-    print(f"boldest: {described(boldest(record))}")
 
 
 def _kind(point: RunningPoint) -> tuple[int, bool]:

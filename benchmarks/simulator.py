@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.simulator.paper import calibrate_cells, calibrate_paper, paper_cells, paper_learner
+from slipstream.simulator.observed import calibrate_cells, calibrate_paper, paper_cells, paper_learner
 from slipstream.simulator.projection import ProjectionRequest, project, speedup_map
 
 _NUM_REPEATS = 9

@@ -45,7 +45,7 @@ FRESH_INITS = (DraftInit.IN_DOMAIN, DraftInit.GENERAL)
 
 
 LOSSES = ("kl_div", "tv", "lk", "lk_hybrid")
-"""What each means is in `drafts/losses.py`."""
+"""What each means is in `drafts/trainer.py`."""
 
 
 _IS_LOSS = Rule(f"must be one of {', '.join(LOSSES)}", LOSSES.__contains__)
@@ -132,7 +132,7 @@ class DraftConfig(Checked, path="draft"):
     tokens_per_row: PositiveInt = 512  # chats are packed into rows; a row's activations are held at once
     ttt_steps: PositiveInt = 4
     ttt_step_loss_decay: Annotated[float, within("(0, 1]")] = 1.0
-    loss: Annotated[str, _IS_LOSS] = "kl_div"  # one of LOSSES, see drafts/losses.py
+    loss: Annotated[str, _IS_LOSS] = "kl_div"  # one of LOSSES, see drafts/trainer.py
     loss_chunk_tokens: PositiveInt = 1024  # tokens whose logits over the vocabulary are held at a time
     online: DraftOnline = DraftOnline.OFF
     online_optimizer: OptimizerMethod = OptimizerMethod.ADAMW  # muon learns from fewer tokens: docs/log.md

@@ -155,7 +155,7 @@ class LearnerDraft(ABC):
         """
 
     def offload(self) -> int:
-        """Free what updates alone need, until the next one, or a checkpoint; how many bytes of the device."""
+        """Offload what updates alone need, until the next one, or a checkpoint; returns the bytes of the device."""
         return 0
 
     def follow(self, vocabulary_weights: Callable[[], tuple[Tensor, Tensor]]) -> None:
@@ -379,7 +379,7 @@ def train_beside(
     The draft sees detached states and has its own optimizer and clip, so the policy's update is the one of
     a `train_step` without it to the last bit.
     """
-    from slipstream.learner.forward_passes import Capture
+    from slipstream.learner.megatron import Capture
 
     capture, batch = Capture(layer_ids(policy, config)), update.batch
     start = time.perf_counter()

@@ -25,11 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from math import exp, log, sqrt
-from statistics import fmean, median, stdev
+from math import exp, log
+from statistics import fmean, median
 from typing import Annotated
-
-from scipy import special
 
 from slipstream.config import Checked, PositiveFloat, Rule, ge, require
 from slipstream.drafts.config import AutopilotConfig
@@ -41,7 +39,6 @@ from slipstream.records.steps import NUM_WARMUP_STEPS, AutopilotStep, ScheduleEn
 from slipstream.statistics import spread
 from slipstream.types import Prompt
 
-_CONFIDENCE = 0.99  # one-sided, that a k is faster than the chosen one at a range of running batches
 _NUM_PROBES = 2  # that must agree
 _MAX_BACK_OFF = 8  # times `probe_every_steps`
 
@@ -131,22 +128,6 @@ def constant(k: int) -> tuple[ScheduleEntry, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Receiver of a sweep's progress.
-
-    Attributes:
-        on_points: the points of a batch size as soon as they are known.
-        on_generated: each of the `num_generations` that are measured when it is done.
-    """
-
-    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None
-    on_generated: Callable[[], None] = lambda: None
-
-
-_NOBODY = Listener()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
     """Measurements of a sweep: by k and batch size, and by round what every engine's steps took."""
 
@@ -163,7 +144,7 @@ def sweep(
     seed: int,
     group_size: int = 1,
     switch: Switch | None = None,
-    listener: Listener = _NOBODY,
+    on_points: Callable[[Sequence[SweepPoint]], None] = lambda points: None,
 ) -> Sweep:
     """Measure every k at every batch size; up to `max_live_engines` live at a time, and only one of them works.
 
@@ -171,6 +152,7 @@ def sweep(
         prompts: enough for the largest batch at least.
         group_size: rollouts a prompt; every batch size is a multiple of it.
         switch: measures drafting that is switched off too, in the engine of the longest drafts; None: does not.
+        on_points: gets the points of a batch size as soon as they are known, but those of k=0.
     Returns:
         The points by k, then by batch size.
     Raises:
@@ -206,20 +188,14 @@ def sweep(
                     warm_up(engines[SWITCHED_OFF])
                 for batch in config.batch_sizes:
                     batches = _batches(prompts, batch // group_size, config.num_repeats)
-                    results = _rounds(engines, batches, sampling, group_size, seed, listener.on_generated)
+                    results = _rounds(engines, batches, sampling, group_size, seed)
                     baselines[batch] += results[0]
                     rounds += ({k: results[k][i].running for k in results} for i in range(config.num_repeats))
                     known = [_sweep_point(k, batch, results[k], results[0]) for k in ks]
                     points += known
-                    listener.on_points(known)
+                    on_points(known)
     points += [_sweep_point(0, batch, results, results) for batch, results in baselines.items()]
     return Sweep(points=tuple(sorted(points, key=lambda point: (point.k, point.batch))), rounds=tuple(rounds))
-
-
-def num_generations(config: TuningConfig, *, switches: bool = False) -> int:
-    """How many generations a sweep measures; `switches`: drafting that is switched off among them."""
-    engines = sum(1 + len(ks) for ks in _chunks(config)) + switches  # k=0 again beside each group of others
-    return engines * len(config.batch_sizes) * config.num_repeats
 
 
 def choose(
@@ -290,7 +266,6 @@ def _rounds(
     sampling: SamplingConfig,
     group_size: int,
     seed: int,
-    on_generated: Callable[[], None],
 ) -> dict[int, list[GenerationResult]]:
     """Each engine's generations of the batches, by k; every round starts with another engine."""
     results: dict[int, list[GenerationResult]] = {k: [] for k in engines}
@@ -301,7 +276,6 @@ def _rounds(
             results[k].append(
                 engines[k].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
             )
-            on_generated()
     return results
 
 
@@ -354,20 +328,20 @@ def running_points(rounds: Sequence[Round], *, chosen_k: int, largest: int) -> t
 def schedule(
     points: Sequence[RunningPoint], rounds: Sequence[Round], *, chosen_k: int, largest: int, min_gain: float
 ) -> tuple[ScheduleEntry, ...]:
-    """In each range the chosen k, or the fastest of those that beat it with confidence; one k if that gains too little.
+    """The fastest k of each range by more rounds than one; the chosen k throughout if that gains too little over all.
 
-    Length 0 takes a range by its cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0, no
-    length is free in such an engine, so nothing has the benefit of the doubt: each range goes to what was the fastest
-    there, and the gain over all, at these costs, decides. Unless length 0 was measured there is no table then.
+    Length 0 takes a range by its cost in an engine with a draft. Where speculation lost as a whole, `chosen_k` 0, there
+    is a table only if that was measured.
     """
+    fixed = (ScheduleEntry(batch_from=1, batch_to=largest, num_speculative_tokens=chosen_k),)
+    if chosen_k == 0 and not any(point.is_switched_off for point in points):
+        return fixed
     best = [(batches, _best(points, batches, chosen_k)) for batches in _ranges(largest)]
     table = tuple(
         ScheduleEntry(batch_from=group[0][0][0], batch_to=group[-1][0][1], num_speculative_tokens=k)
         for k, group in ((k, list(same)) for k, same in groupby(best, key=lambda each: each[1]))
     )
-    if expected_gain(points, table, rounds, chosen_k=chosen_k) >= min_gain:
-        return table
-    return (ScheduleEntry(batch_from=1, batch_to=largest, num_speculative_tokens=chosen_k),)
+    return table if expected_gain(points, table, rounds, chosen_k=chosen_k) >= min_gain else fixed
 
 
 def expected_gain(
@@ -453,18 +427,12 @@ def _log_ratios(others: Mapping[int, _Cost], own: Mapping[int, _Cost]) -> list[f
 
 
 def _estimate(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The ratio whose logarithm is the sum of the samples' means, and its lower bound by Student's t.
+    """The ratio whose logarithm is the sum of the samples' means, and that of their least.
 
-    A ratio of 1 and a bound of 0 where nothing is known; the fewest rounds of a sample count as degrees of freedom.
+    A ratio of 1 where nothing is known; a least of 0 where that, or one round of a sample, is all.
     """
-    if not all(samples):
-        return 1.0, 0.0
-    center = sum(fmean(logs) for logs in samples)
-    num = min(len(logs) for logs in samples)
-    if num < 2:
-        return exp(center), 0.0
-    error = sqrt(sum(stdev(logs) ** 2 / len(logs) for logs in samples))
-    return exp(center), exp(center - float(special.stdtrit(num - 1, _CONFIDENCE)) * error)
+    gain = exp(sum(map(fmean, samples))) if all(samples) else 1.0
+    return gain, exp(sum(map(min, samples))) if min(map(len, samples)) > 1 else 0.0
 
 
 def _is_of(point: RunningPoint, k: int) -> bool:
@@ -474,13 +442,8 @@ def _is_of(point: RunningPoint, k: int) -> bool:
 
 def _best(points: Sequence[RunningPoint], batches: tuple[int, int], chosen_k: int) -> int:
     here = [point for point in points if (point.batch_from, point.batch_to) == batches and _is_of(point, point.k)]
-    if chosen_k:
-        default = next((point.gain for point in here if point.k == chosen_k), 1.0)
-        better = [point for point in here if point.k != chosen_k and point.gain_low > default]
-    else:
-        has_choice = any(point.is_switched_off for point in points)
-        better = [point for point in here if has_choice and point.gain_low > 0.0]  # by more rounds than one
-    return max(better, key=lambda point: point.gain).k if better else chosen_k
+    known = [point for point in here if point.gain_low > 0 or point.k == chosen_k]
+    return max(known, key=lambda point: (point.gain, point.k == chosen_k)).k if known else chosen_k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,9 +59,8 @@ from vllm.platforms import current_platform
 
 from slipstream.refit.config import Channel
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
-from slipstream.refit.gloo import GlooGroup, GlooInit, GlooUpdate, receive
 from slipstream.refit.snapshot import bytes_digest
-from slipstream.refit.stream import WeightMeta
+from slipstream.refit.stream import GlooGroup, GlooInit, GlooUpdate, WeightMeta, receive
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")

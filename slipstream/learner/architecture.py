@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from slipstream.catalog import ModelShape
 from slipstream.config import ConfigError, require
 from slipstream.learner.config import ParallelConfig, ScratchConfig
 from slipstream.types import Dtype
@@ -101,27 +102,6 @@ def require_even_experts(experts: Experts | None, parallel: ParallelConfig) -> N
         parallel.tensor,
         "deal the experts to data-parallel ranks with learner.parallel.expert instead",
     )
-
-
-class Shape(Protocol):
-    """Sizes that determine the tensors of a dense model; an `Architecture` has them, and a published model."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_query_groups(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def ffn_hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +247,10 @@ class Architecture:
         # An MTP layer joins two states into one, has three norms, and is a layer like the others.
         mtp = self.num_mtp_layers * (2 * self.hidden_size**2 + 3 * self.hidden_size + matrices + vectors + dense)
         return self.num_layers * (matrices + vectors) + networks + embeddings + self.hidden_size + mtp
+
+
+Shape = Architecture | ModelShape
+"""A model that is at hand, or a published one: sizes that determine the tensors of a dense model."""
 
 
 def _require_mimo(config: Mapping[str, Any], path: Path) -> None:

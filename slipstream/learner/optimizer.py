@@ -3,7 +3,7 @@
 Muon makes all matrices of one shape orthogonal together: `torch.optim.Muon` does them one after another, which on a CPU
 costs more than twice as much for the same updates (docs/log.md).
 
-What a model needs for its updates alone is offloaded while others work on the same device. Gradients are let go, for
+What a model needs for its updates alone is offloaded while others work on the same device. Gradients are freed, for
 every update begins with zeros. What the optimizer keeps, float32 masters and moments, goes to host memory and comes
 back to the last bit. The model's weights stay: whoever reads them notices nothing.
 """
@@ -186,7 +186,7 @@ def _muon(matrices: Sequence[torch.nn.Parameter], settings: MegatronOptimizerCon
 
 
 @dataclass(frozen=True, slots=True)
-class _Away:
+class _Offloaded:
     """A storage without memory, how large it is with it, and what it held; no pieces of one that holds zeros."""
 
     storage: torch.UntypedStorage
@@ -217,7 +217,7 @@ class TrainingMemory:
             gradients: held for the whole training, and zero before each update.
         """
         self._model, self._optimizers, self._device, self._gradients = model, optimizers, device, gradients
-        self._away: list[_Away] = []  # from `offload` to `onload`
+        self._offloaded: list[_Offloaded] = []  # from `offload` to `onload`
 
     @classmethod
     def of_megatron(
@@ -238,7 +238,7 @@ class TrainingMemory:
 
         Called again before it changes nothing and returns 0.
         """
-        if self._away:
+        if self._offloaded:
             return 0
         for optimizer in self._optimizers:
             optimizer.zero_grad()  # they may be references to the buffers
@@ -248,24 +248,24 @@ class TrainingMemory:
         copies = {pointer: _copies(storage) for pointer, storage in state.items()}
         self._wait()  # the copies are on their way
         for pointer, storage in (gradients | state).items():
-            self._away.append(_Away(storage, storage.nbytes(), copies.get(pointer, ())))
+            self._offloaded.append(_Offloaded(storage, storage.nbytes(), copies.get(pointer, ())))
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # torch would keep it for this process
-        return sum(away.num_bytes for away in self._away)
+        return sum(each.num_bytes for each in self._offloaded)
 
     @torch.no_grad()
     def onload(self) -> None:
         """Have everything again, if it was offloaded: gradients of zeros, and the optimizer's state as it was."""
-        for away in self._away:
-            away.storage.resize_(away.num_bytes)
-            whole = _numbers(away.storage)
-            if not away.pieces:
+        for each in self._offloaded:
+            each.storage.resize_(each.num_bytes)
+            whole = _numbers(each.storage)
+            if not each.pieces:
                 whole.zero_()
-            for place, piece in zip(whole.split(_PIECE_BYTES), away.pieces, strict=False):
+            for place, piece in zip(whole.split(_PIECE_BYTES), each.pieces, strict=False):
                 place.copy_(piece, non_blocking=True)
         self._wait()
-        self._away = []
+        self._offloaded = []
 
     def _state(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:

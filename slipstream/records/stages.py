@@ -43,7 +43,7 @@ class RunningPoint:
     tokens_per_step: float  # of a rollout: 1 without a draft
     speedup: float | None  # geometric mean over the rounds of k=0's token_ms / this k's; None: k=0 never came there
     gain: float  # the same with the chosen k in the place of k=0; 1 where neither met the other nor both k=0
-    gain_low: float  # lower end of its one-sided 99 % interval; 0 of a single round
+    gain_low: float  # of the slowest rounds; 0 of a single round
     is_switched_off: bool = False  # k is 0, in an engine that has a draft and runs its first pass all the same
 
 
@@ -51,8 +51,7 @@ class RunningPoint:
 class TuningRecord:
     """Measurements of tuning and its choice; `chosen_k` 0 means that no k pays throughout.
 
-    `schedule` says for every running batch which k was fastest there: `chosen_k`, unless others clearly were and the
-    whole gains by them.
+    `schedule` says for every running batch which k was fastest there; `chosen_k` throughout unless the whole gains.
     """
 
     chosen_k: int

@@ -78,7 +78,7 @@ class TrainStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftDecision:
-    """A decision to train the draft: if `saved_s` is above `cost_s`, and `lost_s` too or the length has fallen."""
+    """A decision to train the draft: if `saved_s` is above `cost_s`, and `lost_s` has come to it."""
 
     trains: bool
     reason: str

@@ -17,7 +17,7 @@ from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.results import results
 from slipstream.report.summary import compare_loops, draft_training, estimate_json, summarise, summarise_arms
-from slipstream.simulator.projection_record import ProjectionRecord
+from slipstream.simulator.projection import ProjectionRecord
 
 _HEADLINE = ("x", "tokens", "reward")  # units of the results at the top of the page
 

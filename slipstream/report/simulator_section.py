@@ -19,7 +19,7 @@ from slipstream.report.tables import Row, Table, build_table
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.calibration import CalibrationRecord
 from slipstream.simulator.observed import CheckRecord
-from slipstream.simulator.projection_record import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
+from slipstream.simulator.projection import LagLine, ProjectionRecord, RunningBatch, SpeedupMap
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode, StageTimes
 

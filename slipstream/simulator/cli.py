@@ -16,16 +16,24 @@ from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.simulator.balance import BalanceRecord, BalanceRow, balance
 from slipstream.simulator.calibration import CalibrationRecord
-from slipstream.simulator.observed import CheckRecord, calibrate_run, known_layout, run_setting
-from slipstream.simulator.paper import calibrate_paper, read_simulator_reference
+from slipstream.simulator.observed import (
+    CheckRecord,
+    calibrate_paper,
+    calibrate_run,
+    known_layout,
+    read_simulator_reference,
+    run_setting,
+)
 from slipstream.simulator.projection import (
+    PAPER_SOURCE,
     PUBLISHED_MODEL,
     ProjectedPoint,
     ProjectionRequest,
     RequestedProjection,
     project_request,
+    project_run,
+    swept_ks,
 )
-from slipstream.simulator.projection_record import PAPER_SOURCE, project_run, swept_ks
 from slipstream.statistics import Spread
 from slipstream.types import Arm, LoopMode
 

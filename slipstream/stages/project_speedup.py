@@ -9,7 +9,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord, by_loop
-from slipstream.simulator.projection_record import project_speedup as project
+from slipstream.simulator.projection import project_speedup as project
 from slipstream.stages.context import RunContext
 from slipstream.stages.support import recipe_layout, settled
 

@@ -14,7 +14,7 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.page import write_report
 from slipstream.report.results import curve_metrics
 from slipstream.report.summary import summarise
-from slipstream.simulator.projection_record import ProjectionRecord
+from slipstream.simulator.projection import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.drift_check import DRIFT_FILE, drift_of
 from slipstream.stages.runs import end_reported_execution, tracked

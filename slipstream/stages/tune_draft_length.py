@@ -86,11 +86,12 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
     Args:
         timed: gets the engines.
     """
-    num_known = 0
+    is_first = True
     by_batch = drafts_by_batch(recipe)
     ks = ", ".join(map(str, recipe.tuning.candidate_ks))
     logger.info("tune_draft_length: compares k = %s; the engines start first", ks)
-    with progress(_NODE, total=length.num_generations(recipe.tuning, switches=by_batch), unit="generation") as bar:
+    total = (len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)
+    with progress(_NODE, total=total, unit="point") as bar:
 
         @contextmanager
         def start(k: int) -> Iterator[RemoteEngine]:
@@ -99,14 +100,15 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
                 yield engine
 
         def on_points(points: Sequence[SweepPoint]) -> None:
-            nonlocal num_known
+            nonlocal is_first
             for point in points:
                 logger.info(
                     _LINE, point.k, point.batch, point.generation_s, point.speedup, point.mean_acceptance_length
                 )
-            if not num_known:
+            if is_first:
                 logger.info("tune_draft_length: %s", first_speedup(points))
-            num_known += len(points)
+            is_first = False
+            bar.advance(len(points))
 
         return length.sweep(
             start,
@@ -116,5 +118,5 @@ def _sweep(recipe: Recipe, *, policy: Path, data: Path, draft: Path, timed: set[
             seed=recipe.grpo.seed,
             group_size=recipe.grpo.group_size,
             switch=switch_length if by_batch else None,
-            listener=length.Listener(on_points=on_points, on_generated=bar.advance),
+            on_points=on_points,
         )

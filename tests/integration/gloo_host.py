@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.refit.config import Channel, RefitConfig, RefitError
-from slipstream.refit.gloo import GlooGroup, GlooInit, GlooSender, GlooUpdate, receive
-from slipstream.refit.stream import WeightSource
+from slipstream.refit.stream import GlooGroup, GlooInit, GlooSender, GlooUpdate, WeightSource, receive
 
 NUM_RECEIVERS, NUM_TENSORS, TIMEOUT_S = 2, 40, 8.0
 

@@ -15,8 +15,7 @@ from slipstream.grpo.config import LossConfig, OptimizerConfig
 from slipstream.grpo.update import Update, part_of
 from slipstream.learner import parallel
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, Recompute, ScratchConfig
-from slipstream.learner.forward_passes import Capture
-from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.packing import plan_shards
 from slipstream.ragged import Ragged
 from slipstream.types import Dtype, TrainBatch

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from benchmarks.draft_schedule import Contestant, boldest, halves, show_compared
-from slipstream.drafts.length import constant, described
+from benchmarks.draft_schedule import Contestant, halves, show_compared
+from slipstream.drafts.length import constant
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.recipe import load_recipe
-from slipstream.records.stages import RunningPoint, TuningRecord
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 PROMPT = Prompt(id="0", text="", token_ids=(1,), answer="")
@@ -89,26 +87,3 @@ def test_long_problems_of_their_own_stand_beside_the_shortest_ones() -> None:
         assert [prompt.id.startswith("long") for prompt in half[:5]] == [False] * 4 + [True]
         assert len(half) == 10
     assert not {prompt.id for prompt in sweep} & {prompt.id for prompt in comparison}
-
-
-def test_the_boldest_table_takes_what_was_fastest_whatever_its_bound_and_0_too() -> None:
-    def point(k: int, batches: tuple[int, int], gain: float) -> RunningPoint:
-        return RunningPoint(
-            k=k,
-            batch_from=batches[0],
-            batch_to=batches[1],
-            num_rounds=2,
-            num_steps=2,
-            token_ms=1.0,
-            tokens_per_step=1.0,
-            speedup=None,
-            gain=gain,
-            gain_low=0.0,
-        )
-
-    running = tuple(point(k, (1, 1), gain) for k, gain in ((0, 0.5), (1, 1.0), (3, 1.01)))
-    running += tuple(point(k, (2, 2), gain) for k, gain in ((0, 1.2), (1, 1.0), (3, 0.9)))
-    record = TuningRecord(chosen_k=1, reason="", points=(), schedule=constant(1), running=running)
-    assert described(boldest(record)) == "1-1: 3, 2-2: 1"  # an engine without a draft is not to be had
-    off = replace(point(0, (2, 2), 1.1), is_switched_off=True)
-    assert described(boldest(replace(record, running=(*running, off)))) == "1-1: 3, 2-2: 0"

@@ -19,9 +19,8 @@ from slipstream.learner.batches import Batching, forward
 from slipstream.learner.config import LearnerConfig, Packing, Recompute
 from slipstream.learner.cpu import host
 from slipstream.learner.cpu.layer import CpuTransformerLayer
-from slipstream.learner.forward_passes import Capture
 from slipstream.learner.layers import packed_attention
-from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.policy_source import learning_rate_at, pretrain
 from slipstream.records.steps import TrainStats
 from slipstream.types import Dtype

@@ -18,9 +18,8 @@ from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.learner.config import LearnerConfig, Packing, ParallelConfig, ScratchConfig
 from slipstream.learner.cpu import host
-from slipstream.learner.forward_passes import Capture
 from slipstream.learner.layers import build_mtp
-from slipstream.learner.megatron import MegatronPolicy
+from slipstream.learner.megatron import Capture, MegatronPolicy
 from slipstream.learner.weights import Shard, hf_from_shards, initial_weights, load_exactly, mtp_mappings, shard_from_hf
 from slipstream.types import Dtype
 from tests.unit.learner import mimo

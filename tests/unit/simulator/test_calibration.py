@@ -11,10 +11,9 @@ import yaml
 
 from slipstream.catalog import CONFIGS
 from slipstream.config import ConfigError
-from slipstream.simulator import Array, solver
-from slipstream.simulator.calibration import AcceptanceProfile, acceptance_length, fit_profile
-from slipstream.simulator.paper import WORKLOADS
-from slipstream.simulator.solver import Problem, minimise
+from slipstream.simulator import Array, calibration
+from slipstream.simulator.calibration import AcceptanceProfile, Problem, acceptance_length, fit_profile, minimise
+from slipstream.simulator.observed import WORKLOADS
 
 
 def paper_workloads() -> dict[str, Any]:
@@ -80,6 +79,6 @@ def test_a_bent_valley_is_followed_to_its_end() -> None:
 
 
 def test_a_fit_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(solver, "least_squares", partial(solver.least_squares, max_nfev=1))
+    monkeypatch.setattr(calibration, "least_squares", partial(calibration.least_squares, max_nfev=1))
     minimise(Problem(residuals=lambda p: np.exp(p) - 3.0, prior=np.zeros(1), prior_sd=np.array([10.0])))
     assert "the fit stopped before its minimum" in caplog.text

@@ -1,20 +1,41 @@
-"""A run of our own as cells of a calibration."""
+"""A run as cells of a calibration; the paper's measurements, fitted and left out in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.observed import RunCalibration, calibrate_run, run_setting
-from slipstream.simulator.projection_record import project_run
+from slipstream.simulator import Array
+from slipstream.simulator.calibration import Cell, Ensemble
+from slipstream.simulator.iteration import Drafting
+from slipstream.simulator.observed import (
+    WORKLOADS,
+    RunCalibration,
+    calibrate_cells,
+    calibrate_paper,
+    calibrate_run,
+    mean_paper_step,
+    paper_cells,
+    paper_learner,
+    paper_steps,
+    read_simulator_reference,
+    run_setting,
+)
+from slipstream.simulator.projection import project_published, project_run
+from slipstream.simulator.rollout import Lengths, Slots, Trace, slowest_engine
+from slipstream.simulator.settings import Regime, Setting, load_setting
+from slipstream.simulator.step_cost import overlap
 from slipstream.stages.support import recipe_layout
+from slipstream.types import Arm, StageTimes
 
 DemoArms = Callable[[float], tuple[ArmRecord, ...]]
 LAYOUT = recipe_layout(
@@ -135,3 +156,215 @@ def test_a_run_without_a_baseline_is_refused(demo_arms: DemoArms, demo_tuning: T
 
 def test_a_run_without_speculation_has_nothing_to_check(demo_arms: DemoArms, demo_tuning: TuningRecord) -> None:
     assert calibrate_run(demo_arms(1.0)[:1], demo_tuning, SETTING).check is None
+
+
+PUBLISHED = load_setting("paper-8b")
+WORK = 0.65  # of the synchronous batch's: what the trainer of the asynchronous run was busy with
+
+
+fitted = calibrate_paper
+SEVEN = "k = 7"
+
+
+@cache
+def without(held_out: str) -> tuple[Ensemble, list[Cell]]:
+    """A fit without the speculative cells of a workload, or without those of k = 7; and the cells left out."""
+    cells = paper_cells()
+    left_out = [
+        cell for cell in cells if (cell.k == 7 if held_out == SEVEN else cell.group.name == held_out and cell.k > 0)
+    ]
+    return calibrate_cells([cell for cell in cells if cell not in left_out]), left_out
+
+
+def errors(cells: Sequence[Cell], predicted_s: np.ndarray) -> np.ndarray:
+    return np.abs(predicted_s / np.array([cell.generation_s for cell in cells]) - 1.0)
+
+
+def test_the_cells_are_the_papers() -> None:
+    cells = paper_cells()
+    assert len(cells) == 16
+    assert {cell.group.name for cell in cells} == set(WORKLOADS)
+    seconds = {cell.label: cell.generation_s for cell in cells}
+    assert seconds["rl_zero, autoregressive"] == 100.0
+    assert seconds["rl_think, k = 3"] == 87.0  # published in seconds
+    assert seconds["rl_think, k = 5"] == pytest.approx(133.6 / 0.84)  # from the published speedup
+    assert seconds["rl_think, n-gram"] == 262.9
+    assert sum(cell.drafting is Drafting.NGRAM for cell in cells) == 2
+
+
+def test_the_data_choose_a_variant_that_fits_all_sixteen_cells() -> None:
+    best = fitted().best
+    assert best.variant.regime is Regime.CAPTURED
+    assert best.rms_error <= 0.05
+    assert best.max_error <= 0.08
+
+
+def test_so_does_the_weighed_ensemble() -> None:
+    found = errors(fitted().best.cells, fitted().predict_s(fitted().best.cells))
+    assert np.sqrt(np.mean(found**2)) <= 0.05
+    assert found.max() <= 0.08
+
+
+def test_cells_in_any_order_are_predicted_as_each_alone() -> None:
+    variant, at = fitted().best.variant, fitted().best.log_values
+    cells = paper_cells()[::-3]
+    alone = [variant.predict_s([cell], at)[0] for cell in cells]
+    assert variant.predict_s(cells, at) == pytest.approx(alone)
+
+
+def test_the_tile_variant_fits_too() -> None:
+    tile = next(member for member in fitted().members if member.variant.regime is Regime.TILE)
+    assert tile.rms_error <= 0.05
+    assert tile.max_error <= 0.08
+
+
+def test_no_smooth_cost_fits() -> None:
+    smooth = next(member for member in fitted().members if member.variant.regime is Regime.SMOOTH)
+    assert smooth.rms_error > 0.10
+    assert fitted().weights[fitted().members.index(smooth)] < 1e-6
+
+
+def test_free_parameters_are_fewer_than_cells() -> None:
+    for member in fitted().members:
+        assert len(member.variant.free) == (10 if member.variant.regime is Regime.SMOOTH else 11)
+        assert 0 < member.effective_parameters < len(member.variant.free) < len(member.cells)
+
+
+def test_the_four_step_totals_are_met() -> None:
+    cells = fitted().best.cells
+    seconds = dict(zip([cell.label for cell in cells], fitted().predict_s(cells).tolist(), strict=True))
+    for (workload, arm), measured in paper_steps().items():
+        generation_s = seconds[f"{workload}, {'k = 3' if arm is Arm.SPECULATIVE else 'autoregressive'}"]
+        assert mean_paper_step().with_generation(generation_s).step_s == pytest.approx(measured.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_other_workload_is_predicted_from_its_baseline(workload: str) -> None:
+    ensemble, held_out = without(workload)
+    assert len(held_out) == 7
+    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.13
+
+
+def test_seven_draft_tokens_are_predicted_from_three_and_five() -> None:
+    ensemble, held_out = without(SEVEN)
+    assert len(held_out) == 2
+    assert errors(held_out, ensemble.predict_s(held_out)).max() <= 0.10
+
+
+def test_a_fit_on_three_draft_tokens_alone_warns_and_widens() -> None:
+    only_three = calibrate_cells([cell for cell in paper_cells() if cell.k in (0, 3)])
+    assert only_three.best.validity.warnings(k=5, batch=64) == (
+        "k = 5 was not measured (only k = 3): the band is wider",
+    )
+    assert fitted().best.validity.warnings(k=5, batch=64) == ()
+    seven = [cell for cell in paper_cells() if cell.k == 7]
+    narrow, wide = fitted().bands_s(seven), only_three.bands_s(seven)
+    assert all(w.p90 / w.p10 > 1.2 * n.p90 / n.p10 for n, w in zip(narrow, wide, strict=True))
+
+
+def test_a_batch_beyond_the_measured_ones_warns_and_widens() -> None:
+    assert "a running batch of 512 was not measured" in fitted().best.validity.warnings(k=3, batch=512)[0]
+    assert fitted().best.validity.extra_log_sd(k=3, batch=512) > fitted().best.validity.extra_log_sd(k=3, batch=128)
+
+
+def test_bands_cover_most_held_out_cells() -> None:
+    inside = []
+    for ensemble, held_out in map(without, (*WORKLOADS, SEVEN)):
+        bands = ensemble.bands_s(held_out)
+        inside += [band.p10 <= cell.generation_s <= band.p90 for band, cell in zip(bands, held_out, strict=True)]
+        assert all(band.p90 < 2 * band.p10 for band in bands)  # a band that says nothing would cover everything
+    assert len(inside) == 16
+    assert np.mean(inside) >= 0.8
+
+
+REFERENCE = read_simulator_reference().asynchronous
+TRAINER_S = {arm: REFERENCE[f"{arm.value}_step_s"] - REFERENCE[f"{arm.value}_exposed_s"] for arm in Arm}
+PREPARE_S = mean_paper_step().prepare_s  # a refit hides nothing
+
+
+def asynchronous_step(arm: Arm, setting: Setting, lengths: Lengths, seconds: Callable[[Trace], Array]) -> StageTimes:
+    """What the measured time of an arm's trainer and `seconds` of generation on the paper's 48 GPUs give together."""
+    busy_s = TRAINER_S[arm] - PREPARE_S
+    trainer = StageTimes.in_sequence(data_s=0.0, prepare_s=PREPARE_S, generation_s=0.0, logprob_s=0.0, train_s=busy_s)
+    shape = setting.shape(int(REFERENCE["generation_gpus"]))
+    return overlap(trainer, lengths=lengths, shape=shape, lag=int(REFERENCE["lag"]), seconds=seconds).step
+
+
+def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> dict[Arm, StageTimes]:
+    """Both arms by the fitted cost, with a share of the synchronous step's rollouts, or of each one's tokens."""
+    best = fitted().best
+    mean, model = best.variant.means(best.log_values)["rl_think"], best.model(PUBLISHED)
+    setting = replace(
+        PUBLISHED,
+        num_rollouts=round(rollouts * PUBLISHED.num_rollouts),
+        max_response_tokens=round(tokens * PUBLISHED.max_response_tokens),
+    )
+    return {
+        arm: asynchronous_step(
+            arm,
+            setting,
+            setting.lengths(tokens * mean),
+            partial(model.span_s, k=k, tokens_per_iteration=length),
+        )
+        for arm, k, length in ((Arm.AUTOREGRESSIVE, 0, 1.0), (Arm.SPECULATIVE, 3, 2.77))
+    }
+
+
+def test_half_the_gpus_train_the_synchronous_batch_in_twice_the_time_and_the_paper_did_not() -> None:
+    """A learner of 16 GPUs would need 100 s for the batch of the synchronous step; its busy time was 65 % of that."""
+    setting, learner = PUBLISHED, paper_learner()
+    scaled = learner.stages(setting, num_gpus=int(REFERENCE["training_gpus"]), mean_tokens=5000.0)
+    assert scaled.other_s == pytest.approx(99.9, abs=0.5)
+    assert TRAINER_S[Arm.AUTOREGRESSIVE] / scaled.other_s == pytest.approx(WORK, abs=0.01)
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("slots", Slots)
+def test_no_iteration_cost_brings_the_synchronous_batch_below_90_seconds(slots: Slots, fixed: float) -> None:
+    """From nothing fixed to everything fixed, brought to the synchronous generation time: the paper measured 75.0 s."""
+    setting = replace(PUBLISHED, slots=slots)
+    lengths = setting.lengths(fitted().best.variant.means(fitted().best.log_values)["rl_think"])
+
+    def unscaled(trace: Trace) -> Array:
+        return trace.tokens_S * (fixed + (1.0 - fixed) * trace.batch_S / setting.shape().per_engine)
+
+    generation_s = paper_steps()["rl_think", Arm.AUTOREGRESSIVE].generation_s
+    factor = generation_s / float(unscaled(slowest_engine(lengths, setting.shape())).sum())
+    step = asynchronous_step(Arm.AUTOREGRESSIVE, setting, lengths, lambda trace: factor * unscaled(trace))
+    assert step.step_s > 90.0
+
+
+def test_the_synchronous_batch_is_predicted_too_slow() -> None:
+    steps = fitted_asynchronous_steps()
+    assert steps[Arm.AUTOREGRESSIVE].step_s / REFERENCE["autoregressive_step_s"] == pytest.approx(1.44, abs=0.02)
+    assert steps[Arm.SPECULATIVE].step_s / REFERENCE["speculative_step_s"] == pytest.approx(1.17, abs=0.02)
+
+
+def test_with_the_work_that_the_trainer_had_the_measured_steps_lie_between_fewer_and_shorter_responses() -> None:
+    """Nothing of generation is fitted: the work is the trainer's, and the paper does not say how it became less."""
+    fewer, shorter = fitted_asynchronous_steps(rollouts=WORK), fitted_asynchronous_steps(tokens=WORK)
+    slow, fast = fewer[Arm.AUTOREGRESSIVE].step_s, shorter[Arm.AUTOREGRESSIVE].step_s
+    assert fast < REFERENCE["autoregressive_step_s"] < slow
+    assert slow == pytest.approx(90.5, abs=1.0)
+    assert fast == pytest.approx(64.6, abs=1.0)
+    for reading in (fewer, shorter):
+        assert reading[Arm.SPECULATIVE].step_s == pytest.approx(REFERENCE["speculative_step_s"], rel=0.02)
+
+
+def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> None:
+    points = project_published()
+    published = [(point.published_rollout_speedup, point.published_step_speedup) for point in points]
+    assert published == [(2.72, 1.70), (6.49, 2.22), (3.5, 2.5)]
+    for point in points:
+        for projected in (point.ideal, point.calibrated):
+            assert projected.rollout_speedup.p10 <= projected.rollout_speedup.median <= projected.rollout_speedup.p90
+            assert projected.rollout_speedup.median <= projected.acceptance_length  # a draft cannot do better
+        assert point.ideal.rollout_speedup.median > point.calibrated.rollout_speedup.median
+    assert points[1].calibrated.k == points[1].ideal.k == 7  # the best point of the map is its corner
+    for point in points:  # rollouts are projected slower than the paper's, steps hold it in their band
+        assert point.calibrated.rollout_speedup.p90 < point.published_rollout_speedup
+    for point in points[:2]:
+        assert point.calibrated.step_speedup.p10 < point.published_step_speedup < point.calibrated.step_speedup.p90
+    assert points[0].calibrated.step_speedup.median == pytest.approx(points[0].published_step_speedup, rel=0.05)
+    assert points[2].calibrated.step_speedup.p90 == pytest.approx(points[2].published_step_speedup, rel=0.05)
+    assert {cell.group.name for cell in fitted().best.cells} == set(WORKLOADS)  # of the 8B: none is a projected point

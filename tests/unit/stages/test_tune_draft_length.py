@@ -67,4 +67,4 @@ def test_drafting_that_is_switched_off_is_swept_where_the_length_may_follow_the_
     here = Path()
     tune_draft_length._sweep(recipe, policy=here, data=here, draft=here, timed=set())
     assert [how["switch"] for how in handed] == [switch]
-    assert totals == [length.num_generations(recipe.tuning, switches=switch is not None)]
+    assert totals == [(len(recipe.tuning.candidate_ks) - 1) * len(recipe.tuning.batch_sizes)]
