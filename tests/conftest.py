@@ -132,7 +132,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return policies | {f"{name}_draft": _make_draft(root / f"{name}_draft", path, 5) for name, path in policies.items()}
 
 
-def _make_policy(path: Path, seed: int, **shape: int) -> Path:
+def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
     """A random Qwen3 with the character tokenizer, in HF format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -141,7 +141,12 @@ def _make_policy(path: Path, seed: int, **shape: int) -> Path:
 
     write_tokenizer(path, max_length=256)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     config = Qwen3Config(
         vocab_size=64,
         **{**sizes, "num_key_value_heads": 1, **shape},

@@ -36,11 +36,6 @@ def context(root: Path, recipe: Recipe) -> RunContext:
     return RunContext(execution="e", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> tuple[SourceConfig, ...]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return (SourceConfig(path=str(path)),)
-
-
 def model(path: Path, *, num_layers: int, num_positions: int) -> Path:
     """A model directory without weights: a tokenizer and the config of a Qwen3."""
     write_tokenizer(path, max_length=num_positions)
@@ -70,33 +65,29 @@ def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
     The tests have no network, and the real sets have tens of thousands of rows; the columns, the filters and all
     other numbers of the recipe are the real ones.
     """
-    user = [{"role": "user", "content": ""}]
+
+    def rows(name: str, rows: list[dict[str, Any]]) -> tuple[SourceConfig, ...]:
+        path = directory / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return (SourceConfig(path=str(path)),)
+
+    def user(content: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": content}]
+
+    def dapo(i: int) -> dict[str, Any]:
+        return {"prompt": user(f"{i}+1=?"), "reward_model": {"ground_truth": str(i + 1)}}
+
+    def open_r1(i: int) -> dict[str, Any]:
+        return {"prompt": f"{i}+2=?", "solution": str(i + 2), "source_prompt": user("")}
+
+    chats = [{"prompt": "", "prompt_id": "", "messages": user(f"say {i}")} for i in range(15)]
+    magpie = [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)]
     data = replace(
         recipe.data,
-        train=write_rows(
-            directory / "dapo.jsonl",
-            [
-                {"prompt": [{**user[0], "content": f"{i}+1=?"}], "reward_model": {"ground_truth": str(i + 1)}}
-                for i in range(40)
-            ],
-        ),
-        draft_in_domain=write_rows(
-            directory / "open_r1.jsonl",
-            [{"prompt": f"{i}+2=?", "solution": str(i + 2), "source_prompt": user} for i in range(30)],
-        ),
-        draft_general=(
-            *write_rows(
-                directory / "ultrachat.jsonl",
-                [{"prompt": "", "prompt_id": "", "messages": [{**user[0], "content": f"say {i}"}]} for i in range(15)],
-            ),
-            *write_rows(
-                directory / "magpie.jsonl",
-                [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)],
-            ),
-        ),
-        validation=write_rows(
-            directory / "aime.jsonl", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]
-        ),
+        train=rows("dapo", [dapo(i) for i in range(40)]),
+        draft_in_domain=rows("open_r1", [open_r1(i) for i in range(30)]),
+        draft_general=(*rows("ultrachat", chats), *rows("magpie", magpie)),
+        validation=rows("aime", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]),
     )
     source = model(
         directory / "model",
