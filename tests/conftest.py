@@ -42,7 +42,6 @@ _SECONDS = {
     "tests/browser/test_postgres.py": 45,
     "tests/browser/test_mlflow.py": 45,
     "tests/integration/test_experts.py": 40,
-    "tests/integration/test_reuse.py": 40,
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,
     "tests/integration/test_brought_drafts.py": 35,

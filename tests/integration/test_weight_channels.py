@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError
 from slipstream.drafts.methods import speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig, ParallelConfig
@@ -101,20 +100,6 @@ def test_the_gate_compares_every_tensor_of_what_came_over_gloo(ends: Ends) -> No
         )
         checks = [gate.refit(version) for version in (1, 2)]  # a channel is opened once and used again and again
     assert all(check.num_tensors > NUM_POLICY_TENSORS for check in checks)  # the draft's are counted too
-
-
-def test_one_host_without_a_gpu_takes_shared_memory(ends: Ends) -> None:
-    with open_channel(RefitConfig(), ends.learner, ends.engines) as channel:
-        assert send(channel, 1).origin.endswith("policy-1.safetensors")
-
-
-@pytest.mark.parametrize("channel", [Channel.NCCL, Channel.IPC])
-def test_channels_between_gpus_are_refused_on_cpus(ends: Ends, channel: Channel) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"refit\.channel must do without CUDA"),
-        open_channel(RefitConfig(channel=channel), ends.learner, ends.engines),
-    ):
-        pass
 
 
 def test_an_engine_that_stands_still_is_named_within_the_deadline(ends: Ends) -> None:
