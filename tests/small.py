@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,31 @@ class FileChannel:
     def refit(self, *, policy_version: int) -> list[EngineState]:
         """The engine's own."""
         return self.engine.refit(self.path, policy_version=policy_version)
+
+
+def write_config(path: Path, *, num_layers: int, num_positions: int) -> Path:
+    """A model directory without weights: a tokenizer and the config of a Qwen3."""
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=num_positions)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": num_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 3,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def additions(policy: Path, *, num: int = 8, addend: int = 1) -> list[Prompt]:
