@@ -113,13 +113,11 @@ def make_policy() -> Callable[[Path, int], Path]:
 
 @pytest.fixture(scope="session")
 def make_draft() -> Callable[[Path, Path, int], Path]:
-    """Writes a random draft of the given policy and seed."""
     return _make_draft
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random policy."""
     return _make_policy(tmp_path_factory.mktemp("policy"), 0)
 
 
@@ -161,7 +159,6 @@ def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
 
 
 def _make_draft(path: Path, policy: Path, seed: int) -> Path:
-    """A random draft of `policy`."""
     from slipstream.drafts.config import DraftConfig
     from slipstream.drafts.eagle3 import build_draft, save_draft
 

@@ -46,7 +46,6 @@ RECIPE: dict[str, Any] = {
 
 
 def tokens(result: GenerationResult) -> list[tuple[int, ...]]:
-    """Tokens of each rollout."""
     return [tuple(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
 
 
@@ -134,7 +133,6 @@ class FileChannel:
         """All engines read where they are told to."""
 
     def refit(self, *, policy_version: int) -> list[EngineState]:
-        """The engine's own."""
         return self.engine.refit(self.path, policy_version=policy_version)
 
 

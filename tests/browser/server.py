@@ -30,8 +30,6 @@ _START_S = 150.0  # importing MLflow's server takes 10 s alone, and 50 on a busy
 
 @dataclass(frozen=True)
 class Served:
-    """A store with executions in it, and the server on it."""
-
     uri: str
     address: str
 

@@ -102,8 +102,6 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
 
 
 class _Arm:
-    """The speculative arm of a recipe."""
-
     def __init__(self, recipe: Recipe, policy: Path, draft: Path, directory: Path) -> None:
         self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
         self._prompts = additions(policy, num=12)

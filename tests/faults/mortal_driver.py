@@ -60,8 +60,6 @@ class Deaths:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One arm in one loop."""
-
     mode: str
     deaths: Deaths = field(default_factory=Deaths)
 
@@ -182,7 +180,6 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
 
 
 def main(policy: Path, draft: Path, directory: Path, life: int) -> None:
-    """Live once."""
     from slipstream.workers.session import connect
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -57,7 +57,6 @@ def recipe() -> Recipe:
 def whole(
     tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path
 ) -> tuple[ArmRecord, Path]:
-    """A run that nothing disturbed, and its directory."""
     directory = tmp_path_factory.mktemp("whole")
     return train_arm(recipe, policy, directory), directory
 

@@ -51,7 +51,6 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path) -> ArmRecord:
-    """A run that nothing disturbed."""
     return train_arm(recipe, policy, tmp_path_factory.mktemp("whole"))
 
 

@@ -33,8 +33,6 @@ QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
 
 
 class Here:
-    """Tells where it runs."""
-
     def where(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         names = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS")

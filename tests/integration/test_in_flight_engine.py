@@ -59,7 +59,6 @@ def _longer(policy: Path) -> Path:
 
 
 def _moved(policy: Path, path: Path, seed: int) -> Path:
-    """A policy as after an optimizer step."""
     import torch
     from transformers import Qwen3ForCausalLM
 

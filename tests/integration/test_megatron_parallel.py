@@ -134,7 +134,6 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A model, and by the learner's type what one rank makes of it."""
     directory = tmp_path_factory.mktemp("single")
     (directory / "tokenizer").mkdir()
     scratch = replace(SCRATCH, tie_word_embeddings=request.param)

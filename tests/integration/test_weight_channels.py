@@ -44,11 +44,9 @@ class Ends:
     models: dict[str, Path]
 
     def back(self) -> None:
-        """The engines hold the old policy and draft again."""
         self.engines.refit(self.models["old"], policy_version=0, draft=self.models["old_draft"])
 
     def sample(self) -> GenerationResult:
-        """From both engines."""
         return self.engines.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
 
 

@@ -115,7 +115,6 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Call the script as `make check` does."""
     command = [sys.executable, str(ROOT / "scripts" / "budgets.py"), *arguments]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,14 +228,9 @@ def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -
 
 def certain() -> Draws:
     """64 draws of the one token that the policy allows: their transform is the random part alone."""
-    return Draws(
-        mass_before=np.zeros(64),
-        probability=np.ones(64),
-        logprob_mean=np.zeros(64),
-        logprob_variance=np.ones(64),
-        position=np.zeros(64, dtype=np.int64),
-        sharper=placed(EVEN).sharper,
-        flatter=placed(EVEN).flatter,
+    even, zeros = placed(EVEN), np.zeros(64)
+    return replace(
+        placed(zeros), probability=np.ones(64), logprob_mean=zeros, sharper=even.sharper, flatter=even.flatter
     )
 
 

@@ -196,8 +196,6 @@ class Refitted(Engine):
 
 
 class Later(Policy):
-    """Version 1 of the policy."""
-
     def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
         return super().logits(prefix) / 2
 

@@ -67,7 +67,6 @@ def draft_training(recipe: Recipe, tools: Tools) -> object:
 
 
 def draft_prompts(recipe: Recipe, tools: Tools) -> object:
-    """Which set the draft is trained on."""
     seen: list[Any] = []
 
     def train_on(prompts: Sequence[str], *_: Any, **__: Any) -> Any:

@@ -22,7 +22,6 @@ on_gpus = pytest.mark.parametrize("profile", ["gb200", "h200"])
 
 
 def ray_pods(registered: Registered, profile: str) -> list[dict[str, dict[str, Any]]]:
-    """The pods of every task with GPUs."""
     return [pods(task) for name, task in registered(profile).tasks.items() if name in WITH_GPUS]
 
 
