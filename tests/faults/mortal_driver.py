@@ -167,15 +167,7 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
     plan = arm.ArmPlan(
         arm=Arm.SPECULATIVE, num_speculative_tokens=K, draft=draft, start_engine=start_engine, schedule=schedule
     )
-    record = arm.train(
-        recipe,
-        plan,
-        policy=policy,
-        prompts=prompts,
-        decode=odd_sum,
-        directory=directory,
-        log=log,
-    )
+    record = arm.train(recipe, plan, policy=policy, prompts=prompts, decode=odd_sum, directory=directory, log=log)
     write_record(record, directory / "arm.json")
 
 

@@ -137,13 +137,7 @@ def lost_node(cluster: Cluster) -> dict[str, Any]:
     for number in lost:
         ranks[number] = rank(now, number)
     after = ray.get([each.where.remote() for each in ranks], timeout=60)
-    return {
-        "lost": lost,
-        "spare": spare,
-        "before": before,
-        "after": after,
-        "is_kept": placement.reserved(pair) is now,
-    }
+    return {"lost": lost, "spare": spare, "before": before, "after": after, "is_kept": placement.reserved(pair) is now}
 
 
 def main() -> None:

@@ -49,11 +49,7 @@ def test_one_step_off_over_gloo_is_the_run_over_shared_memory(
 
 
 def test_in_flight_over_gloo_trains_on_responses_as_long_as_those_that_were_generated(
-    tmp_path: Path,
-    policy: Path,
-    ray_session: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, policy: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On all of them, that is: none is left out for being long."""
     generated: list[int] = []

@@ -90,16 +90,7 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
 
     before = logprobs()
     known = [before.get(index, np.zeros(len(tokens) - 3)) for index, tokens in enumerate(sequences)]
-    update = part_of(
-        Update(
-            batch=whole,
-            trainer_logprobs=known,
-            ref_logprobs=known,
-            loss=LOSS,
-            temperature=1.3,
-        ),
-        mine,
-    )
+    update = part_of(Update(batch=whole, trainer_logprobs=known, ref_logprobs=known, loss=LOSS, temperature=1.3), mine)
     stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)

@@ -254,10 +254,7 @@ def tiny_with(directory: Path, workloads: str) -> str:
             "workloads: {rl_thnk: {grpo: {seed: 1}}}",
             "workloads.rl_thnk must be of a known workload, got 'rl_thnk'; did you mean 'rl_think'?",
         ),
-        (
-            "workloads: {sft: {}}",
-            "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think",
-        ),
+        ("workloads: {sft: {}}", "workloads.sft must be of a known workload, got 'sft'; known: rl_zero, rl_think"),
         ("workloads: {1: {}}", "workloads.1 must be of a known workload, got 1; known: rl_zero, rl_think"),
         ("workloads: [rl_think]", "workloads must be a mapping of workload to what it changes, got ['rl_think']"),
         ("workloads: {rl_think: off}", "workloads.rl_think must be a mapping of field to value, got 'off'"),

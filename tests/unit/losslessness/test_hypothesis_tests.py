@@ -133,11 +133,7 @@ def placed(mass_before: np.ndarray, *, z: float = 0.0, mean: float = -40.0) -> D
     """Draws whose transform is `mass_before` and whose log-probability lies `z` standard errors above its mean."""
     num = len(mass_before)
     unlikely = np.full(num, np.exp(mean))
-    bias = Bias(
-        mass_before=mass_before.copy(),
-        probability=unlikely,
-        total_variation=np.linspace(0.2, 0.6, num),
-    )
+    bias = Bias(mass_before=mass_before.copy(), probability=unlikely, total_variation=np.linspace(0.2, 0.6, num))
     return Draws(
         mass_before=mass_before,
         probability=unlikely * np.exp(z / np.sqrt(num)),

@@ -79,10 +79,7 @@ def test_nothing_runs_as_root_or_gains_rights_and_the_preflight_alone_has_a_toke
             assert spec["automountServiceAccountToken"] is asks
             assert spec["serviceAccountName"] == ("slipstream-preflight" if asks else "slipstream")
             capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if kind == "ray-worker" else {})}
-            assert primary(pod)["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "capabilities": capabilities,
-            }
+            assert primary(pod)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
 @on_pods
