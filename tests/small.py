@@ -13,8 +13,12 @@ import numpy as np
 from slipstream.drafts.config import DraftConfig
 from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject
+from slipstream.losslessness.verdict import certify
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
+from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState
@@ -28,6 +32,14 @@ ENGINE = EngineConfig(
 SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
 DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
+CERTIFICATE = LosslessnessConfig(
+    num_tokens=4000,
+    num_repeated_prompts=2,
+    num_repeats=128,
+    num_greedy_prompts=4,
+    num_replications=20,
+    max_detectable_bias=0.5,  # of so few tokens
+)
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 16},
     "evaluation": {"max_response_tokens": 16},
@@ -75,6 +87,14 @@ def require_logprobs_of(model: Path, result: GenerationResult, *, temperature: f
             start = len(group.prompt.token_ids) - 1
             own = exact[start:].gather(1, sequence[0, start + 1 :, None])[:, 0]
             assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+
+
+def certified(
+    drawn: Sample, baseline: Sample, learner: Any, config: LosslessnessConfig, **how: Any
+) -> CertificateRecord:
+    """The certificate of a sample: `how` may give `sampling` and what was judged `earlier`."""
+    subject = Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={})
+    return certify(drawn, baseline, learner, config=config, subject=subject, started_s=0.0, **how)
 
 
 class OneRank:

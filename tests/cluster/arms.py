@@ -11,8 +11,7 @@ from typing import Any
 
 from slipstream.config import merge
 from slipstream.drafts.methods import speculative_config
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import certify
+from slipstream.losslessness.sampling import Sample, draw
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
 from slipstream.train.arm import LogMetrics
@@ -21,7 +20,7 @@ from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 from tests.cluster.runs import say
 from tests.conftest import _make_draft, _make_policy
-from tests.small import additions, train_arm
+from tests.small import additions, certified, train_arm
 
 K = 2
 _SMALL: dict[str, Any] = {
@@ -122,7 +121,6 @@ class _Arm:
         """That of the trained policy: engines of this layout draw, its learner judges."""
         recipe, trained, samples = self._recipe, self._directory / "policy", list[Sample]()
         config, sampling = recipe.losslessness, recipe.sampling
-        started_s = time.perf_counter()
         for k in (K, 0):
             with self._engines(k) as engines:
                 engines.refit(trained, policy_version=recipe.grpo.num_steps)
@@ -130,15 +128,7 @@ class _Arm:
                 samples.append(draw(engines, self._prompts, config=config, sampling=sampling, batch=32, seed=seed))
         with start_learner(recipe.learner, layout=recipe.layout) as learner:
             learner.load(trained, None)
-            record = certify(
-                samples[0],
-                samples[1],
-                learner,
-                config=config,
-                sampling=sampling,
-                subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
-                started_s=started_s,
-            )
+            record = certified(samples[0], samples[1], learner, config, sampling=sampling)
         return {"verdict": record.verdict, "reason": record.reason, "num_tokens": record.num_tokens}
 
     @contextmanager

@@ -17,21 +17,20 @@ from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
+from slipstream.losslessness.sampling import Sample, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, judged
 from slipstream.records.stages import CertificateRecord
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Prompt
 from tests import small
-from tests.small import DRAFT, FileChannel, OneRank
+from tests.small import DRAFT, FileChannel, OneRank, certified
 
 pytestmark = pytest.mark.slow
 
 ENGINE = replace(small.ENGINE, max_model_len=400, max_num_seqs=32, kv_cache_gib=0.25)
 SAMPLING = SamplingConfig(max_response_tokens=48)
-SUBJECT = Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={})
 # Three blocks of the prefix cache are 384 tokens on a CPU. With a draft the last cached one is computed again, so
 # prompts of less than two are never read from the cache.
 PROMPTS = [
@@ -116,8 +115,7 @@ def certificate(
     bench: Bench, engine: Any = None, *, policy: str = "old", sampling: SamplingConfig = SAMPLING
 ) -> CertificateRecord:
     sample = draw(engine or bench.engine, PROMPTS, config=CONFIG, sampling=sampling, batch=32, seed=1)
-    how: dict[str, Any] = {"config": CONFIG, "sampling": sampling, "subject": SUBJECT, "started_s": 0.0}
-    return certify(sample, bench.baseline, bench.exact[policy], **how)
+    return certified(sample, bench.baseline, bench.exact[policy], CONFIG, sampling=sampling)
 
 
 def conditional_rejections(record: CertificateRecord) -> list[str]:
@@ -209,8 +207,8 @@ def in_flight(bench: Bench, kv_cache: KvCache, *, mixed_up: bool = False) -> Cer
     bench.engine.run_in_flight(None)
     assert {version for trace in sample.traces for version in trace.policy_versions} == {0, 1}
     earlier = judged(sample.traces, bench.exact["old"], sampling=SAMPLING, config=CONFIG)
-    how: dict[str, Any] = {"config": CONFIG, "sampling": SAMPLING, "subject": SUBJECT, "started_s": 0.0}
-    return certify(sample, bench.baseline, bench.exact["new"], **how, earlier={1 if mixed_up else 0: earlier})
+    how: dict[str, Any] = {"sampling": SAMPLING, "earlier": {1 if mixed_up else 0: earlier}}
+    return certified(sample, bench.baseline, bench.exact["new"], CONFIG, **how)
 
 
 def test_an_engine_that_is_refitted_while_it_draws_samples_each_version_exactly(

@@ -14,9 +14,8 @@ from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod, speculative_config
 from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig
-from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.losslessness.sampling import Sample, draw
+from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import RefitConfig
 from slipstream.refit.gate import RefitGate
@@ -25,7 +24,7 @@ from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests import small
 from tests.conftest import _make_policy
-from tests.small import require_equal, tokens
+from tests.small import CERTIFICATE, certified, require_equal, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +32,6 @@ ENGINE = replace(small.ENGINE, max_num_seqs=32)
 SAMPLING = replace(small.SAMPLING, max_response_tokens=32)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i, 20), answer="") for i in range(4))
 K = 3
-CERTIFICATE = LosslessnessConfig(
-    num_tokens=3000,
-    num_repeated_prompts=2,
-    num_repeats=128,
-    num_greedy_prompts=4,
-    num_replications=20,
-    max_detectable_bias=0.5,  # of so few tokens
-)
 CONFIGS = {
     DraftMethod.NGRAM: DraftConfig(method=DraftMethod.NGRAM, prompt_lookup_min=1),
     DraftMethod.SUFFIX: DraftConfig(method=DraftMethod.SUFFIX, suffix_min_token_prob=0.0),
@@ -141,13 +132,5 @@ def test_the_gate_checks_the_policy_and_a_draft_that_has_weights(seen: Seen) -> 
 
 
 def test_what_it_samples_is_certified_after_a_refit(seen: Seen, baseline: Sample, learner: RemoteLearner) -> None:
-    record = certify(
-        seen.drawn,
-        baseline,
-        learner,
-        config=CERTIFICATE,
-        sampling=SAMPLING,
-        subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
-        started_s=0.0,
-    )
+    record = certified(seen.drawn, baseline, learner, CERTIFICATE, sampling=SAMPLING)
     assert record.verdict == LOSSLESS, record.reason
