@@ -42,7 +42,6 @@ _SECONDS = {
     "tests/browser/test_postgres.py": 45,
     "tests/browser/test_mlflow.py": 45,
     "tests/integration/test_experts.py": 40,
-    "tests/integration/test_reuse.py": 40,
     "tests/integration/test_workflow.py": 40,
     "tests/integration/test_ablation.py": 35,
     "tests/integration/test_brought_drafts.py": 35,
@@ -114,11 +113,23 @@ def make_policy() -> Callable[[Path, int], Path]:
 
 @pytest.fixture(scope="session")
 def make_draft() -> Callable[[Path, Path, int], Path]:
-    """Writes a random draft of the given policy and seed."""
     return _make_draft
 
 
-def _make_policy(path: Path, seed: int, *, num_key_value_heads: int = 1) -> Path:
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _make_policy(tmp_path_factory.mktemp("policy"), 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Policies `old` and `new` with a random draft each."""
+    root = tmp_path_factory.mktemp("models [a]*")  # vLLM searches weights by a glob pattern
+    policies = {name: _make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
+    return policies | {f"{name}_draft": _make_draft(root / f"{name}_draft", path, 5) for name, path in policies.items()}
+
+
+def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
     """A random Qwen3 with the character tokenizer, in HF format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -127,13 +138,15 @@ def _make_policy(path: Path, seed: int, *, num_key_value_heads: int = 1) -> Path
 
     write_tokenizer(path, max_length=256)
     torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
     config = Qwen3Config(
         vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=num_key_value_heads,
+        **{**sizes, "num_key_value_heads": 1, **shape},
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=False,
@@ -146,7 +159,6 @@ def _make_policy(path: Path, seed: int, *, num_key_value_heads: int = 1) -> Path
 
 
 def _make_draft(path: Path, policy: Path, seed: int) -> Path:
-    """A random draft of `policy`."""
     from slipstream.drafts.config import DraftConfig
     from slipstream.drafts.eagle3 import build_draft, save_draft
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.browser.server import free_port
+from tests.forked.ranks import free_ports
 
 _USER = "slipstream"
 _START_S = 60.0
@@ -37,7 +37,7 @@ def postgres_server() -> Iterator[str]:
         directory, owner = Path(name), _owner()
         if owner:
             os.chown(directory, owner["user"], owner["group"])
-        data, port = directory / "data", free_port()
+        data, (port,) = directory / "data", free_ports(1)
         create = [str(folder / "initdb"), "-D", str(data), "-U", _USER, "--auth=trust", "--no-sync"]
         subprocess.run(create, check=True, capture_output=True, cwd=directory, timeout=_START_S, **owner)
         options = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,16 +22,14 @@ from slipstream.stages.runs import end_reported_execution, tracked
 from slipstream.stages.start_run import start_run
 from slipstream.stages.train_grpo import arm_labels
 from slipstream.train.metrics import metrics_of
+from tests.forked.ranks import free_ports
 from tests.unit.report.handmade import RECORD
 
 _START_S = 150.0  # importing MLflow's server takes 10 s alone, and 50 on a busy machine
-_FIRST_EPHEMERAL_PORT = 32768  # from here on a client of anybody may take the port before the server does
 
 
 @dataclass(frozen=True)
 class Served:
-    """A store with executions in it, and the server on it."""
-
     uri: str
     address: str
 
@@ -40,7 +37,7 @@ class Served:
 @contextmanager
 def served(root: Path, store: str) -> Iterator[Served]:
     """MLflow's server on `store`, for as long as it is needed; its log and its artifacts lie under `root`."""
-    port = free_port()
+    (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (root / "server.log").open("wb") as log:
@@ -79,19 +76,6 @@ def log_execution(root: Path, name: str, seed: int, uri: str | None = None) -> N
     write_record(RECORD, root / name / "report" / "run.json")
     report = write_report(RECORD, root / name / "report")
     end_reported_execution(context, recipe, RECORD, report, DriftRecord(summary="Not compared."))
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, and that no client is given."""
-    for port in range(20_000 + os.getpid() % 10_000, _FIRST_EPHEMERAL_PORT):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

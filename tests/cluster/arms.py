@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import merge
-from slipstream.data.prompts import render
 from slipstream.drafts.methods import speculative_config
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import certify
+from slipstream.losslessness.sampling import Sample, draw
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.train.arm import ArmPlan, Decode, LogMetrics, train
-from slipstream.types import Arm, Prompt
+from slipstream.train.arm import LogMetrics
 from slipstream.workers.engines import RemoteEngine, start_engine
 from slipstream.workers.learners import start_learner
 from slipstream.workers.session import connect
 from tests.cluster.runs import say
 from tests.conftest import _make_draft, _make_policy
+from tests.small import additions, certified, train_arm
 
 K = 2
 _SMALL: dict[str, Any] = {
@@ -103,29 +101,15 @@ def outlive_hosts(directory: str, layout: Mapping[str, Any]) -> list[dict[str, A
 
 
 class _Arm:
-    """The speculative arm of a recipe."""
-
     def __init__(self, recipe: Recipe, policy: Path, draft: Path, directory: Path) -> None:
         self._recipe, self._policy, self._draft, self._directory = recipe, policy, draft, directory
-        self._prompts, self._decode = _prompts(policy)
+        self._prompts = additions(policy, num=12)
 
     def train(self, log: LogMetrics = lambda metrics, step: None) -> dict[str, Any]:
         """Its record, and where it was trained; learner and engines stay."""
         with _logged() as lines:
-            record = train(
-                self._recipe,
-                ArmPlan(
-                    arm=Arm.SPECULATIVE,
-                    num_speculative_tokens=K,
-                    draft=self._draft,
-                    start_engine=lambda: self._engines(K),
-                ),
-                policy=self._policy,
-                prompts=self._prompts,
-                decode=self._decode,
-                directory=self._directory,
-                log=log,
-            )
+            how: dict[str, Any] = {"prompts": self._prompts, "k": K, "draft": self._draft, "log": log}
+            record = train_arm(self._recipe, self._policy, self._directory, **how)
         with self._engines(K) as engines, start_learner(self._recipe.learner, layout=self._recipe.layout) as learner:
             hosts = {
                 "learner": [rank.host for rank in learner.ranks],
@@ -137,7 +121,6 @@ class _Arm:
         """That of the trained policy: engines of this layout draw, its learner judges."""
         recipe, trained, samples = self._recipe, self._directory / "policy", list[Sample]()
         config, sampling = recipe.losslessness, recipe.sampling
-        started_s = time.perf_counter()
         for k in (K, 0):
             with self._engines(k) as engines:
                 engines.refit(trained, policy_version=recipe.grpo.num_steps)
@@ -145,15 +128,7 @@ class _Arm:
                 samples.append(draw(engines, self._prompts, config=config, sampling=sampling, batch=32, seed=seed))
         with start_learner(recipe.learner, layout=recipe.layout) as learner:
             learner.load(trained, None)
-            record = certify(
-                samples[0],
-                samples[1],
-                learner,
-                config=config,
-                sampling=sampling,
-                subject=Subject(num_speculative_tokens=K, policy_fingerprint="", draft_fingerprint="", versions={}),
-                started_s=started_s,
-            )
+            record = certified(samples[0], samples[1], learner, config, sampling=sampling)
         return {"verdict": record.verdict, "reason": record.reason, "num_tokens": record.num_tokens}
 
     @contextmanager
@@ -164,19 +139,6 @@ class _Arm:
             self._policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
         ) as engines:
             yield engines
-
-
-def _prompts(policy: Path) -> tuple[list[Prompt], Decode]:
-    """Prompts, and a text for a response that is right for about half of what an untrained policy says."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    texts = [f"{i}+1=?" for i in range(12)]
-    prompts = [
-        Prompt(id=str(i), text=text, token_ids=render(text, tokenizer=tokenizer), answer="1")
-        for i, text in enumerate(texts)
-    ]
-    return prompts, lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else ""
 
 
 def _told(record: ArmRecord) -> list[dict[str, Any]]:

@@ -35,6 +35,5 @@ def one_at_a_time() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def cluster(one_at_a_time: None) -> Iterator[Cluster]:
-    """Three hosts of four logical GPUs."""
     with ray_cluster(3) as cluster:
         yield cluster

@@ -140,7 +140,6 @@ class Network:
         self._stack.close()
 
     def add(self) -> Host:
-        """One more host, plugged in."""
         number = self._num_hosts = self._num_hosts + 1
         name, address = f"host{number}", f"10.77.0.{10 + number}"
         pid = self._stack.enter_context(_init(name, self._environment))
@@ -167,7 +166,6 @@ class Cluster:
     num_gpus: int
 
     def add(self, num_hosts: int) -> list[Host]:
-        """More hosts whose Ray nodes have joined."""
         hosts = [self.network.add() for _ in range(num_hosts)]
         with ThreadPoolExecutor() as pool:
             joined = list(pool.map(self._join, hosts))
@@ -175,7 +173,6 @@ class Cluster:
         return joined
 
     def _join(self, host: Host) -> Host:
-        """Start the host's Ray node."""
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--disable-usage-stats"]
         ray += ["--num-cpus=1"]  # actors ask for none, and Ray starts an idle process for each
         ray += [f"--node-ip-address={host.address}", f"--num-gpus={self.num_gpus}"]
@@ -194,7 +191,6 @@ class Cluster:
         return Driver(host.command(*argv), {**host.environment, "RAY_ADDRESS": f"{host.address}:{_PORT}"})
 
     def call(self, script: str, function: str, *arguments: Any, timeout_s: float = 180) -> Any:
-        """The answer of such a function."""
         return self.start(script, function, *arguments).read("answer", timeout_s=timeout_s)
 
 
@@ -227,7 +223,6 @@ class Driver:
             assert line, f"the driver ended without {word!r}: {self._said()}"
 
     def end(self) -> None:
-        """End it, whatever it does."""
         self._process.kill()
         self._process.wait()
 

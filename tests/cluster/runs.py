@@ -117,7 +117,6 @@ def _policy(directory: str) -> Path:
 def _ranks(
     parallel: dict[str, Any], addresses: Sequence[str], answer_timeout_s: float = 60.0
 ) -> Iterator[RemoteLearner]:
-    """A learner whose ranks are on these hosts."""
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     config = LearnerConfig(
         dtype=Dtype.FLOAT32,

@@ -33,13 +33,11 @@ class FaultyEngine(VllmEngine):
         rejection_sampler.rejection_sample = _accept_first(genuine) if "accepts the first" in faults else genuine
 
     def heal(self) -> None:
-        """No faults."""
         self.inject()
 
     def refit(
         self, policy: Path, *, policy_version: int, draft: Path | None = None, draft_version: int = 0
     ) -> EngineState:
-        """As the real one, but for the faults."""
         if "draft not refitted" in self._faults:
             super().refit(policy, policy_version=policy_version)
             if draft is not None:

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.data.prompts import PromptStream, render
+from slipstream.data.prompts import PromptStream
 from slipstream.drafts.length import constant
 from slipstream.grpo.update import Trained, Update
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import write_record
 from slipstream.types import Arm, Prompt
+from tests.small import additions, odd_sum
 
 NUM_STEPS, PROMPTS_PER_STEP, GROUP_SIZE, K = 8, 2, 4, 2
 SMALL: dict[str, Any] = {
@@ -59,8 +60,6 @@ class Deaths:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One arm in one loop."""
-
     mode: str
     deaths: Deaths = field(default_factory=Deaths)
 
@@ -117,11 +116,7 @@ def recipe_of(mode: str) -> Recipe:
 
 def all_prompts(policy: Path) -> tuple[Prompt, ...]:
     """As many as the whole training takes, so that each is trained on once."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    texts = [f"{i}+1=?" for i in range(NUM_STEPS * PROMPTS_PER_STEP)]
-    return tuple(Prompt(id=text, text=text, token_ids=render(text, tokenizer=tokenizer), answer="1") for text in texts)
+    return tuple(additions(policy, num=NUM_STEPS * PROMPTS_PER_STEP))
 
 
 def batches(policy: Path) -> list[list[str]]:
@@ -172,21 +167,11 @@ def train(training: Training, policy: Path, draft: Path, directory: Path) -> Non
     plan = arm.ArmPlan(
         arm=Arm.SPECULATIVE, num_speculative_tokens=K, draft=draft, start_engine=start_engine, schedule=schedule
     )
-    record = arm.train(
-        recipe,
-        plan,
-        policy=policy,
-        prompts=prompts,
-        # An untrained policy answers nothing right: whether the sum of its tokens is odd stands in for the reward.
-        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
-        directory=directory,
-        log=log,
-    )
+    record = arm.train(recipe, plan, policy=policy, prompts=prompts, decode=odd_sum, directory=directory, log=log)
     write_record(record, directory / "arm.json")
 
 
 def main(policy: Path, draft: Path, directory: Path, life: int) -> None:
-    """Live once."""
     from slipstream.workers.session import connect
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")

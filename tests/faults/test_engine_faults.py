@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Trace, WeightFiles
 from slipstream.grpo.loop_config import KvCache
 from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import BIASED, LOSSLESS, certify, judged
-from slipstream.ragged import Ragged
+from slipstream.losslessness.sampling import Sample, draw
+from slipstream.losslessness.verdict import BIASED, LOSSLESS, judged
 from slipstream.records.stages import CertificateRecord
-from slipstream.refit.channel import Delivery, Exported
 from slipstream.refit.config import EngineState, RefitConfig, RefitError
-from slipstream.refit.fingerprint import ALL, Turn, weight_totals
+from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
-from slipstream.refit.snapshot import Snapshot, bytes_digest
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Prompt
+from tests import small
+from tests.small import DRAFT, FileChannel, OneRank, certified
 
 pytestmark = pytest.mark.slow
 
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
-ENGINE = EngineConfig(
-    max_model_len=400, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.25
-)
+ENGINE = replace(small.ENGINE, max_model_len=400, max_num_seqs=32, kv_cache_gib=0.25)
 SAMPLING = SamplingConfig(max_response_tokens=48)
 # Three blocks of the prefix cache are 384 tokens on a CPU. With a draft the last cached one is computed again, so
 # prompts of less than two are never read from the cache.
@@ -48,28 +41,6 @@ CONFIG = LosslessnessConfig(
     num_tokens=4000, num_repeated_prompts=2, num_repeats=256, num_greedy_prompts=4, num_replications=4,
     max_detectable_bias=0.5,
 )  # fmt: skip
-
-
-class OneRank:
-    """A learner of one rank in this process, asked as the ranks of a driver are."""
-
-    def __init__(self, process: Any) -> None:
-        self._process = process
-
-    def conditionals(
-        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
-    ) -> Any:
-        part = Ragged.of(sequences, np.int32), prompt_lengths
-        return np.concatenate(self._process.conditionals(part, sampling, seed=seed))
-
-    def next_token_probabilities(self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig) -> Any:
-        return self._process.next_token_probabilities(Ragged.of(prefixes, np.int32), sampling)
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return list(self._process.token_logprobs(Ragged.of(sequences, np.int32)))
-
-    def start_fingerprints(self, dtypes: Mapping[str, str], turn: Turn) -> Callable[[], dict[str, int]]:
-        return lambda: weight_totals([self._process.weight_fingerprints(dtypes, turn)])
 
 
 @dataclass(frozen=True, repr=False)  # pytest would print tens of thousands of tokens
@@ -84,34 +55,17 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_policy: Callable[[Path, int], Path],
-    make_draft: Callable[[Path, Path, int], Path],
-    ray_session: None,
-) -> Iterator[Bench]:
+def bench(models: dict[str, Path], ray_session: None) -> Iterator[Bench]:
     import ray
 
     from slipstream.engine.vllm_engine import process_environment
-    from slipstream.learner.config import LearnerConfig
     from slipstream.workers.calls import Deadline, Worker
     from slipstream.workers.engines import RemoteEngine, start_engine
-    from slipstream.workers.learner_process import LearnerProcess
     from tests.faults.faulty_engine import FaultyEngine
 
-    root = tmp_path_factory.mktemp("models")
-    models = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
-    models |= {
-        f"{name}_draft": make_draft(root / f"{name}_draft", models[name], 5 + i)
-        for i, name in enumerate(("old", "new"))
-    }
     for path in models.values():
         _lengthen(path, 512)
-    exact = {}
-    for name in ("old", "new"):
-        process = LearnerProcess(LearnerConfig())
-        process.load(models[name], None)
-        exact[name] = OneRank(process)
+    exact = {name: OneRank(models[name]) for name in ("old", "new")}
     with start_engine(models["old"], config=ENGINE) as autoregressive:
         baseline = draw(autoregressive, PROMPTS, config=CONFIG, sampling=SAMPLING, batch=32, seed=100)
     environment = {**process_environment(ENGINE), "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -161,15 +115,7 @@ def certificate(
     bench: Bench, engine: Any = None, *, policy: str = "old", sampling: SamplingConfig = SAMPLING
 ) -> CertificateRecord:
     sample = draw(engine or bench.engine, PROMPTS, config=CONFIG, sampling=sampling, batch=32, seed=1)
-    return certify(
-        sample,
-        bench.baseline,
-        bench.exact[policy],
-        config=CONFIG,
-        sampling=sampling,
-        subject=Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={}),
-        started_s=0.0,
-    )
+    return certified(sample, bench.baseline, bench.exact[policy], CONFIG, sampling=sampling)
 
 
 def conditional_rejections(record: CertificateRecord) -> list[str]:
@@ -261,16 +207,8 @@ def in_flight(bench: Bench, kv_cache: KvCache, *, mixed_up: bool = False) -> Cer
     bench.engine.run_in_flight(None)
     assert {version for trace in sample.traces for version in trace.policy_versions} == {0, 1}
     earlier = judged(sample.traces, bench.exact["old"], sampling=SAMPLING, config=CONFIG)
-    return certify(
-        sample,
-        bench.baseline,
-        bench.exact["new"],
-        config=CONFIG,
-        sampling=SAMPLING,
-        subject=Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={}),
-        started_s=0.0,
-        earlier={1 if mixed_up else 0: earlier},
-    )
+    how: dict[str, Any] = {"sampling": SAMPLING, "earlier": {1 if mixed_up else 0: earlier}}
+    return certified(sample, bench.baseline, bench.exact["new"], CONFIG, **how)
 
 
 def test_an_engine_that_is_refitted_while_it_draws_samples_each_version_exactly(
@@ -292,49 +230,19 @@ def test_caches_that_are_kept_across_a_refit_are_seen_by_the_certificate(
     assert conditional_rejections(in_flight(bench, KvCache.KEEP))
 
 
-class Publisher:
-    """A learner that holds one of the models, and a channel that brings it or another."""
+class Brought(FileChannel):
+    """A channel to the faulty engine, and the learner that it is held against."""
 
-    def __init__(self, bench: Bench, policy: str, *, sends: str | None = None, altered: bool = False) -> None:
-        self.bench, self.policy, self.sends, self.altered = bench, policy, sends or policy, altered
-
-    keeps_weights = takes_digest = True
-
-    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
-        assert draft_version is None
-        path = self.bench.models[self.sends] / "model.safetensors"
-        digest = "of what was written" if self.altered else bytes_digest([torch.tensor(list(path.read_bytes())).byte()])
-        policy = Snapshot(path=str(path), version=policy_version, num_bytes=path.stat().st_size, digest=digest)
-        return lambda: Exported(policy_version=policy_version, policy=policy)
-
-    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
-        policy = exported.policy
-        assert policy is not None
-        states = self.refit(Path(policy.path), policy_version=policy.version)
-        return lambda: Delivery(states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path)
-
-    def engines_changed(self) -> None:
-        """All engines read where they are told to."""
-
-    def refit(self, path: Path, *, policy_version: int) -> list[EngineState]:
-        """The engine's own."""
-        return self.bench.engine.refit(path, policy_version=policy_version)
-
-    def start_fingerprints(
-        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
-    ) -> Callable[[], dict[str, int]]:
-        assert not is_draft  # it is not trained here
-        return self.bench.exact[self.policy].start_fingerprints(dtypes, turn)
-
-    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        return self.bench.exact[self.policy].token_logprobs(sequences)
+    def __init__(self, bench: Bench, policy: str, *, sends: str | None = None, digest: str = "") -> None:
+        super().__init__(bench.engine, bench.models[sends or policy], digest=digest)
+        self.learner = bench.exact[policy]
 
 
-def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_probes: bool = True) -> RefitGate:
+def gate(bench: Bench, brought: Brought, draft: str = "old_draft", *, with_probes: bool = True) -> RefitGate:
     return RefitGate(
         bench.engine,
-        cast(Any, publisher),
-        channel=publisher,
+        cast(Any, brought.learner),
+        channel=brought,
         draft=bench.models[draft],
         trains_draft=False,
         config=RefitConfig(),
@@ -343,7 +251,7 @@ def gate(bench: Bench, publisher: Publisher, draft: str = "old_draft", *, with_p
 
 
 def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject: Callable[..., None]) -> None:
-    check = gate(bench, Publisher(bench, "new")).refit(1)
+    check = gate(bench, Brought(bench, "new")).refit(1)
 
     files = [bench.models[name] / "model.safetensors" for name in ("new", "old_draft")]
     assert check.num_tensors == sum(len(load_file(file)) for file in files)
@@ -351,22 +259,22 @@ def test_the_gate_compares_every_tensor_of_policy_and_draft(bench: Bench, inject
 
 def test_bytes_that_were_altered_on_their_way_are_an_error(bench: Bench, inject: Callable[..., None]) -> None:
     with pytest.raises(RefitError, match="engine 0 must read policy version 1 as the learner wrote it"):
-        gate(bench, Publisher(bench, "new", altered=True)).refit(1)
+        gate(bench, Brought(bench, "new", digest="of what was written")).refit(1)
 
 
 def test_weights_of_another_policy_are_named(bench: Bench, inject: Callable[..., None]) -> None:
     with pytest.raises(RefitError, match=r"engine 0 must hold policy version 1 to the last bit: \d+ of 47 tensors"):
-        gate(bench, Publisher(bench, "new", sends="old")).refit(1)
+        gate(bench, Brought(bench, "new", sends="old")).refit(1)
 
 
 def test_one_flipped_bit_in_the_engine_is_named(bench: Bench, inject: Callable[..., None]) -> None:
     import ray
 
-    class Flipping(Publisher):
+    class Flipping(Brought):
         """A channel to an engine whose memory loses a bit after the refit."""
 
-        def refit(self, path: Path, *, policy_version: int) -> list[EngineState]:
-            states = super().refit(path, policy_version=policy_version)
+        def refit(self, *, policy_version: int) -> list[EngineState]:
+            states = super().refit(policy_version=policy_version)
             ray.get(bench.actor.flip.remote("model.norm.weight"))
             return states
 
@@ -380,7 +288,7 @@ def test_a_layer_that_multiplies_with_other_weights_than_it_shows_is_an_error(
 ) -> None:
     import ray
 
-    gate(bench, Publisher(bench, "old"))
+    gate(bench, Brought(bench, "old"))
     ray.get(bench.actor.flip.remote("lm_head.weight"))  # the shown copy; the packed one stays as it was
 
     with pytest.raises(RuntimeError, match=r"lm_head\.weight must be what its layer multiplies with"):
@@ -392,16 +300,16 @@ def test_an_engine_that_hides_its_tensors_is_compared_by_logprobs(
 ) -> None:
     inject("tensors hidden")
 
-    check = gate(bench, Publisher(bench, "new")).refit(1)
+    check = gate(bench, Brought(bench, "new")).refit(1)
 
     assert check.num_tensors == 0
     assert check.probe_difference is not None and 0 < check.probe_difference < 1e-3  # both compute in float32
     assert "the engine's tensors cannot be read" in caplog.text
     assert "the draft's tensors cannot be read" in caplog.text
     with pytest.raises(RefitError, match=r"engine 0 must hold policy version 2: the logprobs of \d+ probe tokens"):
-        gate(bench, Publisher(bench, "new", sends="old")).refit(2)
+        gate(bench, Brought(bench, "new", sends="old")).refit(2)
     with pytest.raises(LookupError, match="its backend hides it"):
-        gate(bench, Publisher(bench, "new"), with_probes=False)
+        gate(bench, Brought(bench, "new"), with_probes=False)
 
 
 def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[..., None]) -> None:
@@ -409,7 +317,7 @@ def test_a_draft_that_was_not_refitted_is_named(bench: Bench, inject: Callable[.
     bench.engine.refit(bench.models["old"], policy_version=0, draft=bench.models["new_draft"], draft_version=1)
 
     with pytest.raises(RefitError, match="engine 0 must hold the draft to the last bit"):
-        gate(bench, Publisher(bench, "old"), draft="new_draft").refit(1)
+        gate(bench, Brought(bench, "old"), draft="new_draft").refit(1)
 
 
 def test_a_draft_refitted_twice_while_the_policy_was_refitted_once_is_an_error(
@@ -429,4 +337,4 @@ def test_a_prefix_cache_that_was_not_reset_is_an_error(bench: Bench, inject: Cal
     inject("prefix cache reset skipped")
 
     with pytest.raises(RefitError, match="engine 0 must reset its prefix cache with every refit"):
-        gate(bench, Publisher(bench, "old")).refit(1)
+        gate(bench, Brought(bench, "old")).refit(1)

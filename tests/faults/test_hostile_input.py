@@ -17,6 +17,7 @@ from slipstream.data.synthetic import SyntheticConfig
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.rewards.config import RewardConfig
 from slipstream.rewards.verifier import Verifier
+from tests.small import write_config
 
 SOURCE = Path(slipstream.__file__).parent
 ARABIC_34 = "\N{ARABIC-INDIC DIGIT THREE}\N{ARABIC-INDIC DIGIT FOUR}"
@@ -47,15 +48,8 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path / "tokenizer", max_length=128)
-    hostile = [
-        "nan",
-        "NaN",
-        "-inf",
-        "9" * 10**6,
-        f"open({str(tmp_path / 'run')!r}, 'w')",
-        "__import__('os').abort()",
-        "",
-    ]
+    code = (f"open({str(tmp_path / 'run')!r}, 'w')", "__import__('os').abort()")
+    hostile = ["nan", "NaN", "-inf", "9" * 10**6, *code, ""]
     good = ["34", ARABIC_34, FULLWIDTH_12, "1e3"]
     rows = [dapo(index, answer) for index, answer in enumerate(hostile + good)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -83,13 +77,8 @@ def test_answers_that_are_no_numbers_code_or_a_million_characters_are_dropped_an
 
 def test_digits_of_other_scripts_mean_what_they_say() -> None:
     with Verifier(RewardConfig()) as verifier:
-        assert verifier.score(
-            ["\\boxed{34}", "\\boxed{12}", "\\boxed{43}"], [ARABIC_34, FULLWIDTH_12, ARABIC_34]
-        ).rewards == (
-            1.0,
-            1.0,
-            0.0,
-        )
+        answers = ["\\boxed{34}", "\\boxed{12}", "\\boxed{43}"]
+        assert verifier.score(answers, [ARABIC_34, FULLWIDTH_12, ARABIC_34]).rewards == (1.0, 1.0, 0.0)
 
 
 def test_an_answer_is_never_run_as_code(tmp_path: Path) -> None:
@@ -107,24 +96,7 @@ def test_a_pickled_policy_is_not_read(tmp_path: Path) -> None:
     from slipstream.learner.config import LearnerConfig
     from slipstream.learner.megatron import MegatronPolicy
 
-    write_tokenizer(tmp_path / "model", max_length=64)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 3,
-    }
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path / "model", num_layers=2, num_positions=64)
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
 
     with pytest.raises(ValueError, match="safetensors"):

@@ -9,34 +9,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.data.prompts import render
 from slipstream.learner.checkpoint import CheckpointError
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.types import Arm, LoopMode, Prompt
+from tests.small import RECIPE as SMALL
+from tests.small import additions, train_arm
 
 pytestmark = pytest.mark.slow
-
-SMALL = {
-    "sampling": {"max_response_tokens": 16},
-    "evaluation": {"max_response_tokens": 16},
-    "tuning": {"candidate_ks": [0, 2]},
-    "engine": {
-        "max_model_len": 128,
-        "max_num_seqs": 16,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_kept_idle": 1,
-        "num_threads": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
-}
 
 
 class Killed(Exception):  # noqa: N818  # stands for the end of the process
@@ -63,59 +48,15 @@ class MortalEngine:
         return self._engine.generate(*args, **kwargs)
 
 
-def train_arm(
-    recipe: Recipe,
-    policy: Path,
-    directory: Path,
-    *,
-    engine_dies_at_call: int = -1,
-    log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
-) -> ArmRecord:
-    from transformers import AutoTokenizer
-
-    from slipstream.train.arm import ArmPlan, train
-    from slipstream.workers import engines
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    prompts = [
-        Prompt(id=str(i), text=f"{i}+1=?", token_ids=render(f"{i}+1=?", tokenizer=tokenizer), answer="1")
-        for i in range(8)
-    ]
-
-    kv_cache = recipe.loop.kv_cache if recipe.loop.mode is LoopMode.IN_FLIGHT else None
-
-    @contextmanager
-    def start_engine() -> Iterator[Any]:
-        with engines.start_engine(policy, config=recipe.engine, kv_cache=kv_cache) as engine:
-            yield MortalEngine(engine, engine_dies_at_call)
-
-    # An untrained policy answers nothing right: whether a response has a 1 in it stands in for the reward.
-    return train(
-        recipe,
-        ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=start_engine),
-        policy=policy,
-        prompts=prompts,
-        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
-        directory=directory,
-        log=log,
-    )
-
-
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
     return load_recipe("tiny", overrides=SMALL)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"), 0)
-
-
-@pytest.fixture(scope="module")
 def whole(
     tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path
 ) -> tuple[ArmRecord, Path]:
-    """A run that nothing disturbed, and its directory."""
     directory = tmp_path_factory.mktemp("whole")
     return train_arm(recipe, policy, directory), directory
 
@@ -144,7 +85,7 @@ def without_restarts(recipe: Recipe) -> Recipe:
 def test_a_run_whose_engine_is_killed_while_it_generates_goes_on_with_another_and_ends_equal(
     tmp_path: Path, recipe: Recipe, policy: Path, whole: tuple[ArmRecord, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = train_arm(recipe, policy, tmp_path, engine_dies_at_call=4)
+    record = train_arm(recipe, policy, tmp_path, within=partial(MortalEngine, dies_at_call=4))
 
     assert_equal(record, whole[0])
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 1]
@@ -157,7 +98,7 @@ def test_a_run_that_may_replace_no_engine_stops_when_one_is_killed_and_resumes(
     from slipstream.workers.calls import LostWorkerError
 
     with pytest.raises(LostWorkerError, match=r"engine 0 on [\d.]+ died during generate with policy version 3"):
-        train_arm(without_restarts(recipe), policy, tmp_path, engine_dies_at_call=4)
+        train_arm(without_restarts(recipe), policy, tmp_path, within=partial(MortalEngine, dies_at_call=4))
 
     assert_equal(train_arm(recipe, policy, tmp_path), whole[0])
 
@@ -259,7 +200,7 @@ def test_one_step_off_ends_equal_after_the_driver_or_an_engine_died(
         if step == 3:
             raise Killed
 
-    replaced = train_arm(recipe, policy, tmp_path / "replaced", engine_dies_at_call=3)
+    replaced = train_arm(recipe, policy, tmp_path / "replaced", within=partial(MortalEngine, dies_at_call=3))
     assert_equal(replaced, undisturbed)
     assert trained_policy(tmp_path / "replaced") == trained_policy(tmp_path / "whole")
     assert regenerated(replaced) == [0, 0, 8, 0]
@@ -354,7 +295,6 @@ def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
     tmp_path: Path, policy: Path, ray_session: None
 ) -> None:
     from safetensors.torch import load_file
-    from transformers import AutoTokenizer
 
     from slipstream.stages.pretrain_draft import train_on
 
@@ -367,11 +307,7 @@ def test_draft_pretraining_that_dies_goes_on_from_its_checkpoint_and_ends_equal(
         "tokens_per_step": 128,
     }
     recipe = load_recipe("tiny", overrides={**SMALL, "draft": draft})
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    prompts = [
-        Prompt(id=str(i), text=f"{i}+2=?", token_ids=render(f"{i}+2=?", tokenizer=tokenizer), answer="1")
-        for i in range(16)
-    ]
+    prompts = additions(policy, num=16, addend=2)
 
     def dies_at(last: int) -> Callable[[int, float], None]:
         def on_step(step: int, loss: float) -> None:

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.data.prompts import render
+from slipstream.config import merge
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
-from slipstream.types import Arm, Prompt
 from tests.faults.fatal_control import FatalControl
+from tests.small import RECIPE, train_arm
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "sampling": {"max_response_tokens": 12},
-    "evaluation": {"max_response_tokens": 12},
-    "tuning": {"candidate_ks": [0, 2]},
-    "engine": {
-        "num_engines": 2,
-        "max_model_len": 128,
-        "max_num_seqs": 16,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_kept_idle": 1,
-        "num_threads": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
-    "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 1},
+LOST = {
+    "engine": {"num_engines": 2},
+    "grpo": {"checkpoint_every_steps": 1},
     "refit": {"channel": "gloo", "bucket_mib": 0.02, "timeout_s": 60.0},  # of 0.6 MB
 }
 Victim = Callable[[Any], int | None]
@@ -52,47 +40,18 @@ class BesetEngines:
         return FatalControl(control, victim=self._victim(self._engines), mark=self._mark)
 
 
+def beset(directory: Path, victim: Victim) -> Callable[[Any], BesetEngines]:
+    return partial(BesetEngines, victim=victim, mark=directory / "killed")
+
+
 @pytest.fixture(scope="module")
 def recipe() -> Recipe:
-    return load_recipe("tiny", overrides=SMALL)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"), 0)
-
-
-def train_arm(recipe: Recipe, policy: Path, directory: Path, victim: Victim | None) -> ArmRecord:
-    from transformers import AutoTokenizer
-
-    from slipstream.train.arm import ArmPlan, train
-    from slipstream.workers.engines import start_engine
-
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    texts = [f"{i}+1=?" for i in range(8)]
-    prompts = [Prompt(id=text, text=text, token_ids=render(text, tokenizer=tokenizer), answer="1") for text in texts]
-
-    @contextmanager
-    def engines() -> Iterator[Any]:
-        with start_engine(policy, config=recipe.engine) as started:
-            yield started if victim is None else BesetEngines(started, victim, directory / "killed")
-
-    directory.mkdir(parents=True, exist_ok=True)
-    return train(
-        recipe,
-        ArmPlan(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, draft=None, start_engine=engines),
-        policy=policy,
-        prompts=prompts,
-        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
-        directory=directory,
-        log=lambda metrics, step: None,
-    )
+    return load_recipe("tiny", overrides=merge(RECIPE, LOST))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, ray_session: None, recipe: Recipe, policy: Path) -> ArmRecord:
-    """A run that nothing disturbed."""
-    return train_arm(recipe, policy, tmp_path_factory.mktemp("whole"), None)
+    return train_arm(recipe, policy, tmp_path_factory.mktemp("whole"))
 
 
 def assert_equal(disturbed: ArmRecord, whole: ArmRecord) -> None:
@@ -106,7 +65,7 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
     tmp_path: Path, recipe: Recipe, policy: Path, whole: ArmRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other engine has a part of the weights by then, and takes all of them again."""
-    record = train_arm(recipe, policy, tmp_path, lambda engines: engines.engines[1].pid)
+    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: engines.engines[1].pid))
 
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 1, 0]
@@ -117,7 +76,7 @@ def test_an_engine_that_dies_while_it_receives_weights_is_replaced_and_the_run_e
 def test_a_learner_that_dies_while_it_sends_weights_starts_anew_beside_the_same_engines(
     tmp_path: Path, recipe: Recipe, policy: Path, whole: ArmRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = train_arm(recipe, policy, tmp_path, lambda engines: None)
+    record = train_arm(recipe, policy, tmp_path, within=beset(tmp_path, lambda engines: None))
 
     assert_equal(record, whole)
     assert [step.num_engine_restarts for step in record.steps] == [0, 0, 0, 0]

@@ -5,7 +5,7 @@ What is free is read from the driver, over all processes: memory that torch or v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from slipstream.refit.config import RefitConfig
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
 from slipstream.train.recovery import FaultTolerantEngines
-from slipstream.types import Dtype, Prompt, TrainBatch
+from slipstream.types import Dtype, TrainBatch
+from tests.small import PROMPTS, tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +42,6 @@ ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.BFLOAT16, enforce_eager=False, gpu_memory_utilization=0.3
 )
 SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
 
 def _free() -> int:
@@ -81,12 +81,6 @@ def _numbers(policy: MegatronPolicy) -> list[torch.Tensor]:
     ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
-
-
 @contextmanager
 def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
     """An engine that can rest, with `old`, and a learner that trains `new`, which starts when the engine rests."""
@@ -117,10 +111,6 @@ def _ends(models: dict[str, Path]) -> Iterator[tuple[Any, Any]]:
             learner.close()
 
 
-def _drawn(result: GenerationResult) -> list[tuple[int, ...]]:
-    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
-
-
 def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict[str, Path], ray_session: None) -> None:
     with _ends(models) as (_, engines):
         before = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
@@ -136,11 +126,11 @@ def test_an_engine_without_its_cache_is_refitted_and_then_generates(models: dict
         assert _free() - free > 0.2 * total  # it took its cache for that, and gave it back
         changed = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
         assert abs(_free() - free) < 0.02 * total
-        assert _drawn(changed) != _drawn(before)
+        assert tokens(changed) != tokens(before)
         engines.sleep()
         engines.refit(models["old"], policy_version=2)
         assert engines.start_fingerprints(is_draft=False, turn=ALL)() != [new]
-        assert _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == _drawn(before)
+        assert tokens(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)) == tokens(before)
 
 
 def test_steps_of_learner_and_engine_in_turn_over_ipc(models: dict[str, Path], ray_session: None) -> None:

@@ -5,21 +5,20 @@ CUDA IPC runs on any one GPU, which learner and engine share; NCCL needs two. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import GenerationResult
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.gate import RefitGate
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Dtype
+from tests.small import PROMPTS, require_equal, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -27,7 +26,6 @@ ENGINE = EngineConfig(
     max_model_len=128, max_num_seqs=16, dtype=Dtype.BFLOAT16, enforce_eager=False, gpu_memory_utilization=0.3
 )
 SAMPLING = SamplingConfig(temperature=0.0, max_response_tokens=24)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
 
 @contextmanager
@@ -61,17 +59,6 @@ def _ends(models: Mapping[str, Path], *, share: bool) -> Iterator[tuple[Any, Any
             learner.close()
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
-
-
-def _drawn(result: GenerationResult) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    rollouts = [rollout for group in result.groups for rollout in group.rollouts]
-    return [each.token_ids for each in rollouts], np.concatenate([each.rollout_logprobs for each in rollouts])
-
-
 def _compare(models: Mapping[str, Path], channel: Channel, *, share: bool) -> None:
     """Greedy tokens and their logprobs by both channels, and the gate over the one under test, twice."""
     drawn = {}
@@ -84,10 +71,9 @@ def _compare(models: Mapping[str, Path], channel: Channel, *, share: bool) -> No
                 gate = RefitGate(engines, learner, channel=opened, draft=None, trains_draft=False, config=config)
                 assert gate.refit(version).num_tensors > 0
                 assert gate.refit(version + 10).num_tensors > 0
-            drawn[each] = _drawn(engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0))
-            assert drawn[each][0] != _drawn(before)[0]
-    assert drawn[channel][0] == drawn[Channel.SHARED_MEMORY][0]
-    assert np.array_equal(drawn[channel][1], drawn[Channel.SHARED_MEMORY][1])
+            drawn[each] = engines.generate(PROMPTS, sampling=SAMPLING, group_size=1, seed=0)
+            assert tokens(drawn[each]) != tokens(before)
+    require_equal(drawn[channel], drawn[Channel.SHARED_MEMORY])
 
 
 def test_ipc_brings_the_same_bits_on_a_gpu_that_learner_and_engine_share(

@@ -56,7 +56,6 @@ def write(path: Path, values: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Wait for it."""
     deadline = time.monotonic() + 60.0
     while not path.exists():
         assert time.monotonic() < deadline, path

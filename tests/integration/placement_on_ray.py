@@ -33,8 +33,6 @@ QUIET = {"include_dashboard": False, "object_store_memory": 100 << 20}
 
 
 class Here:
-    """Tells where it runs."""
-
     def where(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         names = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS")
@@ -139,13 +137,7 @@ def lost_node(cluster: Cluster) -> dict[str, Any]:
     for number in lost:
         ranks[number] = rank(now, number)
     after = ray.get([each.where.remote() for each in ranks], timeout=60)
-    return {
-        "lost": lost,
-        "spare": spare,
-        "before": before,
-        "after": after,
-        "is_kept": placement.reserved(pair) is now,
-    }
+    return {"lost": lost, "spare": spare, "before": before, "after": after, "is_kept": placement.reserved(pair) is now}
 
 
 def main() -> None:

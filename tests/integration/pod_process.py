@@ -26,8 +26,6 @@ _CLONE_NEWNS = 0x00020000  # of sched.h
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What a container is started with."""
-
     command: tuple[str, ...]  # pyflyte-execute and its arguments
     working: Path
     log: Path
@@ -37,8 +35,6 @@ class Pod:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """A pod that has started."""
-
     pod: Pod
     process: BaseProcess
 
@@ -51,7 +47,6 @@ class Running:
         return False
 
     def says(self, text: str) -> bool:
-        """Whether its log has `text`."""
         return text in self.pod.log.read_text()
 
     def kill(self) -> None:
@@ -61,7 +56,6 @@ class Running:
 
 
 def start(pod: Pod) -> Running:
-    """Start a pod in a process of its own."""
     pod.log.touch()  # a watcher may read it before the pod writes
     process = fork_server().Process(target=_execute, args=(pod,), daemon=True)
     process.start()
@@ -82,7 +76,6 @@ def ray_processes(title: str, *, of: Running) -> list[int]:
 
 
 def says(pid: int, title: str) -> bool:
-    """Whether a process of Ray is there and calls itself something that starts with `title`."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{title}".encode())
     except OSError:

@@ -39,8 +39,6 @@ class TaskFailed(Exception):  # noqa: N818  # a task did, not this
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One pod."""
-
     execution: str
     node: str
     number: int
@@ -147,7 +145,6 @@ class Cluster:
         )
 
     def _pod(self, command: Sequence[str], task: Any, name: str, watcher: Watcher | None) -> tuple[int | None, str]:
-        """Run a container's command; its exit status and what it wrote."""
         working = self.directory / self.execution / name
         working.mkdir(parents=True)
         scratch = tempfile.mkdtemp(prefix="pod", dir="/tmp")  # short: sockets lie in it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from slipstream.engine.protocol import Portion
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.workers import engines
-from tests.faults.test_killed_runs import CORRECTED, SMALL, train_arm
+from tests.faults.test_killed_runs import CORRECTED
+from tests.small import RECIPE, train_arm
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +24,7 @@ GLOO = {"channel": "gloo", "bucket_mib": 0.02, "timeout_s": 60.0}  # of 0.6 MB: 
 
 def recipe(mode: str, **more: Any) -> Recipe:
     loop = {"mode": mode, "max_off_policy_steps": 1}
-    return load_recipe("tiny", overrides={**SMALL, "grpo": CORRECTED, "loop": loop, **more})
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory, make_policy: Callable[[Path, int], Path]) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "policy", 0)
+    return load_recipe("tiny", overrides={**RECIPE, "grpo": CORRECTED, "loop": loop, **more})
 
 
 def test_one_step_off_over_gloo_is_the_run_over_shared_memory(
@@ -45,23 +41,15 @@ def test_one_step_off_over_gloo_is_the_run_over_shared_memory(
         assert (ours.num_response_tokens, ours.reward_mean) == (theirs.num_response_tokens, theirs.reward_mean)
         assert ours.train.loss == pytest.approx(theirs.train.loss, rel=1e-4, abs=1e-6)
         assert ours.train.grad_norm == pytest.approx(theirs.train.grad_norm, rel=1e-4)
-    start, other, end = (load_file(path / "model.safetensors") for path in policies(policy, tmp_path))
+    models = (policy, tmp_path / "shared" / "policy", tmp_path / "gloo" / "policy")
+    start, other, end = (load_file(path / "model.safetensors") for path in models)
     moved = max(float(np.abs(end[name] - start[name]).max()) for name in end)
     apart = max(float(np.abs(end[name] - other[name]).max()) for name in end)
     assert apart <= 0.02 * moved
 
 
-def policies(start: Path, directory: Path) -> tuple[Path, Path, Path]:
-    """Where the start's weights lie, and those of both runs' ends."""
-    return start, directory / "shared" / "policy", directory / "gloo" / "policy"
-
-
 def test_in_flight_over_gloo_trains_on_responses_as_long_as_those_that_were_generated(
-    tmp_path: Path,
-    policy: Path,
-    ray_session: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, policy: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On all of them, that is: none is left out for being long."""
     generated: list[int] = []

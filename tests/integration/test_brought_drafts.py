@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,20 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.config import merge
-from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.stages import DraftRecord
-from slipstream.records.steps import StepRecord
 from slipstream.stages.pretrain_draft import train_on
-from slipstream.types import Arm, Prompt
+from slipstream.types import Prompt
+from tests import small
+from tests.small import train_arm
 
 pytestmark = pytest.mark.slow
 
-K, STEPS, KNOWN = 2, 2, 24
+STEPS, KNOWN = 2, 24
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 12, "temperature": 0.8},
-    "evaluation": {"max_response_tokens": 12},
-    "tuning": {"candidate_ks": [0, K]},
-    "engine": {
-        "max_model_len": 128,
-        "max_num_seqs": 32,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_threads": 1,
-        "num_kept_idle": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 128, "dtype": "float32", "num_threads": 1},
+    "engine": {"max_num_seqs": 32},
+    "learner": {"num_kept_idle": 0},
     "draft": {
         "aux_hidden_state_layer_ids": [1, 2, 3],
         "num_prompts": 24,
@@ -43,7 +33,7 @@ RECIPE: dict[str, Any] = {
         "vocab_size": KNOWN,
     },
     "policy": {"scratch": None},
-    "grpo": {"num_steps": STEPS, "prompts_per_step": 4, "group_size": 4, "checkpoint_every_steps": STEPS},
+    "grpo": {"num_steps": STEPS, "prompts_per_step": 4},
     "refit": {"check_every_steps": 1},
     "simulator": None,
 }
@@ -53,7 +43,8 @@ PROMPTS = tuple(
 
 
 def _recipe(policy: Path, draft: dict[str, Any]) -> Recipe:
-    return load_recipe("tiny", overrides=merge(RECIPE, {"policy": {"model": str(policy)}, "draft": draft}))
+    given = {"policy": {"model": str(policy)}, "draft": draft}
+    return load_recipe("tiny", overrides=merge(merge(small.RECIPE, RECIPE), given))
 
 
 def _pretrained(recipe: Recipe, policy: Path, directory: Path) -> DraftRecord:
@@ -61,44 +52,15 @@ def _pretrained(recipe: Recipe, policy: Path, directory: Path) -> DraftRecord:
     return train_on(PROMPTS, recipe, policy=policy, directory=directory, on_step=lambda step, loss: None)
 
 
-def _steps(recipe: Recipe, policy: Path, draft: Path, directory: Path) -> Sequence[StepRecord]:
-    from slipstream.train.arm import ArmPlan, train
-    from slipstream.workers.engines import start_engine
-
-    plan = ArmPlan(
-        arm=Arm.SPECULATIVE,
-        num_speculative_tokens=K,
-        draft=draft,
-        draft_length=None,
-        start_engine=lambda: start_engine(
-            policy,
-            config=recipe.engine,
-            speculative_config=speculative_config(recipe.draft, draft, K),
-            layout=recipe.layout,
-        ),
-    )
-    record = train(
-        recipe,
-        plan,
-        policy=policy,
-        prompts=list(PROMPTS[:8]),
-        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",
-        directory=directory,
-        log=lambda metrics, step: None,
-    )
-    return record.steps
-
-
 def test_a_cut_draft_is_trained_used_through_refits_and_brought_to_another_run(
-    tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None
+    tmp_path: Path, policy: Path, ray_session: None
 ) -> None:
-    policy = make_policy(tmp_path / "policy", 0)
     recipe = _recipe(policy, {})
     first = _pretrained(recipe, policy, tmp_path / "first")
     draft = tmp_path / "first" / "draft"
     assert load_file(draft / "model.safetensors")["d2t"].shape == (KNOWN,)
     assert first.losses[-1] < first.losses[0]
-    steps = _steps(recipe, policy, draft, tmp_path / "arm")
+    steps = train_arm(recipe, policy, tmp_path / "arm", prompts=PROMPTS[:8], k=2, draft=draft).steps
     assert [step.acceptance is not None for step in steps] == [True] * STEPS
     assert all(step.acceptance.mean_acceptance_length > 1.0 for step in steps if step.acceptance is not None)
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.drafts.compatibility import check_draft
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.eagle3 import build_draft, save_draft
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
-from slipstream.types import Dtype, Prompt
+from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, tokens
 
 pytestmark = pytest.mark.slow
-
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
-ENGINE = EngineConfig(
-    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
-)
-SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
 
 def _cut(path: Path, policy: Path, seed: int, token_ids: range) -> Path:
@@ -34,11 +24,10 @@ def _cut(path: Path, policy: Path, seed: int, token_ids: range) -> Path:
 
 
 def test_a_draft_of_half_the_vocabulary_is_loaded_accepted_and_refitted(
-    tmp_path: Path, make_policy: Callable[[Path, int], Path], ray_session: None
+    tmp_path: Path, policy: Path, ray_session: None
 ) -> None:
     from slipstream.workers.engines import start_engine
 
-    policy = make_policy(tmp_path / "policy", 0)
     even = _cut(tmp_path / "even", policy, 0, range(0, 64, 2))
     odd = _cut(tmp_path / "odd", policy, 1, range(1, 64, 2))
 
@@ -60,7 +49,6 @@ def test_a_draft_of_half_the_vocabulary_is_loaded_accepted_and_refitted(
         fresh = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     assert before.acceptance is not None
     assert before.acceptance.mean_acceptance_length > 1.0
-    assert after.acceptance == fresh.acceptance != before.acceptance
-    assert [group.rollouts for group in after.groups] != [group.rollouts for group in before.groups]
-    tokens = [[rollout.token_ids for group in result.groups for rollout in group.rollouts] for result in (after, fresh)]
-    assert tokens[0] == tokens[1]
+    assert after.acceptance != before.acceptance
+    assert tokens(after) != tokens(before)
+    require_equal(after, fresh)

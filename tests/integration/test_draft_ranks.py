@@ -130,7 +130,6 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path) -> dict[str
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A model, and what one rank makes of it."""
     directory = tmp_path_factory.mktemp("single")
     (directory / "tokenizer").mkdir()
     policy = MegatronPolicy.from_scratch(SCRATCH, vocab_size=VOCAB, eos_token_id=1, learner=ALONE, optimizer=None)

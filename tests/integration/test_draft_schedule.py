@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.engine.protocol import GenerationResult
 from slipstream.records.steps import ScheduleEntry
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Prompt
+from tests import small
+from tests.small import DRAFT, ENGINE, PROMPTS, tokens
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(
-    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
-)
-SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=24)
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+SAMPLING = replace(small.SAMPLING, temperature=1.0)
 GREEDY = replace(SAMPLING, temperature=0.0)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 TABLE = tuple(
     ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 2, 4), (3, 16, 1))
 )
-
-
-@pytest.fixture(scope="module")
-def models(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_policy: Callable[[Path, int], Path],
-    make_draft: Callable[[Path, Path, int], Path],
-) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("models")
-    policy = make_policy(root / "policy", 0)
-    return policy, make_draft(root / "draft", policy, 5)
-
-
-def tokens(result: GenerationResult) -> list[tuple[int, ...]]:
-    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
 
 
 def drafted(result: GenerationResult) -> tuple[int, ...]:
@@ -51,11 +30,11 @@ def drafted(result: GenerationResult) -> tuple[int, ...]:
 
 
 def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
-    models: tuple[Path, Path], ray_session: None
+    models: dict[str, Path], ray_session: None
 ) -> None:
     from slipstream.workers.engines import start_engine
 
-    policy, draft = models
+    policy, draft = models["old"], models["old_draft"]
     with start_engine(policy, config=ENGINE) as engine:
         plain = engine.generate(PROMPTS, sampling=GREEDY, group_size=1, seed=1)
     speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
@@ -84,11 +63,11 @@ def test_the_length_follows_the_running_batch_and_can_be_set_to_0_and_back(
 
 
 def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
-    models: tuple[Path, Path], ray_session: None
+    models: dict[str, Path], ray_session: None
 ) -> None:
     from slipstream.workers import engines
 
-    policy, draft = models
+    policy, draft = models["old"], models["old_draft"]
     config = replace(ENGINE, num_kept_idle=1)
     speculative = speculative_config(DRAFT, draft, 4, schedule=TABLE)
     with engines.start_engine(policy, config=config, speculative_config=speculative) as engine:
@@ -102,12 +81,12 @@ def test_an_idle_engine_is_handed_on_with_the_table_that_it_was_started_with(
 
 
 def test_prompts_that_were_cached_without_drafts_are_drafted_for_as_any_other(
-    models: tuple[Path, Path], ray_session: None
+    models: dict[str, Path], ray_session: None
 ) -> None:
     """Prompts of more than a block of the prefix cache: at length 0 the draft's cache is filled all the same."""
     from slipstream.workers.engines import start_engine
 
-    policy, draft = models
+    policy, draft = models["old"], models["old_draft"]
     config = replace(ENGINE, max_model_len=256)
     prompts = tuple(
         Prompt(id=str(i), text="", token_ids=(2, *((7 * i + 3 * j) % 60 + 4 for j in range(200))), answer="")

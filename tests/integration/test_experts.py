@@ -36,8 +36,6 @@ LEARNERS = {
 
 
 class OneRank(LearnerRanks):
-    """Reads a checkpoint alone."""
-
     def __init__(self) -> None:
         self.rank, self.size, self._group = 0, 1, None
 
@@ -82,7 +80,6 @@ def run_rank(rank: int, learner: LearnerConfig, port: int, model: Path, director
 
 
 def run_ranks(learner: LearnerConfig, model: Path, directory: Path) -> list[dict[str, Any]]:
-    """Each rank's results, in rank order."""
     size = learner.parallel.world_size
     (port,) = free_ports(1)
     return on_ranks(size, run_rank, learner, port, model, directory)

@@ -9,37 +9,23 @@ from typing import Any
 import pytest
 
 from slipstream.config import merge
-from slipstream.drafts.methods import speculative_config
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import StepRecord
-from slipstream.types import Arm, Prompt
+from slipstream.types import Prompt
+from tests import small
 from tests.integration import qwen3_moe
+from tests.small import train_arm
 
 pytestmark = pytest.mark.slow
 
-K, STEPS = 2, 2
+STEPS = 2
 RECIPE: dict[str, Any] = {
     "sampling": {"max_response_tokens": 12},
-    "evaluation": {"max_response_tokens": 12},
-    "tuning": {"candidate_ks": [0, K]},
-    "engine": {
-        "max_model_len": 128,
-        "max_num_seqs": 32,
-        "kv_cache_gib": 0.1,
-        "dtype": "float32",
-        "num_threads": 1,
-        "num_kept_idle": 1,
-    },
-    "learner": {"max_tokens_per_microbatch": 128, "dtype": "float32", "num_threads": 1},
+    "engine": {"max_num_seqs": 32},
+    "learner": {"num_kept_idle": 0},
     "draft": {"aux_hidden_state_layer_ids": [0, 1, 2]},
     "policy": {"scratch": None},
-    "grpo": {
-        "num_steps": STEPS,
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "checkpoint_every_steps": STEPS,
-        "optimizer": {"method": "adamw", "learning_rate": 1e-3},
-    },
+    "grpo": {"num_steps": STEPS, "prompts_per_step": 4, "optimizer": {"method": "adamw", "learning_rate": 1e-3}},
     "refit": {"check_every_steps": 1},
     "simulator": None,
 }
@@ -60,38 +46,16 @@ def steps(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> dict[s
     qwen3_moe.write_model(policy, seed=0)
     write_tokenizer(policy, max_length=128)
     save_draft(build_draft(policy, _recipe(policy, {}).draft), draft)
-    return {name: _trained(where, policy, draft, directory / name) for name, where in LEARNERS.items()}
+    prompts = [Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(8)]
+    how: dict[str, Any] = {"prompts": prompts, "k": 2, "draft": draft}
+    recipes = {name: _recipe(policy, where) for name, where in LEARNERS.items()}
+    return {name: train_arm(recipe, policy, directory / name, **how).steps for name, recipe in recipes.items()}
 
 
 def _recipe(policy: Path, where: dict[str, Any]) -> Recipe:
-    return load_recipe("tiny", overrides=merge(merge(RECIPE, where), {"policy": {"model": str(policy)}}))
-
-
-def _trained(where: dict[str, Any], policy: Path, draft: Path, directory: Path) -> Sequence[StepRecord]:
-    from slipstream.train.arm import ArmPlan, train
-    from slipstream.workers.engines import start_engine
-
-    recipe = _recipe(policy, where)
-    speculative = speculative_config(recipe.draft, draft, K)
-    plan = ArmPlan(
-        arm=Arm.SPECULATIVE,
-        num_speculative_tokens=K,
-        draft=draft,
-        start_engine=lambda: start_engine(
-            policy, config=recipe.engine, speculative_config=speculative, layout=recipe.layout
-        ),
+    return load_recipe(
+        "tiny", overrides=merge(merge(merge(small.RECIPE, RECIPE), where), {"policy": {"model": str(policy)}})
     )
-    prompts = [Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(8)]
-    record = train(
-        recipe,
-        plan,
-        policy=policy,
-        prompts=prompts,
-        decode=lambda prompt, ids: "\\boxed{1}" if sum(ids) % 2 else "",  # right for about half of what is said
-        directory=directory,
-        log=lambda metrics, step: None,
-    )
-    return record.steps
 
 
 def test_training_with_dealt_experts_is_that_of_one_rank(steps: dict[str, Sequence[StepRecord]]) -> None:

@@ -13,29 +13,19 @@ from safetensors import safe_open
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, differences, file_fingerprints
 from slipstream.refit.gate import RefitGate
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Dtype
 from tests.integration import qwen3_moe
+from tests.small import ENGINE, PROMPTS, SAMPLING, require_equal
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(
-    max_model_len=128,
-    max_num_seqs=16,
-    dtype=Dtype.FLOAT32,
-    enforce_eager=True,
-    num_threads=1,
-    kv_cache_gib=0.1,
-)
 LEARNER = LearnerConfig(dtype=Dtype.FLOAT32, parallel=ParallelConfig(data=2, expert=2), num_threads=1)
-SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=16)
 DRAFT = DraftConfig(aux_hidden_state_layer_ids=(0, 1, 2), seed=9)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +91,7 @@ def test_a_refitted_engine_equals_one_that_was_loaded_with_the_same_experts(ends
     after = ends.engine.token_logprobs(batch)
     assert after == ends.fresh.token_logprobs(batch)
     assert after != before
-    sampled = [
-        engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for engine in (ends.engine, ends.fresh)
-    ]
-    rollouts = [[(r.token_ids, r.rollout_logprobs) for group in s.groups for r in group.rollouts] for s in sampled]
-    assert rollouts[0] == rollouts[1]
-    assert sampled[0].acceptance == sampled[1].acceptance
+    require_equal(*(e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)))
 
 
 def test_engine_and_learner_agree_on_logprobs(ends: Ends) -> None:

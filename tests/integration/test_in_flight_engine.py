@@ -3,27 +3,26 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.config import SamplingConfig
 from slipstream.engine.requests import GroupRequest, group_requests
 from slipstream.grpo.loop_config import KvCache
-from slipstream.types import Dtype, Prompt, Rollout, RolloutGroup
+from slipstream.types import Prompt, Rollout, RolloutGroup
 from slipstream.workers.engines import RemoteEngine, start_engine
+from tests import small
+from tests.small import DRAFT
 
 pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
 
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
-ENGINE = EngineConfig(
-    max_model_len=384, max_num_seqs=12, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.2
-)
+ENGINE = replace(small.ENGINE, max_model_len=384, max_num_seqs=12, kv_cache_gib=0.2)
 SAMPLING = SamplingConfig(temperature=1.0, max_response_tokens=80)
 GROUP = 4
 NUM_GROUPS = 6  # twice as many rollouts as run at once: half of them wait inside vLLM
@@ -60,7 +59,6 @@ def _longer(policy: Path) -> Path:
 
 
 def _moved(policy: Path, path: Path, seed: int) -> Path:
-    """A policy as after an optimizer step."""
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -56,7 +56,6 @@ class Chain:
     literals: dict[str, Any]  # of what the tasks take, by the name of their input
 
     def run(self, task: Any, node: str, *, execution: str, watchers: Sequence[Watcher] = ()) -> Any:
-        """Run a task of `execution`; its output."""
         context = RunContext(
             execution=execution, root=str(self.root), experiment="smoke", workload="rl_zero", reuse_stored=False
         )
@@ -67,7 +66,6 @@ class Chain:
         return output
 
     def record(self, output: Any, name: str) -> dict[str, Any]:
-        """A record that a task handed on."""
         return json.loads(self.pods.fetched(output)[name])
 
     def attempts(self, node: str) -> list[str]:

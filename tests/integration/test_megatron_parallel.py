@@ -90,16 +90,7 @@ def _train(policy: MegatronPolicy, learner: LearnerConfig, directory: Path, rank
 
     before = logprobs()
     known = [before.get(index, np.zeros(len(tokens) - 3)) for index, tokens in enumerate(sequences)]
-    update = part_of(
-        Update(
-            batch=whole,
-            trainer_logprobs=known,
-            ref_logprobs=known,
-            loss=LOSS,
-            temperature=1.3,
-        ),
-        mine,
-    )
+    update = part_of(Update(batch=whole, trainer_logprobs=known, ref_logprobs=known, loss=LOSS, temperature=1.3), mine)
     stats = [policy.train_step(update).stats]
     policy.save_checkpoint(directory / "checkpoint", {})
     stats.append(policy.train_step(update).stats)
@@ -134,7 +125,6 @@ def _rank(rank: int, learner: LearnerConfig, port: int, model: Path, directory: 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A model, and by the learner's type what one rank makes of it."""
     directory = tmp_path_factory.mktemp("single")
     (directory / "tokenizer").mkdir()
     scratch = replace(SCRATCH, tie_word_embeddings=request.param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,24 @@ import pytest
 
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import DraftMethod, speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
 from slipstream.learner.config import LearnerConfig
-from slipstream.losslessness.config import LosslessnessConfig
-from slipstream.losslessness.sampling import Sample, Subject, draw
-from slipstream.losslessness.verdict import LOSSLESS, certify
+from slipstream.losslessness.sampling import Sample, draw
+from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.refit.channel import open_channel, send
 from slipstream.refit.config import Channel, RefitConfig
 from slipstream.refit.fingerprint import ALL, file_fingerprints
 from slipstream.refit.gate import RefitGate
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Prompt
+from tests import small
+from tests.small import CERTIFICATE, certified, require_equal, tokens
 from tests.unit.learner import mimo
 
 pytestmark = pytest.mark.slow
 
-ENGINE = EngineConfig(
-    max_model_len=64, max_num_seqs=32, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
-)
-SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=32)
+ENGINE = replace(small.ENGINE, max_model_len=64, max_num_seqs=32)
+SAMPLING = replace(small.SAMPLING, max_response_tokens=32)
 CONFIG = DraftConfig(method=DraftMethod.MTP, ttt_steps=3, num_steps=20, warmup_steps=2, learning_rate=1e-2)
 PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 3 + i, 20, 5 + i), answer="") for i in range(4))
-CERTIFICATE = LosslessnessConfig(
-    num_tokens=4000,
-    num_repeated_prompts=2,
-    num_repeats=128,
-    num_greedy_prompts=4,
-    num_replications=20,
-    max_detectable_bias=0.5,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +89,9 @@ def test_policy_and_layer_are_refitted_to_the_last_bit(ends: Ends, channel: Chan
     assert check.num_tensors == len(dtypes) + len(ends.engine.weight_dtypes(is_draft=False))
     ends.fresh.refit(ends.root / "new", policy_version=2)
     samples = [e.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1) for e in (ends.engine, ends.fresh)]
-    rollouts = [[(r.token_ids, r.rollout_logprobs) for g in s.groups for r in g.rollouts] for s in samples]
-    assert rollouts[0] == rollouts[1]
-    assert samples[0].acceptance == samples[1].acceptance
+    require_equal(*samples)
     assert samples[0].acceptance is not None and samples[0].acceptance.num_accepted_tokens > 0
-    assert rollouts[0] != [(r.token_ids, r.rollout_logprobs) for g in before.groups for r in g.rollouts]
+    assert tokens(samples[0]) != tokens(before)
 
 
 def test_drafting_with_the_layer_is_lossless(ends: Ends) -> None:
@@ -112,13 +100,5 @@ def test_drafting_with_the_layer_is_lossless(ends: Ends) -> None:
     def drawn(engine: Any, seed: int) -> Sample:
         return draw(engine, prompts, config=CERTIFICATE, sampling=SAMPLING, batch=32, seed=seed)
 
-    record = certify(
-        drawn(ends.fresh, 5),
-        drawn(ends.plain, 10_000),
-        ends.learner,
-        config=CERTIFICATE,
-        sampling=SAMPLING,
-        subject=Subject(num_speculative_tokens=3, policy_fingerprint="p", draft_fingerprint="d", versions={}),
-        started_s=0.0,
-    )
+    record = certified(drawn(ends.fresh, 5), drawn(ends.plain, 10_000), ends.learner, CERTIFICATE, sampling=SAMPLING)
     assert record.verdict == LOSSLESS, record.reason

@@ -1,50 +1,19 @@
 """The real engine: reproducible, refitted exactly, its sampler fixed, and drafts that do not fit refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.compatibility import check_draft
-from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.methods import speculative_config
-from slipstream.engine.config import EngineConfig, SamplingConfig
-from slipstream.engine.protocol import GenerationResult
 from slipstream.refit.fingerprint import ALL
-from slipstream.types import Dtype, Prompt
+from slipstream.types import Prompt
+from tests.small import DRAFT, ENGINE, PROMPTS, SAMPLING, require_equal, require_logprobs_of, tokens
 
 pytestmark = pytest.mark.slow
-
-DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
-ENGINE = EngineConfig(
-    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
-)
-SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
-PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="") for i in range(4))
-
-
-@pytest.fixture(scope="module")
-def models(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_policy: Callable[[Path, int], Path],
-    make_draft: Callable[[Path, Path, int], Path],
-) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models [a]*")  # vLLM searches weights by a glob pattern
-    policies = {name: make_policy(root / name, seed) for name, seed in (("old", 0), ("new", 1))}
-    drafts = {f"{name}_draft": make_draft(root / f"{name}_draft", policies[name], 5) for name in policies}
-    return policies | drafts
-
-
-def _logprobs(result: GenerationResult) -> np.ndarray:
-    return np.concatenate([rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts])
-
-
-def _tokens(result: GenerationResult) -> list[tuple[int, ...]]:
-    return [rollout.token_ids for group in result.groups for rollout in group.rollouts]
 
 
 def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path], ray_session: None) -> None:
@@ -58,8 +27,8 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path]
         before = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
         other = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=2)
-        assert _tokens(before) == _tokens(again)
-        assert _tokens(before) != _tokens(other)
+        assert tokens(before) == tokens(again)
+        assert tokens(before) != tokens(other)
         engine.refit(
             models["new"] / "model.safetensors",
             policy_version=7,
@@ -69,10 +38,8 @@ def test_refit_of_policy_and_draft_equals_a_fresh_engine(models: dict[str, Path]
         refitted = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     with start("new") as engine:
         fresh = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    assert _tokens(refitted) != _tokens(before)
-    assert _tokens(refitted) == _tokens(fresh)
-    assert np.array_equal(_logprobs(refitted), _logprobs(fresh))
-    assert refitted.acceptance == fresh.acceptance
+    assert tokens(refitted) != tokens(before)
+    require_equal(refitted, fresh)
     first = refitted.groups[0].rollouts[0]
     assert (first.policy_version, first.draft_version) == (7, 3)
 
@@ -93,8 +60,8 @@ def test_one_engine_and_three_draw_the_same_rollouts(models: dict[str, Path], ra
             results[name] = engine.generate(order, sampling=SAMPLING, group_size=2, seed=1)
     one, three = results["one"], results["three"]
     assert [group.prompt for group in three.groups] == list(prompts[::-1])
-    assert _tokens(one) == _tokens(replace(three, groups=three.groups[::-1]))
-    assert len(set(_tokens(one))) == 16  # no two rollouts of a group share their draws
+    assert tokens(one) == tokens(replace(three, groups=three.groups[::-1]))
+    assert len(set(tokens(one))) == 16  # no two rollouts of a group share their draws
     assert one.engine_idle_fraction == 0.0
     assert 0.0 < three.engine_idle_fraction < 1.0
     if one.acceptance is not None and three.acceptance is not None:
@@ -118,9 +85,7 @@ def test_an_engine_gives_its_cache_back_as_far_as_a_cpu_lets_it_is_refitted_and_
         (fingerprints,) = engine.start_fingerprints(is_draft=False, turn=ALL)()
         assert fingerprints
         again = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
-    assert _tokens(again) == _tokens(before)
-    assert np.array_equal(_logprobs(again), _logprobs(before))
-    assert again.acceptance == before.acceptance
+    require_equal(again, before)
 
 
 def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
@@ -137,15 +102,12 @@ def test_prompts_longer_than_a_step_of_the_engine_are_not_cut_into_chunks(
     draft = speculative_config(DRAFT, models["old_draft"], 3)
     with start_engine(models["old"], config=config, speculative_config=draft) as engine:
         result = engine.generate(prompts, sampling=SAMPLING, group_size=4, seed=1)
-    assert len({tokens for tokens in _tokens(result)}) == 16
+    assert len(set(tokens(result))) == 16
 
 
 def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
     models: dict[str, Path], ray_session: None
 ) -> None:
-    import torch
-    from transformers import Qwen3ForCausalLM
-
     from slipstream.workers.engines import start_engine
 
     draft = speculative_config(DRAFT, models["old_draft"], 3)
@@ -153,25 +115,13 @@ def test_rollout_logprobs_are_the_policys_at_the_sampling_temperature(
         result = engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
     assert result.acceptance is not None
     assert result.acceptance.num_drafts > 0
-    model = Qwen3ForCausalLM.from_pretrained(models["old"])
-    for group in result.groups:
-        for rollout in group.rollouts:
-            tokens = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
-            with torch.no_grad():
-                logprobs = (model(tokens).logits[0, :-1] / SAMPLING.temperature).log_softmax(-1)
-            start = len(group.prompt.token_ids) - 1
-            own = logprobs[start:].gather(1, tokens[0, start + 1 :, None])[:, 0]
-            assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+    require_logprobs_of(models["old"], result, temperature=SAMPLING.temperature)
 
 
-def test_a_draft_that_fits_is_accepted(models: dict[str, Path]) -> None:
+def test_a_draft_that_fits_is_accepted_and_one_whose_positions_end_early_refused(models: dict[str, Path]) -> None:
     check_draft(models["old"], models["old_draft"], max_model_len=256)
-
-
-def test_a_draft_whose_positions_end_early_is_refused(models: dict[str, Path]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"draft max_position_embeddings must be >= engine.max_model_len 512, got 256"
-    ):
+    early = r"draft max_position_embeddings must be >= engine.max_model_len 512, got 256"
+    with pytest.raises(ConfigError, match=early):
         check_draft(models["old"], models["old_draft"], max_model_len=512)
 
 

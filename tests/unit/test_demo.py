@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,11 @@ def execution(root: Path, name: str, *, started_s: int, is_finished: bool = Fals
         report.write_text("{}")
 
 
+def started(recipe: str, **given: Any) -> Launch:
+    nothing: dict[str, Any] = {"workload": None, "num_steps": None, "seed": None, "reuse_stored": True}
+    return demo.started(recipe, **{**nothing, **given})
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     execution(tmp_path, "a", started_s=100)
@@ -44,11 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_latest_unfinished_execution_goes_on_with_its_own_recipe(root: Path) -> None:
     launch = demo.resumed(root, demo.LATEST, reuse_stored=True)
-    assert launch == Launch(
-        recipe=str(root / "b" / "start_run" / "recipe.yaml"),
-        execution="b",
-        is_resumed=True,
-    )
+    assert launch == Launch(recipe=str(root / "b" / "start_run" / "recipe.yaml"), execution="b", is_resumed=True)
     command = launch.command(root)
     assert command[command.index("--resume_execution") + 1] == "b"
     assert demo.resumed(root, "a", reuse_stored=True).execution == "a"
@@ -67,16 +69,16 @@ def test_without_an_unfinished_execution_there_is_nothing_to_resume(tmp_path: Pa
 
 def test_a_new_execution_is_fresh_only_if_asked_for() -> None:
     for reuse_stored, flag in ((True, "--reuse_stored"), (False, "--no_reuse_stored")):
-        launch = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=reuse_stored)
+        launch = started("tiny", reuse_stored=reuse_stored)
         assert launch.command(Path("runs"))[-1] == flag
         assert "--resume_execution" not in launch.command(Path("runs"))
 
 
 def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() -> None:
     inputs = {"--workload", "--num_steps", "--seed"}
-    plain = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True).command(Path("runs"))
+    plain = started("tiny").command(Path("runs"))
     assert not inputs & set(plain)
-    given = demo.started("tiny", workload=Workload.RL_THINK, num_steps=2, seed=0, reuse_stored=True)
+    given = started("tiny", workload=Workload.RL_THINK, num_steps=2, seed=0)
     command = given.command(Path("runs"))
     assert [command[command.index(name) + 1] for name in sorted(inputs)] == ["2", "0", "rl_think"]
     assert "--overrides" not in command
@@ -95,7 +97,7 @@ def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(
 ) -> None:
     write_recipe(load_recipe("tiny"), tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
-    launch = demo.started("mine.yaml", workload=None, num_steps=None, seed=None, reuse_stored=True)
+    launch = started("mine.yaml")
     assert launch.recipe == str(tmp_path / "mine.yaml")
     assert demo.handed_on_recipe("tiny") == "tiny"
 
@@ -138,27 +140,22 @@ def test_a_profile_of_a_relative_path_is_handed_on_as_an_absolute_one(
 
 def test_a_flag_out_of_range_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"^grpo.num_steps must be .* got 0"):
-        demo.started("tiny", workload=None, num_steps=0, seed=None, reuse_stored=True)
+        started("tiny", num_steps=0)
 
 
 def test_the_recipes_loop_chooses_the_workflow_also_of_one_that_is_gone_on_with(tmp_path: Path) -> None:
     path = write_recipe(load_recipe("tiny", overrides=ONE_STEP_OFF), recorded_recipe(tmp_path, "e"))
-    begun = demo.started(str(path), workload=None, num_steps=None, seed=None, reuse_stored=True)
-    shipped = demo.started("tiny_async", workload=None, num_steps=None, seed=None, reuse_stored=True)
+    begun = started(str(path))
+    shipped = started("tiny_async")
     for launch in (begun, shipped, demo.resumed(tmp_path, "e", reuse_stored=True)):
         assert launch.command(tmp_path)[2:4] == ["workflows/asynchronous_rl.py", "asynchronous_rl"]
-    plain = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True)
+    plain = started("tiny")
     assert plain.command(tmp_path)[2:4] == ["workflows/speculative_rl.py", "speculative_rl"]
 
 
 def test_an_execution_that_runs_is_not_started_twice(root: Path) -> None:
-    with (
-        demo._claimed(root, "a"),
-        pytest.raises(
-            ConfigError, match="execution must not be running already, got 'a'; wait for it, or interrupt it"
-        ),
-        demo._claimed(root, "a"),
-    ):
+    running = "execution must not be running already, got 'a'; wait for it, or interrupt it"
+    with demo._claimed(root, "a"), pytest.raises(ConfigError, match=running), demo._claimed(root, "a"):
         pass
     with demo._claimed(root, "a"):
         pass

@@ -19,12 +19,7 @@ from slipstream.kubernetes.profile import CLUSTERS, read_profile
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCHEMAS = Path(__file__).with_name("schemas")
-OF_KUBERNETES = {
-    "v1",
-    "networking.k8s.io/v1",
-    "admissionregistration.k8s.io/v1",
-    "rbac.authorization.k8s.io/v1",
-}
+OF_KUBERNETES = {"v1", "networking.k8s.io/v1", "admissionregistration.k8s.io/v1", "rbac.authorization.k8s.io/v1"}
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

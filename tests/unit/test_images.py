@@ -87,8 +87,7 @@ def test_image_leaves_the_command_to_flyte(image: Path):
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"),
-    [("cpu.lock", ["cpu", "dev"]), ("cpu_pypi.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])],
+    ("lock", "extras"), [("cpu.lock", ["cpu", "dev"]), ("cpu_pypi.lock", ["cpu", "dev"]), ("gpu.lock", ["gpu"])]
 )
 def test_lock_satisfies_the_project(lock: str, extras: list[str]):
     locked = pins(lock)

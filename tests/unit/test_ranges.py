@@ -221,20 +221,10 @@ ROWS: list[Row] = [
         ((0.0, 2.0), None),
         {"grpo.loss": "mask_band"},
     ),
-    (
-        "must be one of kl_div, tv, lk, lk_hybrid",
-        ("mse",),
-        ("kl_div", "tv", "lk", "lk_hybrid"),
-        {"draft": "loss"},
-    ),
+    ("must be one of kl_div, tv, lk, lk_hybrid", ("mse",), ("kl_div", "tv", "lk", "lk_hybrid"), {"draft": "loss"}),
     ("must name at least one source", ((),), (), {"data": "train draft_in_domain draft_general validation"}),
     ("must hold {problem} exactly once", ("solve", "{problem} {problem}"), ("Q: {problem}",), {"data": "instruction"}),
-    (
-        "must rise from 1, without repeats",
-        ((), (0, 2), (2, 1), (2, 2)),
-        ((1,), (4, 16)),
-        {"tuning": "batch_sizes"},
-    ),
+    ("must rise from 1, without repeats", ((), (0, 2), (2, 1), (2, 2)), ((1,), (4, 16)), {"tuning": "batch_sizes"}),
     ("must name a model, got ''; a hub id, a path, or \"scratch\"", ("",), ("a/b",), {"policy": "model"}),
 ]
 # A configuration that fits the value: rules of several fields are tested where the fields are.

@@ -85,39 +85,29 @@ def test_a_field_with_one_right_value_refuses_every_other(field: str) -> None:
 
 
 MAY_BE_0 = {
-    "policy.scratch.num_mtp_layers",
-    "policy.scratch.warmup_steps",
-    "learner.num_kept_idle",
-    "learner.max_restarts",
-    "engine.num_kept_idle",
-    "engine.max_restarts",
-    "sampling.top_k",
-    "placement.gpus_per_node",
-    "placement.generation_nodes",
-    "placement.training_nodes",
-    "data.synthetic.num_conflicting",
-    "data.synthetic.num_leaked",
-    "data.synthetic.one_digit_rate",
-    "data.synthetic.subtraction_rate",
-    "data.synthetic.noise_rate",
-    "data.synthetic.careless_rate",
-    "data.synthetic.general_rate",
-    "draft.autopilot.margin",
-    "draft.suffix_max_cached_requests",
-    "draft.suffix_min_token_prob",
-    "draft.states_cache_gib",
-    "draft.warmup_steps",
-    "grpo.optimizer.weight_decay",
-    "grpo.optimizer.warmup_steps",
-    "grpo.loss.kl_coefficient",
-    "loop.max_off_policy_steps",
-    "evaluation.top_k",
-    "losslessness.near_tie_nats",
-    "tracking.close_wait_s",
-    "tracking.drift.min_change",
-    "storage.group",
-    "cpu.shared_memory_gib",
-    "head.shared_memory_gib",
+    f"{section}.{name}"
+    for section, names in {
+        "policy.scratch": "num_mtp_layers warmup_steps",
+        "learner": "num_kept_idle max_restarts",
+        "engine": "num_kept_idle max_restarts",
+        "sampling": "top_k",
+        "placement": "gpus_per_node generation_nodes training_nodes",
+        "data.synthetic": "num_conflicting num_leaked one_digit_rate subtraction_rate noise_rate careless_rate "
+        "general_rate",
+        "draft.autopilot": "margin",
+        "draft": "suffix_max_cached_requests suffix_min_token_prob states_cache_gib warmup_steps",
+        "grpo.optimizer": "weight_decay warmup_steps",
+        "grpo.loss": "kl_coefficient",
+        "loop": "max_off_policy_steps",
+        "evaluation": "top_k",
+        "losslessness": "near_tie_nats",
+        "tracking": "close_wait_s",
+        "tracking.drift": "min_change",
+        "storage": "group",
+        "cpu": "shared_memory_gib",
+        "head": "shared_memory_gib",
+    }.items()
+    for name in names.split()
 }
 NO_NUMBER_OF_A_RUN = (-1, math.nan, math.inf, -math.inf, 2**63, 10**30, 1e300)
 SHARES = ("_rate", "_prob", "_utilization", "top_p", "power", "family_level", "max_detectable_bias", "clip_low")

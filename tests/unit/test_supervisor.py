@@ -47,11 +47,19 @@ def start(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], list[psutil
     while not (pids.is_file() and pids.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    found = []
-    for pid in pids.read_text().split():
-        if psutil.pid_exists(int(pid)):
-            found.append(psutil.Process(int(pid)))
-    return supervisor, found
+    return supervisor, [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+
+
+INTERRUPTED = f"{128 + signal.SIGINT} True\n"
+
+
+def took(supervisor: subprocess.Popen[str], processes: list[psutil.Process], says: str, since_s: float = 0.0) -> float:
+    """Seconds until the supervisor ended, which says so and leaves no process."""
+    out, _ = supervisor.communicate(timeout=30)
+    ended_s = time.monotonic()
+    assert out == says
+    assert [process.pid for process in processes if process.is_running()] == []
+    return ended_s - since_s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -63,10 +71,7 @@ def test_after_an_interrupt_nothing_is_left_within_five_seconds(
     assert len(processes) == 2
     interrupted_s = time.monotonic()
     supervisor.send_signal(number)
-    out, _ = supervisor.communicate(timeout=30)
-    assert time.monotonic() - interrupted_s < 5.0
-    assert out == f"{128 + number} True\n"
-    assert [process.pid for process in processes if process.is_running()] == []
+    assert took(supervisor, processes, f"{128 + number} True\n", interrupted_s) < 5.0
 
 
 def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path) -> None:
@@ -75,27 +80,19 @@ def test_a_second_signal_ends_the_grace_at_once(tmp_path: Path) -> None:
     supervisor.send_signal(signal.SIGINT)
     time.sleep(0.3)
     supervisor.send_signal(signal.SIGTERM)
-    out, _ = supervisor.communicate(timeout=30)
-    assert time.monotonic() - interrupted_s < 2.5  # of a grace of three seconds
-    assert out == f"{128 + signal.SIGINT} True\n"
-    assert [process.pid for process in processes if process.is_running()] == []
+    assert took(supervisor, processes, INTERRUPTED, interrupted_s) < 2.5  # of a grace of three seconds
 
 
 def test_a_command_is_asked_again_for_its_first_handlers_exception_may_get_lost(tmp_path: Path) -> None:
     supervisor, processes = start(tmp_path, "deaf_once")
     interrupted_s = time.monotonic()
     supervisor.send_signal(signal.SIGINT)
-    out, _ = supervisor.communicate(timeout=30)
-    assert 0.5 < time.monotonic() - interrupted_s < 2.5
-    assert out == f"{128 + signal.SIGINT} True\n"
-    assert [process.pid for process in processes if process.is_running()] == []
+    assert 0.5 < took(supervisor, processes, INTERRUPTED, interrupted_s) < 2.5
 
 
 def test_a_command_that_ends_by_itself_leaves_no_orphan(tmp_path: Path) -> None:
     supervisor, processes = start(tmp_path, "done")
-    out, _ = supervisor.communicate(timeout=30)
-    assert out == "3 False\n"
-    assert [process.pid for process in processes if process.is_running()] == []
+    took(supervisor, processes, "3 False\n")
 
 
 def test_a_command_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:

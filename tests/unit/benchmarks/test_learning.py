@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -76,32 +76,26 @@ def test_a_pinned_seed_gets_one_core_and_the_caller_keeps_its_own(tmp_path: Path
     assert os.sched_getaffinity(0) == before
 
 
-def test_two_seeds_at_once_need_cores_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "2"], run_seed=Runner()) == 2
-
-    assert "--parallel must be 1 without --pin, got 2" in capsys.readouterr().err
-
-
-def test_more_seeds_at_once_than_cores_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--root", str(tmp_path), "--parallel", "4096", "--pin"], run_seed=Runner()) == 2
-
-    assert "--parallel must be at most the" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel", "2"], "--parallel must be 1 without --pin, got 2"),
+        (["--parallel", "4096", "--pin"], "--parallel must be at most the"),
+    ],
+)
+def test_seeds_at_once_need_cores_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([*ASKED, "--root", str(tmp_path), *arguments], run_seed=Runner()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_of_an_asynchronous_arm_all_that_its_engines_generated_counts_evenly_over_its_steps() -> None:
     """The first step generates two batches, the last one none."""
     from benchmarks.learning_seed import with_whole_generation
 
-    overlap = Overlap(
-        generation_s=0.9,
-        hidden_s=0.8,
-        engine_idle_fraction=0.1,
-        learner_idle_fraction=0.1,
-        score_s=0.0,
-        exposed_score_s=0.0,
-        publish_s=0.0,
-        exposed_publish_s=0.0,
-    )
+    nothing = {field.name: 0.0 for field in fields(Overlap) if field.default is MISSING}
+    overlap = Overlap(**{**nothing, "generation_s": 0.9})  # type: ignore[arg-type]
     first, last = step(0, generation_s=0.1, reward=0.5), step(1, generation_s=0.2, reward=0.5)
     steps = (replace(first, overlap=overlap), replace(last, overlap=replace(overlap, generation_s=0.0)))
     arm = ArmRecord(arm=Arm.AUTOREGRESSIVE, num_speculative_tokens=0, steps=steps)

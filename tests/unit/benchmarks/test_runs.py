@@ -15,7 +15,6 @@ from slipstream.types import Dtype
 
 @pytest.fixture
 def execution(tmp_path: Path) -> Path:
-    """A run's directory, as its stages leave it."""
     path = tmp_path / "runs" / "tiny-1"
     for stage in ("prepare_data", "prepare_policy/policy", "pretrain_draft/draft", "report_speedup"):
         (path / stage).mkdir(parents=True)

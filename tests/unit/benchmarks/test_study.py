@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,74 +58,42 @@ def test_the_seed_sets_everything_random() -> None:
 
     assert recipe.policy.scratch is not None
     assert (recipe.policy.scratch.seed, recipe.data.seed, recipe.draft.seed, recipe.grpo.seed) == (3, 3, 3, 3)
+    given = replace(STUDY, recipe="qwen3_8b").recipe_of(3)  # no policy of its own
+    assert (given.policy.scratch, given.grpo.seed) == (None, 3)
 
 
-def test_a_recipe_without_a_policy_of_its_own_has_no_seed_for_it() -> None:
-    recipe = replace(STUDY, recipe="qwen3_8b").recipe_of(3)
-
-    assert recipe.policy.scratch is None
-    assert recipe.grpo.seed == 3
-
-
-def test_a_pinned_seed_computes_with_one_thread() -> None:
-    recipe = replace(STUDY, pinned=True).recipe_of(0)
-
+def test_a_pinned_seed_computes_with_one_thread_and_overrides_reach_the_recipe_as_yaml_reads_them() -> None:
+    changes = ("draft.online=off", "grpo.optimizer.learning_rate=1e-4")
+    recipe = replace(STUDY, pinned=True, overrides=changes).recipe_of(0)
     assert (recipe.learner.num_threads, recipe.engine.num_threads) == (1, 1)
-
-
-def test_an_override_reaches_the_recipe_as_yaml_reads_it() -> None:
-    assert replace(STUDY, overrides=("grpo.optimizer.learning_rate=1e-4",)).recipe_of(
-        0
-    ).grpo.optimizer.learning_rate == pytest.approx(1e-4)
-
-
-def test_an_override_with_a_word_for_off_reaches_the_recipe_as_that_word() -> None:
-    changes = ("draft.online=off", "tracking.experiment=no")
-    recipe = replace(STUDY, overrides=changes).recipe_of(0)
-    assert (recipe.draft.online.value, recipe.tracking.experiment) == ("off", "no")
+    assert (recipe.draft.online.value, recipe.grpo.optimizer.learning_rate) == ("off", 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field"),
-    [(("grpo.num_steps",), "--override"), (("grpo.seed=1",), "--override"), (("grpo.nun_steps=1",), "grpo.nun_steps")],
+    ("changes", "field"),
+    [
+        ({"overrides": ("grpo.num_steps",)}, "--override"),
+        ({"overrides": ("grpo.seed=1",)}, "--override"),
+        ({"overrides": ("grpo.nun_steps=1",)}, "grpo.nun_steps"),
+        ({"k": 0}, "--k"),
+        ({"k": 8}, "--k"),
+    ],
 )
-def test_an_override_that_is_none_is_refused(overrides: tuple[str, ...], field: str) -> None:
+def test_settings_that_the_recipe_does_not_allow_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        replace(STUDY, overrides=overrides)
-
-
-@pytest.mark.parametrize("k", [0, 8])
-def test_a_draft_length_that_the_recipe_does_not_allow_is_refused(k: int) -> None:
-    with pytest.raises(ConfigError, match="--k"):
-        replace(STUDY, k=k)
-
-
-def test_a_finished_seed_is_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "below" / "results.jsonl"
-    append(result(0), path)
-    append(result(2), path)
-
-    assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2)}
+        replace(STUDY, **changes)
 
 
 def test_a_line_that_a_crash_cut_off_costs_its_own_seed_alone(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
+    path = tmp_path / "below" / "results.jsonl"
+    assert finished(path, STUDY, [0]) == {}
     append(result(0), path)
     with path.open("ab") as file:
         file.write(b'{"seed": 1, "ga')
-    append(result(2), path)
+    append(result(2, start_accuracy=0.5), path)  # evaluated, which the study does not ask for
 
-    assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2)}
-
-
-def test_a_seed_that_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
-    append(result(0), tmp_path / "results.jsonl")
-
-    assert finished(tmp_path / "results.jsonl", STUDY, [1]) == {}
-
-
-def test_no_file_means_that_no_seed_is_finished(tmp_path: Path) -> None:
-    assert finished(tmp_path / "results.jsonl", STUDY, [0]) == {}
+    assert finished(path, STUDY, [0, 1, 2]) == {0: result(0), 2: result(2, start_accuracy=0.5)}
+    assert finished(path, STUDY, [1]) == {}
 
 
 @pytest.mark.parametrize(
@@ -144,12 +113,6 @@ def test_a_result_of_other_settings_is_not_taken_for_this_study(tmp_path: Path, 
     assert finished(tmp_path / "results.jsonl", other, [0]) == {}
 
 
-def test_an_evaluated_seed_serves_a_study_that_does_not_ask_for_it(tmp_path: Path) -> None:
-    append(result(0, start_accuracy=0.5), tmp_path / "results.jsonl")
-
-    assert list(finished(tmp_path / "results.jsonl", STUDY, [0])) == [0]
-
-
 def test_the_table_has_a_line_a_seed_their_medians_and_the_count_of_those_that_learned() -> None:
     results = {
         2: result(2, start_accuracy=0.5),
@@ -167,7 +130,4 @@ def test_the_table_has_a_line_a_seed_their_medians_and_the_count_of_those_that_l
         "",
         "1 of 3 seeds gain >= 0.10 in both arms",
     ]
-
-
-def test_a_table_of_nothing_says_so() -> None:
     assert table({}) == "no seed has finished"

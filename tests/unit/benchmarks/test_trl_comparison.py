@@ -31,8 +31,7 @@ def test_a_run_whose_sweep_chose_no_speculation_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settled", "timed"),
-    [(Dtype.FLOAT32, (Dtype.FLOAT32,)), (Dtype.BFLOAT16, (Dtype.BFLOAT16, Dtype.FLOAT32))],
+    ("settled", "timed"), [(Dtype.FLOAT32, (Dtype.FLOAT32,)), (Dtype.BFLOAT16, (Dtype.BFLOAT16, Dtype.FLOAT32))]
 )
 def test_trl_is_timed_in_our_type_first_and_in_float32_where_that_is_another(
     settled: Dtype, timed: tuple[Dtype, ...]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, from_mapping
 from slipstream.grpo.config import Correction, GrpoConfig, LossConfig, OptimizerConfig
 from slipstream.grpo.loop_config import LoopConfig
 from slipstream.types import LoopMode
@@ -19,28 +18,44 @@ Grpo = partial(GrpoConfig, num_steps=1, prompts_per_step=2, group_size=2, optimi
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("config", "values", "message"),
     [
         (
+            LossConfig,
             {"correction": Correction.SEQUENCE},
             "grpo.loss.truncated_importance_sampling must be a number with grpo.loss.correction sequence, got None; "
             "it caps the weights: 2.0 is common",
         ),
         (
+            LossConfig,
             {"correction": Correction.NONE, "truncated_importance_sampling": 2.0},
             "grpo.loss.truncated_importance_sampling must be null with grpo.loss.correction none, got 2.0; drop it",
         ),
         (
+            LossConfig,
             {"mask_band": (0.5, 2.0)},
             "grpo.loss.mask_band must be null without a correction, got (0.5, 2.0); set grpo.loss.correction and its "
             "cap, grpo.loss.truncated_importance_sampling",
         ),
+        (
+            LoopConfig,
+            {"max_off_policy_steps": 1},
+            "loop.max_off_policy_steps must be 0 with loop.mode synchronous, got 1; set loop.mode one_step_off or "
+            "in_flight",
+        ),
+        (
+            LoopConfig,
+            {"mode": LoopMode.IN_FLIGHT},
+            "loop.max_off_policy_steps must be >= 1 with loop.mode in_flight, got 0; engines that run on while the "
+            "policy learns are behind it",
+        ),
+        (Grpo, {"updates_per_step": 5}, "grpo.updates_per_step must be at most the 4 rollouts of a step, got 5"),
     ],
 )
-def test_a_loss_outside_its_bounds_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
+def test_what_two_fields_do_not_allow_together_is_refused(
+    refusal: Callable[..., str], config: Callable[..., Any], values: dict[str, Any], message: str
 ) -> None:
-    assert refusal(LossConfig, **values) == message
+    assert refusal(config, **values) == message
 
 
 def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
@@ -50,41 +65,8 @@ def test_a_cap_alone_corrects_by_token_and_nothing_not_at_all() -> None:
     assert LossConfig(correction=Correction.NONE).corrects is Correction.NONE
 
 
-def test_more_updates_than_rollouts_are_refused(refusal: Callable[..., str]) -> None:
+def test_the_smallest_lag_of_each_loop_and_an_update_a_rollout_are_taken() -> None:
     assert Grpo(updates_per_step=4).updates_per_step == 4
-    assert refusal(Grpo, updates_per_step=5) == "grpo.updates_per_step must be at most the 4 rollouts of a step, got 5"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"max_off_policy_steps": 1},
-            "loop.max_off_policy_steps must be 0 with loop.mode synchronous, got 1; set loop.mode one_step_off or "
-            "in_flight",
-        ),
-        (
-            {"mode": LoopMode.IN_FLIGHT},
-            "loop.max_off_policy_steps must be >= 1 with loop.mode in_flight, got 0; engines that run on while the "
-            "policy learns are behind it",
-        ),
-    ],
-)
-def test_a_lag_that_its_loop_cannot_have_is_refused(
-    refusal: Callable[..., str], values: dict[str, Any], message: str
-) -> None:
-    assert refusal(LoopConfig, **values) == message
-
-
-def test_each_loop_takes_the_smallest_lag_that_it_can_have() -> None:
     assert LoopConfig().is_synchronous
     assert not LoopConfig(mode=LoopMode.ONE_STEP_OFF).is_synchronous
     assert LoopConfig(mode=LoopMode.IN_FLIGHT, max_off_policy_steps=1).max_off_policy_steps == 1
-
-
-def test_the_lag_alone_sizes_the_buffer_so_that_none_is_smaller_than_a_step() -> None:
-    with pytest.raises(ConfigError) as caught:
-        from_mapping(LoopConfig, {"mode": "in_flight", "max_off_policy_steps": 1, "buffer_groups": 1}, "loop")
-    assert str(caught.value) == (
-        "unknown key 'loop.buffer_groups'; known: mode, max_off_policy_steps, kv_cache, too_old"
-    )

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.config import ConfigError
-from slipstream.grpo.config import GrpoConfig, LossConfig, OptimizerConfig
+from slipstream.grpo.config import LossConfig
 from slipstream.grpo.correction import Weights, corrected
 from slipstream.grpo.loss import PolicyLoss, group_advantages, policy_loss
 
@@ -59,18 +58,21 @@ def test_the_clip_bounds_only_the_gain(ratio: float, advantage: float, expected:
     assert got.num_clipped.item() == num_clipped
 
 
-def test_a_clipped_token_has_no_gradient() -> None:
-    logprobs_BT = torch.tensor([[1.5, 1.1]]).log().requires_grad_()
-    policy_loss(
+def test_a_clipped_token_has_no_gradient_and_padding_may_hold_anything() -> None:
+    logprobs_BT = torch.tensor([[math.log(1.5), math.log(1.1), math.nan, math.inf]], requires_grad=True)
+    got = policy_loss(
         logprobs_BT,
-        trainer_logprobs_BT=torch.zeros(1, 2),
+        trainer_logprobs_BT=torch.zeros(1, 4),
         advantages_BT=torch.ones(1, 1),
-        mask_BT=torch.ones(1, 2, dtype=torch.bool),
+        mask_BT=torch.tensor([[True, True, False, False]]),
         num_tokens=2,
         config=LossConfig(),
-    ).loss.backward()
+    )
+    assert (got.loss.item(), got.num_clipped.item()) == (pytest.approx(-(1.28 + 1.1) / 2), 1)
+    got.loss.backward()
     assert logprobs_BT.grad is not None
-    torch.testing.assert_close(logprobs_BT.grad, torch.tensor([[0.0, -1.1 / 2]]))  # d(-r A / n)/d(log r) = -r A / n
+    # d(-r A / n)/d(log r) = -r A / n
+    torch.testing.assert_close(logprobs_BT.grad[:, :2], torch.tensor([[0.0, -1.1 / 2]]))
 
 
 def test_kl_is_k3_to_the_reference() -> None:
@@ -89,20 +91,6 @@ def test_truncated_importance_sampling_weighs_by_the_capped_ratio_to_the_engine(
     assert got.loss.item() == pytest.approx(-(2.0 + 0.5) / 2)
 
 
-def test_padding_may_hold_anything() -> None:
-    logprobs_BT = torch.tensor([[0.0, float("nan"), float("inf")]], requires_grad=True)
-    got = policy_loss(
-        logprobs_BT,
-        trainer_logprobs_BT=torch.zeros(1, 3),
-        advantages_BT=torch.ones(1, 1),
-        mask_BT=torch.tensor([[True, False, False]]),
-        num_tokens=1,
-        config=LossConfig(),
-    )
-    assert got.loss.item() == -1.0
-    assert got.num_clipped.item() == 0
-
-
 @given(st.lists(st.floats(0.3, 3.0), min_size=2, max_size=12), st.floats(-2, 2), st.data())
 def test_microbatches_add_up_to_the_undivided_loss(ratios: list[float], advantage: float, data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(ratios) - 1))
@@ -117,11 +105,6 @@ def test_a_correction_without_its_logprobs_is_refused() -> None:
         _loss([1.0], 1.0, LossConfig(truncated_importance_sampling=2.0))
     with pytest.raises(ValueError, match=r"^kl_coefficient 0\.1 needs ref_logprobs$"):
         _loss([1.0], 1.0, LossConfig(kl_coefficient=0.1))
-
-
-def test_a_group_size_of_one_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^grpo\.group_size must be >= 2, got 1; .*one rollout has no baseline$"):
-        GrpoConfig(num_steps=1, prompts_per_step=1, group_size=1, optimizer=OptimizerConfig(learning_rate=1e-5))
 
 
 def test_a_weight_by_truncated_importance_sampling_has_no_gradient_and_the_kl_has_one() -> None:
@@ -193,8 +176,9 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds(scale_by_s
 
 @pytest.mark.parametrize("shape", [(3, 1), (3,), (3, 0)])
 def test_a_group_of_one_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="G >= 2"):
+    with pytest.raises(ValueError) as caught:
         group_advantages(torch.zeros(shape))
+    assert str(caught.value) == f"rewards must be [P, G] with G >= 2, got shape {shape}"
 
 
 @given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=4, max_size=4), min_size=1, max_size=5), st.floats(-3, 3))
@@ -217,9 +201,3 @@ def test_each_group_is_scaled_by_its_own_deviation() -> None:
     half = 0.5**0.5
     expected = torch.tensor([[-half, half], [-half, half], [0.0, 0.0]])
     torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-5)
-
-
-def test_a_refusal_gives_the_shape() -> None:
-    with pytest.raises(ValueError) as caught:
-        group_advantages(torch.zeros(3, 1))
-    assert str(caught.value) == "rewards must be [P, G] with G >= 2, got shape (3, 1)"

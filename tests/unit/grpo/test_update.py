@@ -28,6 +28,8 @@ UPDATE = Update(
     temperature=0.5,
 )
 
+STATS = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
+
 
 def test_five_rollouts_in_two_updates_are_two_and_three_in_their_order() -> None:
     first, second = minibatches(UPDATE, 2)
@@ -63,9 +65,8 @@ def test_a_step_gives_one_update_a_rollout_at_most(count: int) -> None:
 
 def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
     """1 token and 3 tokens: a mean over tokens weighs the second three times, one over updates once."""
-    one = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
     three = TrainStats(loss=5.0, grad_norm=4.0, kl=8.0, clip_fraction=1.0, num_tokens=3, learning_rate=0.4)
-    whole = combined([Trained(stats=part, own_logprobs=None) for part in (one, three)])
+    whole = combined([Trained(stats=part, own_logprobs=None) for part in (STATS, three)])
     stats = whole.stats
     assert (stats.loss, stats.kl, stats.clip_fraction, stats.num_tokens) == (4.0, 7.0, 0.75, 4)
     assert (stats.grad_norm, stats.learning_rate) == pytest.approx((3.0, 0.3))
@@ -74,20 +75,18 @@ def test_stats_are_means_over_tokens_but_for_norm_and_learning_rate() -> None:
 
 def test_a_drafts_training_over_a_step_is_a_mean_over_its_updates_and_their_time_together() -> None:
     """Losses of 1.0 in one update of the draft and 4.0 in two; a part that trained no draft adds nothing."""
-    stats = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
     drafts = (
         DraftUpdate(loss=1.0, num_updates=1, elapsed_s=0.5),
         None,
         DraftUpdate(loss=4.0, num_updates=2, elapsed_s=0.25),
     )
-    whole = combined([Trained(stats=stats, own_logprobs=None, draft=draft) for draft in drafts])
+    whole = combined([Trained(stats=STATS, own_logprobs=None, draft=draft) for draft in drafts])
     assert whole.draft == DraftUpdate(loss=3.0, num_updates=3, elapsed_s=0.75)
-    assert combined([Trained(stats=stats, own_logprobs=None)] * 2).draft is None
+    assert combined([Trained(stats=STATS, own_logprobs=None)] * 2).draft is None
 
 
 def test_a_step_of_one_update_is_that_update() -> None:
-    stats = TrainStats(loss=1.0, grad_norm=2.0, kl=4.0, clip_fraction=0.0, num_tokens=1, learning_rate=0.2)
-    only = Trained(stats=stats, own_logprobs=LOGPROBS)
+    only = Trained(stats=STATS, own_logprobs=LOGPROBS)
     assert combined([only]) is only
 
 
@@ -109,15 +108,12 @@ def test_a_ranks_part_is_its_rollouts_in_arrays() -> None:
     assert [row.tolist() for row in part.trainer_logprobs] == [[-4.0, -4.0], [-1.0, -1.0]]
     assert [row.tolist() for row in part.ref_logprobs] == [[0.0, 0.0], [-3.0, -3.0]]
     assert (part.batch.policy_version, part.loss, part.temperature) == (3, UPDATE.loss, 0.5)
-    assert isinstance(part.batch.token_ids, Ragged) and isinstance(part.batch.rollout_logprobs, Ragged)
-    assert isinstance(part.trainer_logprobs, Ragged) and isinstance(part.ref_logprobs, Ragged)
+    assert isinstance(part.batch.token_ids, Ragged) and part.batch.token_ids.values.dtype == np.int32
     wide = [row.astype(np.float64) for row in LOGPROBS]
     narrow = part_of(replace(UPDATE, trainer_logprobs=wide, ref_logprobs=wide), [0])
-    assert isinstance(narrow.trainer_logprobs, Ragged) and isinstance(narrow.ref_logprobs, Ragged)
-    assert (narrow.trainer_logprobs.values.dtype, narrow.ref_logprobs.values.dtype) == (np.float32, np.float32)
-    assert part.batch.token_ids.values.dtype == np.int32
-    for ragged in (part.batch.rollout_logprobs, part.trainer_logprobs, part.ref_logprobs):
-        assert ragged.values.dtype == np.float32
+    logprobs = (part.batch.rollout_logprobs, part.trainer_logprobs, part.ref_logprobs)
+    for ragged in (*logprobs, narrow.trainer_logprobs, narrow.ref_logprobs):
+        assert isinstance(ragged, Ragged) and ragged.values.dtype == np.float32
 
 
 def test_a_part_of_an_update_without_logprobs_has_none() -> None:
@@ -126,10 +122,7 @@ def test_a_part_of_an_update_without_logprobs_has_none() -> None:
 
 
 def test_entropy_is_a_mean_over_tokens_where_every_update_knows_it() -> None:
-    known = [
-        TrainStats(loss=0.0, grad_norm=0.0, kl=0.0, clip_fraction=0.0, num_tokens=n, learning_rate=0.0, entropy=e)
-        for n, e in ((1, 2.0), (3, 6.0))
-    ]
+    known = [replace(STATS, num_tokens=n, entropy=e) for n, e in ((1, 2.0), (3, 6.0))]
     assert combined([Trained(stats=part, own_logprobs=None) for part in known]).stats.entropy == 5.0
     parts = [known[0], replace(known[1], entropy=None)]
     assert combined([Trained(stats=part, own_logprobs=None) for part in parts]).stats.entropy is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,18 +66,23 @@ def exact_draws(num: int, random: np.random.Generator) -> Draws:
 def test_holm_by_hand() -> None:
     """Sorted 0.01, 0.02, 0.04 times 3, 2, 1 are 0.03, 0.04, 0.04."""
     assert hypothesis_tests.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert hypothesis_tests.holm([0.9, 0.8]) == [1.0, 1.0]  # never beyond 1
 
 
-def test_chi_square_of_counts_by_hand() -> None:
-    """Expected 50, 50: (60 - 50)^2 / 50 + (40 - 50)^2 / 50 = 4."""
-    assert hypothesis_tests.count_test(np.array([60, 40]), np.array([0.5, 0.5])) == (pytest.approx(4.0), 1)
-
-
-def test_rare_cells_are_pooled() -> None:
-    """Expected 94, 3, 3: the last two make one cell of 6."""
-    statistic, dof = hypothesis_tests.count_test(np.array([94, 6, 0]), np.array([0.94, 0.03, 0.03]))
-
-    assert (statistic, dof) == (pytest.approx(0.0), 1)
+@pytest.mark.parametrize(
+    ("counts", "shares", "statistic", "dof"),
+    [
+        ([60, 40], [0.5, 0.5], 4.0, 1),  # (60 - 50)^2 / 50 + (40 - 50)^2 / 50
+        ([94, 6, 0], [0.94, 0.03, 0.03], 0.0, 1),  # expected 94, 3, 3: the rare ones make one cell of 6
+        ([6, 4], [0.5, 0.5], 0.4, 1),  # a cell that expects exactly five stands alone
+        ([6, 6, 6, 2], [0.3, 0.3, 0.3, 0.1], 0.0, 2),  # pooled smallest first: 2 + 6, then 6, then 6
+        # Expected 4, 4, 4: 8 make a cell, the third joins it, and one cell has nothing to differ from.
+        ([0, 0, 12], [1 / 3, 1 / 3, 1 / 3], 0.0, 0),
+        ([2, 1], [0.5, 0.5], 0.0, 0),  # too few for one cell
+    ],
+)
+def test_chi_square_of_counts_by_hand(counts: list[int], shares: list[float], statistic: float, dof: int) -> None:
+    assert hypothesis_tests.count_test(np.array(counts), np.array(shares)) == (pytest.approx(statistic), dof)
 
 
 def test_two_equal_samples_are_homogeneous() -> None:
@@ -94,32 +100,12 @@ def test_cells_of_two_samples_are_pooled_by_what_the_smaller_one_expects() -> No
     assert (statistic, dof) == (pytest.approx(2 * (95 - 90) ** 2 / 9), 1)
 
 
-def test_too_few_draws_for_one_cell_test_nothing() -> None:
-    assert hypothesis_tests.count_test(np.array([2, 1]), np.array([0.5, 0.5])) == (pytest.approx(0.0), 0)
-    assert hypothesis_tests.summed_chi_square([(3.0, 0)]) == (3.0, 1.0)
-
-
-def test_a_cell_that_expects_exactly_five_stands_alone() -> None:
-    assert hypothesis_tests.count_test(np.array([6, 4]), np.array([0.5, 0.5])) == (pytest.approx(0.4), 1)
-
-
-def test_what_is_left_over_joins_the_last_cell() -> None:
-    """Expected 6, 6, 6 and 2: pooled smallest first, 2 + 6, then 6, then 6."""
-    counts, shares = np.array([6, 6, 6, 2]), np.array([0.3, 0.3, 0.3, 0.1])
-    assert hypothesis_tests.count_test(counts, shares) == (pytest.approx(0.0), 2)
-    # Expected 4, 4, 4: 8 make a cell, the third joins it, and one cell has nothing to differ from.
-    assert hypothesis_tests.count_test(np.array([0, 0, 12]), np.full(3, 1 / 3)) == (pytest.approx(0.0), 0)
-
-
 def test_independent_statistics_add_up() -> None:
     statistic, p_value = hypothesis_tests.summed_chi_square([(1.0, 1), (3.0, 2)])
     assert (statistic, p_value) == (4.0, pytest.approx(stats.chi2.sf(4.0, 3)))
+    assert hypothesis_tests.summed_chi_square([(3.0, 0)]) == (3.0, 1.0)  # nothing was tested
     # One degree of freedom: 4 is the square of a normal deviate of 2.
     assert hypothesis_tests.summed_chi_square([(4.0, 1)]) == (4.0, pytest.approx(0.0455, abs=1e-4))
-
-
-def test_holm_never_leaves_0_to_1() -> None:
-    assert hypothesis_tests.holm([0.9, 0.8]) == [1.0, 1.0]
 
 
 def test_the_transform_puts_a_token_inside_its_share_of_the_mass() -> None:
@@ -147,11 +133,7 @@ def placed(mass_before: np.ndarray, *, z: float = 0.0, mean: float = -40.0) -> D
     """Draws whose transform is `mass_before` and whose log-probability lies `z` standard errors above its mean."""
     num = len(mass_before)
     unlikely = np.full(num, np.exp(mean))
-    bias = Bias(
-        mass_before=mass_before.copy(),
-        probability=unlikely,
-        total_variation=np.linspace(0.2, 0.6, num),
-    )
+    bias = Bias(mass_before=mass_before.copy(), probability=unlikely, total_variation=np.linspace(0.2, 0.6, num))
     return Draws(
         mass_before=mass_before,
         probability=unlikely * np.exp(z / np.sqrt(num)),
@@ -242,14 +224,9 @@ def test_two_engines_are_held_against_each_other_by_bins_and_log_probability() -
 
 def certain() -> Draws:
     """64 draws of the one token that the policy allows: their transform is the random part alone."""
-    return Draws(
-        mass_before=np.zeros(64),
-        probability=np.ones(64),
-        logprob_mean=np.zeros(64),
-        logprob_variance=np.ones(64),
-        position=np.zeros(64, dtype=np.int64),
-        sharper=placed(EVEN).sharper,
-        flatter=placed(EVEN).flatter,
+    even, zeros = placed(EVEN), np.zeros(64)
+    return replace(
+        placed(zeros), probability=np.ones(64), logprob_mean=zeros, sharper=even.sharper, flatter=even.flatter
     )
 
 

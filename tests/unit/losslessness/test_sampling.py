@@ -73,8 +73,6 @@ def test_as_many_tokens_as_asked_for_are_enough_and_one_too_few_is_not() -> None
 
 
 class Silent(Engine):
-    """Answers nothing at all."""
-
     def trace(self, prompts: Sequence[Prompt], **how: Any) -> list[Trace]:
         return [replace(trace, token_ids=(), window_lengths=()) for trace in super().trace(prompts, **how)]
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,30 +154,22 @@ def certificate(
     speculative: Sample,
     autoregressive: Sample,
     *,
+    policy: Policy | None = None,
     config: LosslessnessConfig,
     sampling: SamplingConfig = SAMPLING,
     subject: Subject = SUBJECT,
+    started_s: float = 0.0,
     earlier: Mapping[int, NDArray[np.float64]] | None = None,
 ) -> CertificateRecord:
-    return certify(
-        speculative,
-        autoregressive,
-        Policy(),
-        config=config,
-        sampling=sampling,
-        subject=subject,
-        started_s=0.0,
-        earlier=earlier,
-    )
+    how: dict[str, Any] = {"config": config, "sampling": sampling, "subject": subject, "started_s": started_s}
+    return certify(speculative, autoregressive, policy or Policy(), **how, earlier=earlier)
 
 
 def verdict(engine: Engine, sampling: SamplingConfig = SAMPLING, config: LosslessnessConfig = CONFIG) -> str:
-    return certificate(
-        sample(engine, sampling, seed=1, config=config),
-        sample(Engine(), sampling, seed=2, config=config),
-        config=config,
-        sampling=sampling,
-    ).verdict
+    samples = [
+        sample(each, sampling, seed=seed, config=config) for seed, each in enumerate((engine, Engine()), start=1)
+    ]
+    return certificate(samples[0], samples[1], config=config, sampling=sampling).verdict
 
 
 class Refitted(Engine):
@@ -202,8 +196,6 @@ class Refitted(Engine):
 
 
 class Later(Policy):
-    """Version 1 of the policy."""
-
     def logits(self, prefix: Sequence[int]) -> NDArray[np.float64]:
         return super().logits(prefix) / 2
 
@@ -211,61 +203,51 @@ class Later(Policy):
 def findings_in_flight(*, of_version: int) -> list[str]:
     """Tests of the conditionals that reject, where those of the first policy are held against this version's tokens."""
     drawn = sample(Refitted(k=3), seed=1)
-    record = certify(
-        drawn,
-        sample(Engine(), seed=2),
-        Later(),
-        config=CONFIG,
-        sampling=SAMPLING,
-        subject=SUBJECT,
-        started_s=0.0,
-        earlier={of_version: judged(drawn.traces, Policy(), sampling=SAMPLING, config=CONFIG)},
-    )
+    earlier = {of_version: judged(drawn.traces, Policy(), sampling=SAMPLING, config=CONFIG)}
+    record = certificate(drawn, sample(Engine(), seed=2), policy=Later(), config=CONFIG, earlier=earlier)
     assert record.claim.endswith("each token is tested against the version that it carries.")
     return [finding.name for finding in record.findings if finding.reject and finding.name.startswith("pit")]
 
 
-def test_tokens_of_two_versions_are_each_held_against_their_own() -> None:
+def test_tokens_are_held_against_the_version_that_they_carry_and_with_another_it_is_seen() -> None:
     assert findings_in_flight(of_version=0) == []
-
-
-def test_tokens_held_against_another_version_than_they_carry_are_seen() -> None:
     assert "pit, all tokens" in findings_in_flight(of_version=1)
 
 
-def test_an_exact_speculative_engine_is_certified() -> None:
-    assert verdict(Engine(k=3)) == LOSSLESS
+FEW = LosslessnessConfig(
+    num_tokens=60, num_repeats=16, num_greedy_prompts=2, num_replications=10, max_detectable_bias=0.05
+)
+WITH_TOP_P = replace(SAMPLING, top_p=0.9)
 
 
-def test_an_exact_engine_at_another_temperature_with_top_p_and_top_k_is_certified() -> None:
-    assert verdict(Engine(k=3), SamplingConfig(temperature=0.7, top_p=0.9, top_k=8, max_response_tokens=20)) == LOSSLESS
-
-
-def test_accepting_the_first_draft_token_always_is_seen() -> None:
-    assert verdict(Engine(k=3, bias="accepts the first")) == BIASED
-
-
-def test_sampling_at_another_temperature_is_seen() -> None:
-    assert verdict(Engine(k=3, bias="temperature")) == BIASED
-
-
-def test_ignoring_top_p_is_seen() -> None:
-    assert verdict(Engine(k=3, bias="top_p"), SamplingConfig(top_p=0.9, max_response_tokens=20)) == BIASED
-
-
-def test_too_few_tokens_certify_nothing() -> None:
-    few = LosslessnessConfig(
-        num_tokens=60, num_repeats=16, num_greedy_prompts=2, num_replications=10, max_detectable_bias=0.05
-    )
-
-    assert verdict(Engine(k=3), config=few) == TOO_WEAK
+@pytest.mark.parametrize(
+    ("bias", "sampling", "config", "expected"),
+    [
+        ("", SAMPLING, CONFIG, LOSSLESS),
+        ("", replace(WITH_TOP_P, temperature=0.7, top_k=8), CONFIG, LOSSLESS),
+        ("accepts the first", SAMPLING, CONFIG, BIASED),
+        ("temperature", SAMPLING, CONFIG, BIASED),
+        ("top_p", WITH_TOP_P, CONFIG, BIASED),  # which it ignores
+        ("", SAMPLING, FEW, TOO_WEAK),
+    ],
+)
+def test_exact_engines_are_certified_biases_are_seen_and_too_few_tokens_certify_nothing(
+    bias: str, sampling: SamplingConfig, config: LosslessnessConfig, expected: str
+) -> None:
+    assert verdict(Engine(k=3, bias=bias), sampling, config) == expected
 
 
 SMALL = replace(CONFIG, num_tokens=300, num_repeated_prompts=2, num_repeats=64, num_replications=5)
 
 
-def small(engine: Engine, *, seed: int) -> Sample:
-    return sample(engine, seed=seed, config=SMALL)
+@pytest.fixture(scope="module")
+def drawn() -> Sample:
+    return sample(Engine(k=3), seed=1, config=SMALL)
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Sample:
+    return sample(Engine(), seed=2, config=SMALL)
 
 
 def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
@@ -282,15 +264,8 @@ def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
     autoregressive = sample(Engine(), sampling, seed=2, config=config)
 
     start_s = time.perf_counter()
-    record = certify(
-        speculative,
-        autoregressive,
-        Policy(),
-        config=config,
-        sampling=sampling,
-        subject=subject,
-        started_s=start_s - 60.0,
-    )
+    how: dict[str, Any] = {"config": config, "sampling": sampling, "subject": subject}
+    record = certificate(speculative, autoregressive, **how, started_s=start_s - 60.0)
 
     assert (record.claim, record.family_level, record.power, record.max_detectable_bias) == (CLAIM, 0.02, 0.8, 0.9)
     assert (record.temperature, record.top_p, record.top_k, record.seed) == (0.9, 0.95, 8, 4)
@@ -315,9 +290,7 @@ def test_a_certificate_says_what_it_is_about_and_how_much_was_drawn() -> None:
     assert min(map(sum, zip(*record.pit_histograms.values(), strict=True))) > 0
 
 
-def test_a_certificate_claims_no_more_than_was_drawn() -> None:
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
-
+def test_a_certificate_claims_no_more_than_was_drawn(drawn: Sample, baseline: Sample) -> None:
     def claim(kv_cache: KvCache | None, *, across_versions: bool) -> str:
         earlier = {7: judged(drawn.traces, Policy(), sampling=SAMPLING, config=SMALL)} if across_versions else None
         subject = replace(SUBJECT, kv_cache=kv_cache)
@@ -332,9 +305,10 @@ def rejected(record: CertificateRecord) -> set[str]:
     return {finding.name for finding in record.findings if finding.reject}
 
 
-def test_repeated_first_pairs_are_held_against_the_policy_and_against_the_other_engine() -> None:
+def test_repeated_first_pairs_are_held_against_the_policy_and_against_the_other_engine(
+    drawn: Sample, baseline: Sample
+) -> None:
     """Of the first prompt all 64 pairs begin with one token; of the second all go on with one after each first."""
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
     one, other = drawn.repeats
     stuck = tuple(replace(trace, token_ids=(5, *(trace.token_ids[1:] or (2,)))) for trace in one)
     first = certificate(replace(drawn, repeats=(stuck, other)), baseline, config=SMALL)
@@ -367,11 +341,11 @@ GAP = float(abs(logits_after((1, 3, 5))[6] - logits_after((1, 3, 5))[7]))
 
 @pytest.mark.parametrize(("near_tie_nats", "num_near_ties"), [(GAP * 1.001, 1), (GAP * 0.999, 0)])
 def test_greedy_responses_may_part_only_at_tokens_that_are_nearly_tied(
-    near_tie_nats: float, num_near_ties: int
+    drawn: Sample, baseline: Sample, near_tie_nats: float, num_near_ties: int
 ) -> None:
     config = replace(SMALL, near_tie_nats=near_tie_nats, max_detectable_bias=0.99)
-    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(4, 0), greedy(5, 6, 2), greedy(4, 0)))
-    baseline = replace(small(Engine(), seed=2), greedy=(greedy(4, 0), greedy(5, 7, 2), greedy(4, 0)))
+    drawn = replace(drawn, greedy=(greedy(4, 0), greedy(5, 6, 2), greedy(4, 0)))
+    baseline = replace(baseline, greedy=(greedy(4, 0), greedy(5, 7, 2), greedy(4, 0)))
     record = certificate(drawn, baseline, config=config)
 
     found = record.greedy
@@ -400,29 +374,27 @@ class CertainPolicy(Policy):
         return probabilities
 
 
-def test_a_greedy_token_that_the_policy_gives_no_chance_is_never_nearly_tied() -> None:
-    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(5, 6),))
-    baseline = replace(small(Engine(), seed=2), greedy=(greedy(5, 7),))
+def test_a_greedy_token_that_the_policy_gives_no_chance_is_never_nearly_tied(drawn: Sample, baseline: Sample) -> None:
+    drawn = replace(drawn, greedy=(greedy(5, 6),))
+    baseline = replace(baseline, greedy=(greedy(5, 7),))
     config = replace(SMALL, near_tie_nats=100.0)
-    record = certify(drawn, baseline, CertainPolicy(), config=config, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
+    record = certificate(drawn, baseline, policy=CertainPolicy(), config=config)
     assert (record.greedy.num_near_ties, record.greedy.largest_gap_nats) == (0, 1e9)
 
 
-def test_a_greedy_response_that_ends_where_the_other_goes_on_is_never_excused() -> None:
-    drawn = replace(small(Engine(k=3), seed=1), greedy=(greedy(5, 6), greedy(5, 6), greedy(5, 6)))
-    baseline = replace(small(Engine(), seed=2), greedy=(greedy(5, 6, 2), greedy(5, 6), greedy(5, 7)))
+def test_a_greedy_response_that_ends_where_the_other_goes_on_is_never_excused(drawn: Sample, baseline: Sample) -> None:
+    drawn = replace(drawn, greedy=(greedy(5, 6), greedy(5, 6), greedy(5, 6)))
+    baseline = replace(baseline, greedy=(greedy(5, 6, 2), greedy(5, 6), greedy(5, 7)))
     found = certificate(drawn, baseline, config=replace(SMALL, near_tie_nats=100.0)).greedy
     assert (found.num_equal, found.num_near_ties, found.largest_gap_nats) == (1, 1, 1e9)
 
 
-def test_equal_greedy_responses_have_no_gap() -> None:
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+def test_equal_greedy_responses_have_no_gap(drawn: Sample, baseline: Sample) -> None:
     found = certificate(drawn, baseline, config=SMALL).greedy
     assert (found.num_responses, found.num_equal, found.num_near_ties, found.largest_gap_nats) == (6, 6, 0, 0.0)
 
 
-def test_a_verdict_says_which_bias_would_have_been_seen() -> None:
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+def test_a_verdict_says_which_bias_would_have_been_seen(drawn: Sample, baseline: Sample) -> None:
     record = certificate(drawn, baseline, config=replace(SMALL, max_detectable_bias=0.99, power=0.8))
     blind = max(record.detectable, key=lambda power: power.detectable_total_variation)
     bias = f"{blind.detectable_total_variation:.3f}"
@@ -449,28 +421,19 @@ class NumberedPolicy(Policy):
         return np.tile(np.arange(10) / 10, (num_tokens, 1))
 
 
-def test_each_column_that_the_policy_gives_becomes_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_column_that_the_policy_gives_becomes_what_it_is(
+    drawn: Sample, baseline: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the order of `conditionals`: of the token, of a sharper policy, of a flatter one."""
     seen: list[hypothesis_tests.Draws] = []
     monkeypatch.setattr(hypothesis_tests, "detectable_bias", lambda draws, **_: seen.append(draws) or ())
     monkeypatch.setattr(hypothesis_tests, "conditional_tests", lambda draws, **_: {})
     monkeypatch.setattr(hypothesis_tests, "two_sample_tests", lambda first, second, **_: {})
     monkeypatch.setattr(verdicts, "_verdict", lambda *_: (LOSSLESS, ""))
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
-    certify(drawn, baseline, NumberedPolicy(), config=SMALL, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
+    certificate(drawn, baseline, policy=NumberedPolicy(), config=SMALL)
     (draws,) = seen
-    columns = (
-        draws.mass_before,
-        draws.probability,
-        draws.logprob_mean,
-        draws.logprob_variance,
-        draws.sharper.mass_before,
-        draws.sharper.probability,
-        draws.sharper.total_variation,
-        draws.flatter.mass_before,
-        draws.flatter.probability,
-        draws.flatter.total_variation,
-    )
+    biases = ((bias.mass_before, bias.probability, bias.total_variation) for bias in (draws.sharper, draws.flatter))
+    columns = (draws.mass_before, draws.probability, draws.logprob_mean, draws.logprob_variance, *chain(*biases))
     assert [column[0] for column in columns] == [number / 10 for number in range(10)]
     assert all(len(column) == drawn.num_tokens == len(draws.position) for column in columns)
 
@@ -495,15 +458,12 @@ class NotingPolicy(Policy):
         return super().next_token_probabilities(prefixes, sampling)
 
 
-def test_a_certificate_of_the_same_samples_is_the_same_and_the_engines_have_seeds_of_their_own() -> None:
-    drawn, baseline = small(Engine(k=3), seed=1), small(Engine(), seed=2)
+def test_a_certificate_of_the_same_samples_is_the_same_and_the_engines_have_seeds_of_their_own(
+    drawn: Sample, baseline: Sample
+) -> None:
     config = replace(SMALL, seed=4)
     policies = NotingPolicy(), NotingPolicy()
-    first, second = (
-        certify(drawn, baseline, policy, config=config, sampling=SAMPLING, subject=SUBJECT, started_s=0.0)
-        for policy in policies
-    )
-
+    first, second = (certificate(drawn, baseline, policy=policy, config=config) for policy in policies)
     assert replace(first, elapsed_s=0.0) == replace(second, elapsed_s=0.0)
     assert policies[0].seeds == [4, 5]
     # Prompts are shared by both engines, and asked about once.

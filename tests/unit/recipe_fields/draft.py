@@ -68,7 +68,6 @@ def draft_training(recipe: Recipe, tools: Tools) -> object:
 
 
 def draft_prompts(recipe: Recipe, tools: Tools) -> object:
-    """Which set the draft is trained on."""
     seen: list[Any] = []
 
     def train_on(prompts: Sequence[str], *_: Any, **__: Any) -> Any:
@@ -142,8 +141,7 @@ def draft_cache(recipe: Recipe, _: Tools) -> bool:
     """Whether the hidden states of a chat that take 1 MiB are kept."""
     process = LearnerProcess.__new__(LearnerProcess)
     process._policy = typing.cast(
-        Any,
-        SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: []),
+        Any, SimpleNamespace(hidden_states_bytes=lambda chats, ids: 2**20, hidden_states=lambda chats, ids: [])
     )
     return process.hold_draft_chats(([0], Ragged.of([(1,)], np.int32), [0]), recipe.draft)
 

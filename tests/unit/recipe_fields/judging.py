@@ -100,13 +100,7 @@ def certificate(recipe: Recipe, _: Tools) -> object:
         num_speculative_tokens=1, policy_fingerprint="p", draft_fingerprint="d", versions={}
     )
     record = certify(
-        samples[0],
-        samples[1],
-        policy,
-        config=config,
-        sampling=recipe.sampling,
-        subject=subject,
-        started_s=0.0,
+        samples[0], samples[1], policy, config=config, sampling=recipe.sampling, subject=subject, started_s=0.0
     )
     rejected = [finding.name for finding in record.findings if finding.reject]
     near = record.greedy.num_near_ties

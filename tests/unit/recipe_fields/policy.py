@@ -124,10 +124,7 @@ def own_training(recipe: Recipe, tools: Tools) -> object:
     tools.patch.setattr(prepare_policy, "start_learner", lambda config, layout: nullcontext(learner))
     write_tokenizer(tools.directory / "tokenizer", max_length=256)
     prepare_policy.train_from_scratch(
-        recipe,
-        tools.directory / "policy",
-        tokenizer_dir=tools.directory / "tokenizer",
-        log=lambda metrics, step: None,
+        recipe, tools.directory / "policy", tokenizer_dir=tools.directory / "tokenizer", log=lambda metrics, step: None
     )
     return seen
 

@@ -120,8 +120,6 @@ class NotedLearner:
 
 
 class LostEngine(NotedEngine):
-    """Is lost whenever it generates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.engines = (Worker(None, "engine 0"),)
@@ -134,8 +132,6 @@ class LostEngine(NotedEngine):
 
 
 class LostLearner(NotedLearner):
-    """Is lost whenever it learns."""
-
     def train_step(self, update: Any) -> Trained:
         raise LostWorkerError("learner rank 0 died", [Worker(None, "learner rank 0")])
 
@@ -235,19 +231,16 @@ def evaluations(recipe: Recipe, tools: Tools) -> object:
 
 
 def training_turns(recipe: Recipe, tools: Tools) -> object:
-    """How often the engine gives memory back, and the learner."""
     engine, learner, _, _ = trained(recipe, tools)
     return engine.calls.count("sleep"), learner.num_offloads
 
 
 def training_loop(recipe: Recipe, tools: Tools) -> object:
-    """Which loop trained, by the arm's record."""
     _, _, record, _ = trained(recipe, tools)
     return record.loop, record.max_off_policy_steps
 
 
 def started_engines(recipe: Recipe, tools: Tools) -> object:
-    """How the engines of an arm are started."""
     plan = arm_plan(
         recipe,
         Arm.AUTOREGRESSIVE,
@@ -277,7 +270,6 @@ def training_channel(recipe: Recipe, tools: Tools) -> object:
 
 
 def engine_restarts(recipe: Recipe, tools: Tools) -> object:
-    """How often a lost engine is replaced."""
     engine = LostEngine()
     with pytest.raises(LostWorkerError):
         trained(recipe, tools, engine=engine)
@@ -285,7 +277,6 @@ def engine_restarts(recipe: Recipe, tools: Tools) -> object:
 
 
 def learner_restarts(recipe: Recipe, tools: Tools) -> object:
-    """How often a lost learner starts anew."""
     learner, engine = LostLearner(), NotedEngine()
     with pytest.raises(LostWorkerError):
         trained(recipe, tools, learner=learner, engine=engine)

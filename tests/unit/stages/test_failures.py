@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,62 +19,37 @@ from slipstream.train.acceptance_guard import AcceptanceCollapse
 from slipstream.workers.calls import LostWorkerError
 
 
-def _client_error(code: str) -> Exception:
-    from botocore.exceptions import ClientError
-
-    return ClientError({"Error": {"Code": code, "Message": "?"}}, "GetObject")
-
-
-def _endpoint_error() -> Exception:
-    from botocore.exceptions import EndpointConnectionError
-
-    return EndpointConnectionError(endpoint_url="http://store")
+def _made(name: str, *arguments: Any, **more: Any) -> Callable[[], BaseException]:
+    """An exception of a package that is imported when it is made."""
+    module, _, kind = name.rpartition(".")
+    return lambda: vars(importlib.import_module(module))[kind](*arguments, **more)
 
 
-def _download_error() -> Exception:
-    from flytekit.exceptions.system import FlyteDownloadDataException
-
-    return FlyteDownloadDataException("s3://bucket/policy")
+def _client_error(code: str) -> Callable[[], BaseException]:
+    return _made("botocore.exceptions.ClientError", {"Error": {"Code": code, "Message": "?"}}, "GetObject")
 
 
-def _actor_died() -> Exception:
-    from ray.exceptions import ActorDiedError
-
-    return ActorDiedError()
-
-
-def _node_died() -> Exception:
-    from ray.exceptions import NodeDiedError
-
-    return NodeDiedError("10.0.0.2")
-
-
-def _dist(name: str, message: str) -> Exception:
-    from torch import distributed
-
-    return vars(distributed)[name](message)
-
-
+_DIST = "torch.distributed"
 _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "engine died": (lambda: LostWorkerError("engine 0 died during generate", []), True),
-    "actor died": (_actor_died, True),
-    "node died": (_node_died, True),
+    "actor died": (_made("ray.exceptions.ActorDiedError"), True),
+    "node died": (_made("ray.exceptions.NodeDiedError", "10.0.0.2"), True),
     "channel left by another": (lambda: ChannelBrokeError("the sender is gone"), True),
-    "nccl, as torch's class": (lambda: _dist("DistBackendError", "NCCL error: unhandled system error"), True),
+    "nccl, as torch's class": (_made(f"{_DIST}.DistBackendError", "NCCL error: unhandled system error"), True),
     "nccl, as text": (lambda: RuntimeError("ncclRemoteError: A call failed possibly due to a network error"), True),
-    "nccl, misused": (lambda: _dist("DistBackendError", "NCCL error in x.cpp:9, invalid usage"), False),
+    "nccl, misused": (_made(f"{_DIST}.DistBackendError", "NCCL error in x.cpp:9, invalid usage"), False),
     "gloo": (lambda: RuntimeError("[/pt/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"), True),
-    "rendezvous": (lambda: _dist("DistNetworkError", "failed to connect to 10.0.0.2:2300"), True),
+    "rendezvous": (_made(f"{_DIST}.DistNetworkError", "failed to connect to 10.0.0.2:2300"), True),
     "tracking": (lambda: TrackingError("tracking server http://mlflow: timed out"), True),
     "stale file handle": (lambda: OSError(errno.ESTALE, "Stale file handle"), True),
     "input/output error": (lambda: OSError(errno.EIO, "Input/output error"), True),
     "connection reset": (lambda: ConnectionResetError(errno.ECONNRESET, "reset"), True),
     "time-out": (lambda: TimeoutError(errno.ETIMEDOUT, "timed out"), True),
-    "store not reached": (_endpoint_error, True),
-    "store busy": (lambda: _client_error("SlowDown"), True),
-    "download failed": (_download_error, True),
-    "store refuses": (lambda: _client_error("AccessDenied"), False),
-    "object missing": (lambda: _client_error("NoSuchKey"), False),
+    "store not reached": (_made("botocore.exceptions.EndpointConnectionError", endpoint_url="http://store"), True),
+    "store busy": (_client_error("SlowDown"), True),
+    "download failed": (_made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy"), True),
+    "store refuses": (_client_error("AccessDenied"), False),
+    "object missing": (_client_error("NoSuchKey"), False),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), False),
     "file missing": (lambda: FileNotFoundError(errno.ENOENT, "arm.json"), False),
     "recipe": (lambda: ConfigError("grpo.group_size must be >= 2, got 1"), False),

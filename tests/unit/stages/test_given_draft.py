@@ -27,7 +27,6 @@ from tests.unit.recipe_fields.policy import own_policy
 
 @pytest.fixture
 def models(tmp_path: Path) -> tuple[Recipe, Path, Path]:
-    """A recipe, its policy, and a draft of it."""
     recipe = recipe_with({})
     write_tokenizer(tmp_path / "tokenizer", max_length=64)
     own_policy(recipe).save_hf(tmp_path / "policy", tmp_path / "tokenizer")

@@ -17,7 +17,7 @@ from slipstream.cli import main
 from slipstream.config import ConfigError, merge
 from slipstream.data.config import SourceConfig
 from slipstream.data.prompts import read_prompt_sets
-from slipstream.data.tokenizer import build_tokenizer, write_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.learner.config import ParallelConfig
 from slipstream.recipe import CONFIGS, Recipe, load_recipe
 from slipstream.stages.context import RunContext
@@ -26,6 +26,7 @@ from slipstream.stages.support import recipe_prompt_sets, tokenizer
 from slipstream.tracking import TrackingConfig
 from slipstream.types import Workload
 from slipstream.workers.placement.config import PlacementConfig
+from tests.small import write_config
 
 # Nothing listens there: points stay in the spool, and no store is set up.
 UNTRACKED = TrackingConfig(uri="http://127.0.0.1:9", replay_every_s=0.1, close_wait_s=0.0)
@@ -36,69 +37,37 @@ def context(root: Path, recipe: Recipe) -> RunContext:
     return RunContext(execution="e", root=str(root), experiment=recipe.name, workload=recipe.workload.value)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> tuple[SourceConfig, ...]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return (SourceConfig(path=str(path)),)
-
-
-def model(path: Path, *, num_layers: int, num_positions: int) -> Path:
-    """A model directory without weights: a tokenizer and the config of a Qwen3."""
-    write_tokenizer(path, max_length=num_positions)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": num_positions,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "eos_token_id": 3,
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 def on_local_files(recipe: Recipe, directory: Path) -> Recipe:
     """`recipe` without a hub: files of the hub sets' columns, and a draft as much smaller as they are.
 
     The tests have no network, and the real sets have tens of thousands of rows; the columns, the filters and all
     other numbers of the recipe are the real ones.
     """
-    user = [{"role": "user", "content": ""}]
+
+    def rows(name: str, rows: list[dict[str, Any]]) -> tuple[SourceConfig, ...]:
+        path = directory / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return (SourceConfig(path=str(path)),)
+
+    def user(content: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": content}]
+
+    def dapo(i: int) -> dict[str, Any]:
+        return {"prompt": user(f"{i}+1=?"), "reward_model": {"ground_truth": str(i + 1)}}
+
+    def open_r1(i: int) -> dict[str, Any]:
+        return {"prompt": f"{i}+2=?", "solution": str(i + 2), "source_prompt": user("")}
+
+    chats = [{"prompt": "", "prompt_id": "", "messages": user(f"say {i}")} for i in range(15)]
+    magpie = [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)]
     data = replace(
         recipe.data,
-        train=write_rows(
-            directory / "dapo.jsonl",
-            [
-                {"prompt": [{**user[0], "content": f"{i}+1=?"}], "reward_model": {"ground_truth": str(i + 1)}}
-                for i in range(40)
-            ],
-        ),
-        draft_in_domain=write_rows(
-            directory / "open_r1.jsonl",
-            [{"prompt": f"{i}+2=?", "solution": str(i + 2), "source_prompt": user} for i in range(30)],
-        ),
-        draft_general=(
-            *write_rows(
-                directory / "ultrachat.jsonl",
-                [{"prompt": "", "prompt_id": "", "messages": [{**user[0], "content": f"say {i}"}]} for i in range(15)],
-            ),
-            *write_rows(
-                directory / "magpie.jsonl",
-                [{"conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(15)],
-            ),
-        ),
-        validation=write_rows(
-            directory / "aime.jsonl", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]
-        ),
+        train=rows("dapo", [dapo(i) for i in range(40)]),
+        draft_in_domain=rows("open_r1", [open_r1(i) for i in range(30)]),
+        draft_general=(*rows("ultrachat", chats), *rows("magpie", magpie)),
+        validation=rows("aime", [{"problem": f"{i}+3=?", "answer": str(i + 3)} for i in range(30)]),
     )
-    source = model(
+    source = write_config(
         directory / "model",
         num_layers=recipe.draft.aux_hidden_state_layer_ids[-1] + 1,
         num_positions=recipe.engine.max_model_len,
@@ -170,7 +139,7 @@ def test_check_refuses_too_few_draft_prompts_of_any_workload(
 
 def test_a_model_is_refused_by_its_configs_before_any_row_is_read(tmp_path: Path) -> None:
     recipe = replace(load_recipe("qwen3_8b"), tracking=UNTRACKED)
-    source = model(tmp_path / "model", num_layers=36, num_positions=4096)
+    source = write_config(tmp_path / "model", num_layers=36, num_positions=4096)
     recipe = with_model(recipe, source)
 
     with pytest.raises(ConfigError, match=r"engine\.max_model_len must be <= the policy's 4096 positions, got 12288"):
@@ -181,7 +150,7 @@ def test_the_tokenizer_of_another_policy_can_take_the_place_of_the_recipes(tmp_p
     recipe = load_recipe("tiny", overrides={"data": {"synthetic": {"num_draft_rows": 40}}})
     draft = replace(recipe.draft, num_prompts=20, num_heldout_prompts=2)
     recipe = replace(recipe, draft=draft, tracking=UNTRACKED)
-    other = model(tmp_path / "model", num_layers=2, num_positions=333)
+    other = write_config(tmp_path / "model", num_layers=2, num_positions=333)
 
     data = prepare_data(context(tmp_path / "runs", recipe), recipe, policy=other)
 

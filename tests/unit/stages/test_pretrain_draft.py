@@ -130,11 +130,7 @@ def test_a_small_model_learns_the_policys_answers_and_is_judged_at_the_sampling_
     policy, directory = model(tmp_path / "policy"), tmp_path / "draft_of"
     told: list[int] = []
     record = train_on(
-        PROMPTS,
-        recipe_with(changes),
-        policy=policy,
-        directory=directory,
-        on_step=lambda step, loss: told.append(step),
+        PROMPTS, recipe_with(changes), policy=policy, directory=directory, on_step=lambda step, loss: told.append(step)
     )
     assert told == [0, 1, 2, 3]
     assert learner.calls == [
@@ -163,10 +159,6 @@ def test_prompts_of_a_draft_that_is_not_trained_need_not_suffice(refusal: Callab
     sets = PromptSets(train=PROMPTS[:6], draft_in_domain=(), draft_general=(), validation=PROMPTS[6:], records=())
     assert "draft.num_prompts + draft.num_heldout_prompts" in refusal(require_prompts, recipe=recipe, sets=sets)
     ngram = recipe_with(
-        {
-            "draft.method": "ngram",
-            "losslessness.num_repeated_prompts": 1,
-            "losslessness.num_greedy_prompts": 1,
-        }
+        {"draft.method": "ngram", "losslessness.num_repeated_prompts": 1, "losslessness.num_greedy_prompts": 1}
     )
     require_prompts(ngram, sets)

@@ -58,13 +58,6 @@ def test_an_instruction_that_mlflow_cannot_hold_is_cut_there_and_whole_in_the_re
     assert (spool.parent / logged.path).read_bytes() == recorded.read_bytes()
 
 
-@pytest.mark.parametrize("values", [{"name": ""}, {"tracking": {"experiment": ""}}])
-def test_a_name_that_mlflow_refuses_is_refused_before_anything_starts(tmp_path: Path, values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^(name|tracking\.experiment) must be 1 to 500 characters that are not all"):
-        start(tmp_path, resume=False, **values)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
     start(tmp_path, resume=False)
     message = r"^grpo\.num_steps must be 24, with which run was started, got 25; give it that value, or start a new"
@@ -73,17 +66,32 @@ def test_another_recipe_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
     assert load_recipe(str(tmp_path / "run" / "start_run" / "recipe.yaml")).grpo.num_steps == 24
 
 
-def test_an_unknown_execution_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^resume_execution must name an execution under .*, got 'run'"):
-        start(tmp_path, resume=True)
-    assert list(tmp_path.iterdir()) == []
+NAME = "must be 1 to 500 characters that are not all"
+NO_ARCTIC = pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="it is installed")
 
 
-def test_suffix_decoding_is_refused_where_its_package_is_not_installed(tmp_path: Path) -> None:
-    if find_spec("arctic_inference") is not None:
-        pytest.skip("it is installed")
-    with pytest.raises(ConfigError, match=r"^draft.method must do without the package arctic_inference, which is not"):
-        start(tmp_path, resume=False, draft={"method": "suffix"})
+@pytest.mark.parametrize(
+    ("cluster", "recipe", "resume", "overrides", "message"),
+    [
+        ("local", "tiny", False, {"name": ""}, f"name {NAME}"),
+        ("local", "tiny", False, {"tracking": {"experiment": ""}}, rf"tracking\.experiment {NAME}"),
+        ("local", "tiny", True, {}, "resume_execution must name an execution under .*, got 'run'"),
+        pytest.param(
+            *("local", "tiny", False, {"draft": {"method": "suffix"}}),
+            "draft.method must do without the package arctic_inference, which is not",
+            marks=NO_ARCTIC,
+        ),
+        ("h200", "qwen3_8b", False, {}, r"placement\.nodes must be <= 1, the nodes of cluster h200, got 8"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    tmp_path: Path, cluster: str, recipe: str, resume: bool, overrides: dict[str, Any], message: str
+) -> None:
+    values = {"tracking": UNTRACKED, **overrides}
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        start_run(
+            recipe, root=tmp_path, execution="run", overrides=values, resume=resume, cluster=read_profile(cluster)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,24 +99,13 @@ def start_on(root: Path, cluster: str, recipe: str, **overrides: Any) -> Path:
     return start_run(recipe, root=root, execution="run", overrides=overrides, cluster=read_profile(cluster))[1]
 
 
-def test_a_recipe_without_a_server_is_tracked_by_the_clusters(tmp_path: Path) -> None:
+def test_a_recipe_is_tracked_by_the_server_that_it_names_or_by_the_clusters(tmp_path: Path) -> None:
     patience = {"replay_every_s": 0.1, "close_wait_s": 0.0, "request_timeout_s": 1}
     resolved = start_on(tmp_path, "gb200", "qwen3_8b", tracking=patience)
     assert load_recipe(str(resolved)).tracking.uri == "http://mlflow.mlflow.svc.cluster.local:5000"
-
-
-def test_a_server_that_the_recipe_names_is_kept(tmp_path: Path) -> None:
-    assert load_recipe(str(start_on(tmp_path, "cpu", "tiny", tracking=UNTRACKED))).tracking.uri == UNTRACKED["uri"]
-
-
-def test_a_recipe_that_does_not_fit_its_cluster_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^placement\.nodes must be <= 1, the nodes of cluster h200, got 8"):
-        start_on(tmp_path, "h200", "qwen3_8b", tracking=UNTRACKED)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_machine_takes_any_recipe(tmp_path: Path) -> None:
-    assert start_on(tmp_path, "local", "qwen3_8b", tracking=UNTRACKED).is_file()
+    for cluster, recipe in (("cpu", "tiny"), ("local", "qwen3_8b")):  # one machine takes any recipe
+        named = start_on(tmp_path / cluster, cluster, recipe, tracking=UNTRACKED)
+        assert load_recipe(str(named)).tracking.uri == UNTRACKED["uri"]
 
 
 def test_a_recipe_that_may_end_for_want_of_memory_starts_with_a_warning(

@@ -43,7 +43,6 @@ def context(root: Path, execution: str, *, reuse_stored: bool = True) -> RunCont
 
 
 def make(run: RunContext, text: str, key: str = "k1") -> Path:
-    """A stage that writes `text`."""
     (run.directory(STAGE) / "draft.json").write_text(text)
     return publish(run, STAGE, key)
 

@@ -29,15 +29,12 @@ _APPENDED = "containers"
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """Decoded messages by name."""
-
     tasks: dict[str, dict[str, Any]]
     workflows: dict[str, dict[str, Any]]
     plans: dict[str, dict[str, Any]]
 
 
 def registration(profile: str, path: Path) -> Registration:
-    """What `profile` registers."""
     environment = {**os.environ, "SLIPSTREAM_CLUSTER": profile, "PYTHONPATH": str(ROOT)}
     subprocess.run(forked(__file__, str(path)), cwd=ROOT, env=environment, check=True, timeout=300)
     return Registration(**json.loads(path.read_text()))

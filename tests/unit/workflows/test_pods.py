@@ -22,7 +22,6 @@ on_gpus = pytest.mark.parametrize("profile", ["gb200", "h200"])
 
 
 def ray_pods(registered: Registered, profile: str) -> list[dict[str, dict[str, Any]]]:
-    """The pods of every task with GPUs."""
     return [pods(task) for name, task in registered(profile).tasks.items() if name in WITH_GPUS]
 
 
@@ -80,10 +79,7 @@ def test_nothing_runs_as_root_or_gains_rights_and_the_preflight_alone_has_a_toke
             assert spec["automountServiceAccountToken"] is asks
             assert spec["serviceAccountName"] == ("slipstream-preflight" if asks else "slipstream")
             capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if kind == "ray-worker" else {})}
-            assert primary(pod)["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "capabilities": capabilities,
-            }
+            assert primary(pod)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
 @on_pods

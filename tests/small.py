@@ -1,0 +1,234 @@
+"""Real engines and learners at their smallest: what integration tests, fault tests and those of GPUs have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.drafts.config import DraftConfig
+from slipstream.engine.config import EngineConfig, SamplingConfig
+from slipstream.engine.protocol import GenerationResult
+from slipstream.losslessness.config import LosslessnessConfig
+from slipstream.losslessness.sampling import Sample, Subject
+from slipstream.losslessness.verdict import certify
+from slipstream.ragged import Ragged
+from slipstream.recipe import Recipe
+from slipstream.records.stages import CertificateRecord
+from slipstream.records.steps import ArmRecord
+from slipstream.refit.channel import Delivery, Exported
+from slipstream.refit.config import EngineState
+from slipstream.refit.fingerprint import Turn, weight_totals
+from slipstream.refit.snapshot import Snapshot, bytes_digest
+from slipstream.types import Arm, Dtype, Prompt
+
+ENGINE = EngineConfig(
+    max_model_len=128, max_num_seqs=16, dtype=Dtype.FLOAT32, enforce_eager=True, num_threads=1, kv_cache_gib=0.1
+)
+SAMPLING = SamplingConfig(temperature=0.8, max_response_tokens=24)
+DRAFT = DraftConfig(aux_hidden_state_layer_ids=(1, 2, 3))
+PROMPTS = tuple(Prompt(id=str(i), text="", token_ids=(2, 10 + i, 20, 30 + i), answer="1") for i in range(4))
+CERTIFICATE = LosslessnessConfig(
+    num_tokens=4000,
+    num_repeated_prompts=2,
+    num_repeats=128,
+    num_greedy_prompts=4,
+    num_replications=20,
+    max_detectable_bias=0.5,  # of so few tokens
+)
+RECIPE: dict[str, Any] = {
+    "sampling": {"max_response_tokens": 16},
+    "evaluation": {"max_response_tokens": 16},
+    "tuning": {"candidate_ks": [0, 2]},
+    "engine": {
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "kv_cache_gib": 0.1,
+        "dtype": "float32",
+        "num_kept_idle": 1,
+        "num_threads": 1,
+    },
+    "learner": {"max_tokens_per_microbatch": 512, "dtype": "float32", "num_threads": 1, "num_kept_idle": 1},
+    "grpo": {"num_steps": 4, "prompts_per_step": 2, "group_size": 4, "checkpoint_every_steps": 2},
+}
+
+
+def tokens(result: GenerationResult) -> list[tuple[int, ...]]:
+    return [tuple(rollout.token_ids) for group in result.groups for rollout in group.rollouts]
+
+
+def logprobs(result: GenerationResult) -> np.ndarray:
+    """Log-probabilities of all rollouts' tokens in a row."""
+    return np.concatenate([rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts])
+
+
+def require_equal(one: GenerationResult, other: GenerationResult) -> None:
+    """Fail unless tokens, log-probabilities and counts of drafts are equal to the last bit."""
+    assert tokens(one) == tokens(other)
+    assert np.array_equal(logprobs(one), logprobs(other))
+    assert one.acceptance == other.acceptance
+
+
+def require_logprobs_of(model: Path, result: GenerationResult, *, temperature: float) -> None:
+    """Fail unless the rollouts' log-probabilities are those that transformers computes of the model."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    policy = Qwen3ForCausalLM.from_pretrained(model)
+    for group in result.groups:
+        for rollout in group.rollouts:
+            sequence = torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])
+            with torch.no_grad():
+                exact = (policy(sequence).logits[0, :-1] / temperature).log_softmax(-1)
+            start = len(group.prompt.token_ids) - 1
+            own = exact[start:].gather(1, sequence[0, start + 1 :, None])[:, 0]
+            assert np.allclose(own.numpy(), rollout.rollout_logprobs, atol=2e-4)
+
+
+def certified(
+    drawn: Sample, baseline: Sample, learner: Any, config: LosslessnessConfig, **how: Any
+) -> CertificateRecord:
+    """The certificate of a sample: `how` may give `sampling` and what was judged `earlier`."""
+    subject = Subject(num_speculative_tokens=3, policy_fingerprint="", draft_fingerprint="", versions={})
+    return certify(drawn, baseline, learner, config=config, subject=subject, started_s=0.0, **how)
+
+
+class OneRank:
+    """A learner of one rank in this process that holds one policy, asked as the ranks of a driver are."""
+
+    def __init__(self, policy: Path) -> None:
+        from slipstream.learner.config import LearnerConfig
+        from slipstream.workers.learner_process import LearnerProcess
+
+        self._process = LearnerProcess(LearnerConfig())
+        self._process.load(policy, None)
+
+    def conditionals(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sampling: SamplingConfig, *, seed: int
+    ) -> Any:
+        part = Ragged.of(sequences, np.int32), prompt_lengths
+        return np.concatenate(self._process.conditionals(part, sampling, seed=seed))
+
+    def next_token_probabilities(self, prefixes: Sequence[Sequence[int]], sampling: SamplingConfig) -> Any:
+        return self._process.next_token_probabilities(Ragged.of(prefixes, np.int32), sampling)
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        return list(self._process.token_logprobs(Ragged.of(sequences, np.int32)))
+
+    def start_fingerprints(
+        self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
+    ) -> Callable[[], dict[str, int]]:
+        assert not is_draft  # it is not trained here
+        return lambda: weight_totals([self._process.weight_fingerprints(dtypes, turn)])
+
+
+class FileChannel:
+    """A channel that brings the weights of a file, whatever the learner holds, to an engine."""
+
+    keeps_weights = takes_digest = True
+
+    def __init__(self, engine: Any, model: Path, *, digest: str = "") -> None:
+        self.engine, self.path, self._digest = engine, model / "model.safetensors", digest
+
+    def start_export(self, policy_version: int, *, draft_version: int | None = None) -> Callable[[], Exported]:
+        import torch
+
+        assert draft_version is None
+        content = self.path.read_bytes()
+        digest = self._digest or bytes_digest([torch.tensor(list(content)).byte()])
+        policy = Snapshot(path=str(self.path), version=policy_version, num_bytes=len(content), digest=digest)
+        return lambda: Exported(policy_version=policy_version, policy=policy)
+
+    def start_delivery(self, exported: Exported, *, draft_version: int | None = None) -> Callable[[], Delivery]:
+        policy = exported.policy
+        assert policy is not None
+        states = self.refit(policy_version=policy.version)
+        return lambda: Delivery(states=states, digest=policy.digest, num_bytes=policy.num_bytes, origin=policy.path)
+
+    def engines_changed(self) -> None:
+        """All engines read where they are told to."""
+
+    def refit(self, *, policy_version: int) -> list[EngineState]:
+        return self.engine.refit(self.path, policy_version=policy_version)
+
+
+def write_config(path: Path, *, num_layers: int, num_positions: int) -> Path:
+    """A model directory without weights: a tokenizer and the config of a Qwen3."""
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=num_positions)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": num_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 3,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def additions(policy: Path, *, num: int = 8, addend: int = 1) -> list[Prompt]:
+    """Prompts in the policy's chat template."""
+    from transformers import AutoTokenizer
+
+    from slipstream.data.prompts import render
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    texts = [f"{i}+{addend}=?" for i in range(num)]
+    return [Prompt(id=text, text=text, token_ids=render(text, tokenizer=tokenizer), answer="1") for text in texts]
+
+
+def odd_sum(prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """A right answer for about half of what an untrained policy says, none of which would earn a reward."""
+    return "\\boxed{1}" if sum(ids) % 2 else ""
+
+
+def train_arm(
+    recipe: Recipe,
+    policy: Path,
+    directory: Path,
+    *,
+    prompts: Sequence[Prompt] = (),
+    k: int = 0,
+    draft: Path | None = None,
+    within: Callable[[Any], Any] = lambda engines: engines,
+    log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
+) -> ArmRecord:
+    """Train the speculative arm of a draft, or the autoregressive one, on engines that `within` may wrap."""
+    from slipstream.drafts.methods import speculative_config
+    from slipstream.train.arm import ArmPlan, train
+    from slipstream.workers import engines
+
+    speculative = speculative_config(recipe.draft, draft, k) if k else None
+    how = {"config": recipe.engine, "speculative_config": speculative, "layout": recipe.layout}
+
+    @contextmanager
+    def start_engine() -> Iterator[Any]:
+        with engines.start_engine(policy, **how, kv_cache=recipe.loop.in_flight_kv_cache) as started:
+            yield within(started)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    arm = Arm.SPECULATIVE if k else Arm.AUTOREGRESSIVE
+    return train(
+        recipe,
+        ArmPlan(arm=arm, num_speculative_tokens=k, draft=draft, start_engine=start_engine),
+        policy=policy,
+        prompts=list(prompts) or additions(policy),
+        decode=odd_sum,
+        directory=directory,
+        log=log,
+    )
