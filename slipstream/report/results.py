@@ -28,7 +28,7 @@ from slipstream.report.summary import (
     last_quarter,
     summarise_arms,
 )
-from slipstream.statistics import Estimate, bootstrap_difference
+from slipstream.statistics import Estimate, difference
 from slipstream.types import Arm
 
 _LABEL_WIDTH = 36
@@ -109,7 +109,7 @@ def reward_difference(record: RunRecord) -> Estimate:
     arms = {arm.arm: {step.step: step.reward_mean for step in arm.steps} for arm in record.arms}
     base, spec = arms[Arm.AUTOREGRESSIVE], arms[Arm.SPECULATIVE]
     steps = last_quarter(sorted(base.keys() & spec.keys()))
-    return bootstrap_difference([base[step] for step in steps], [spec[step] for step in steps])
+    return difference([base[step] for step in steps], [spec[step] for step in steps])
 
 
 def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict[str, float]:

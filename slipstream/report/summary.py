@@ -16,7 +16,7 @@ import numpy as np
 from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, LagStats, Overlap, StepRecord
-from slipstream.statistics import Estimate, Spread, amdahl, bootstrap_ratio, spread
+from slipstream.statistics import Estimate, Spread, amdahl, ratio, spread
 from slipstream.types import STAGES, Arm
 
 _COUNTS = ("num_rollouts", "num_response_tokens", "num_truncated", "num_reward_timeouts", "num_zero_signal_groups")
@@ -55,7 +55,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Speculative against autoregressive: ratios of medians over steps, above 1 where speculation is faster."""
+    """Speculative against autoregressive: typical ratios of a step, above 1 where speculation is faster."""
 
     generation: Estimate
     step: Estimate
@@ -318,9 +318,9 @@ def _is_paired(base: ArmRecord, other: ArmRecord) -> bool:
 def _ratio(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float] = lambda step: step.times.step_s
 ) -> Estimate:
-    """The median of `base` over that of `other`; of the whole step where no `value` is named."""
+    """The typical ratio of `base` to `other`; of the whole step where no `value` is named."""
     values = [[value(step) for step in arm.timed_steps] for arm in (base, other)]
-    return bootstrap_ratio(*values, paired=_is_paired(base, other))
+    return ratio(*values, paired=_is_paired(base, other))
 
 
 def _seconds(times: Spread) -> dict[str, float]:

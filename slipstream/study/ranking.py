@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.report.formats import metrics_with_ends
 from slipstream.report.summary import last_quarter, pooled_acceptance
-from slipstream.statistics import Estimate, bootstrap_difference, bootstrap_grouped_ratio
+from slipstream.statistics import Estimate, difference, grouped_ratio, ratio
 from slipstream.study.variants import Setting, Study, Variant
 
 
@@ -215,9 +215,12 @@ def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
 
 
 def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
-    return bootstrap_grouped_ratio(
-        [([*map(seconds, each.baseline.timed_steps)], [*map(seconds, each.arm.timed_steps)]) for each in trained]
-    )
+    return grouped_ratio([_ratio(each, seconds) for each in trained])
+
+
+def _ratio(trained: Trained, seconds: Callable[[StepRecord], float]) -> Estimate:
+    base, own = ([*map(seconds, arm.timed_steps)] for arm in (trained.baseline, trained.arm))
+    return ratio(base, own, paired=len(base) == len(own))
 
 
 def _step_s(step: StepRecord) -> float:
@@ -230,7 +233,7 @@ def _reward_difference(trained: Iterable[Trained]) -> Estimate:
     for each in trained:
         base, own = ({step.step: step.reward_mean for step in arm.steps} for arm in (each.baseline, each.arm))
         pairs += [(base[step], own[step]) for step in last_quarter(sorted(base.keys() & own.keys()))]
-    return bootstrap_difference([base for base, _ in pairs], [own for _, own in pairs])
+    return difference([base for base, _ in pairs], [own for _, own in pairs])
 
 
 def _acceptance_length(steps: Sequence[StepRecord]) -> float:
