@@ -217,7 +217,7 @@ def proportion_coverage(
             / samples
         )
         drawn = rates[random.integers(num_problems, size=(_NUM_RESAMPLES, num_problems))].mean(axis=1)
-        for column, (low, high) in enumerate((wilson_ci95(rates), np.percentile(drawn, [2.5, 97.5]))):
+        for column, (low, high) in enumerate((wilson_ci95(rates.tolist()), np.percentile(drawn, [2.5, 97.5]))):
             held[column] += low <= accuracy <= high
     return float(held[0] / num_runs), float(held[1] / num_runs)
 

@@ -41,7 +41,7 @@ class DriftFinding:
     value: float
     num_executions: int  # earlier ones that have it
     band: tuple[float, float] | None  # None: too few
-    verdict: str  # within, above, below, or too few to say
+    verdict: str  # within, above, below, too few to say, or not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slipstream.records.files import write_atomic
-from slipstream.report.formats import KINDS, UNITS, interval, render, speedup, speedup_with_interval
-from slipstream.statistics import Estimate
+from slipstream.report.claims import recorded, said
+from slipstream.report.formats import KINDS, UNITS, estimate_of, interval, render, speedup, speedup_with_interval
 from slipstream.tracking import Execution
 from slipstream.types import Arm
 from slipstream.workers.placement.table import table
@@ -19,6 +19,7 @@ _RESULTS = {
     "k": "num_speculative_tokens",
     "generation speedup": "generation_speedup",
     "step speedup": "step_speedup",
+    "control": "control_ratio",
     "asynchronous step, AR": "asynchronous_step_speedup_autoregressive",
     "asynchronous step, spec": "asynchronous_step_speedup_speculative",
     "reward, AR": "reward_autoregressive",
@@ -79,15 +80,14 @@ def cells(execution: Execution) -> list[str]:
 
 def answer(execution: Execution) -> str:
     """Which arm was faster, by how much, and whether both reached the same reward."""
-    generation, step = _estimate(execution, "generation_speedup"), _estimate(execution, "step_speedup")
+    step, generation = (recorded(execution.metrics, f"{name}_speedup") for name in ("step", "generation"))
     if generation is None or step is None:
         return {"RUNNING": "goes on, no result yet."}.get(execution.status, f"{execution.status.lower()}, no result.")
     k = execution.metrics.get("result/num_speculative_tokens", 0.0)
     if k == 0:
         return f"speculation lost in tuning, so both arms ran without it{_asynchronous(execution)}."
-    ratios = f"generation {speedup(generation.value)} ({interval(generation)}), step {speedup(step.value)}"
-    said = f"{_faster(generation)} (k = {k:.0f}): {ratios} ({interval(step)}); {_reward(execution)}{_proof(execution)}"
-    return f"{said}{_asynchronous(execution)}."
+    claims = said({"step": step, "generation": generation})
+    return f"k = {k:.0f}. {claims} {_reward(execution)}{_proof(execution)}{_asynchronous(execution)}."
 
 
 def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
@@ -106,30 +106,21 @@ def _link(tags: dict[str, str]) -> str:
 
 def _asynchronous(execution: Execution) -> str:
     """Speedups of the step of each arm by the other loop; empty for an execution that has none."""
-    found = {arm: _estimate(execution, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
+    found = {arm: estimate_of(execution.metrics, f"asynchronous_step_speedup_{arm.value}") for arm in Arm}
     ratios = [
         f"{arm.value} {speedup(each.value)} ({interval(each)})" for arm, each in found.items() if each is not None
     ]
     return f"; asynchronous step against the same arm in turn: {', '.join(ratios)}" if ratios else ""
 
 
-def _faster(generation: Estimate) -> str:
-    if generation.ci95 is None:
-        return "one timed step an arm says nothing of the noise"
-    low, high = generation.ci95
-    if low > 1:
-        return "the speculative arm was faster"
-    return "the speculative arm was slower" if high < 1 else "no difference beyond the noise"
-
-
 def _reward(execution: Execution) -> str:
-    difference = _estimate(execution, "reward_difference")
+    difference = estimate_of(execution.metrics, "reward_difference")
     if difference is None:
-        return "rewards unknown"
+        return "Rewards unknown"
     if difference.ci95 is None:
-        return f"reward {difference.value:+.3f}, no interval"
+        return f"Reward {difference.value:+.3f}, no interval"
     low, high = difference.ci95
-    same = "same reward within the noise" if low <= 0 <= high else "ANOTHER reward"
+    same = "No difference of rewards seen" if low <= 0 <= high else "ANOTHER reward"
     return f"{same} ({difference.value:+.3f}, {low:+.3f} to {high:+.3f})"
 
 
@@ -138,16 +129,9 @@ def _proof(execution: Execution) -> str:
     return "" if lossless is None else ", lossless" if lossless == 1 else ", NOT shown to be lossless"
 
 
-def _estimate(execution: Execution, name: str) -> Estimate | None:
-    value, low, high = (execution.metrics.get(f"result/{name}{end}") for end in ("", "_low", "_high"))
-    if value is None:
-        return None
-    return Estimate(value=value, ci95=None if low is None or high is None else (low, high))
-
-
 def _cell(execution: Execution, name: str) -> str:
     """A result as it is written; a ratio with its interval."""
-    estimate = _estimate(execution, name)
+    estimate = estimate_of(execution.metrics, name)
     if estimate is None:
         return NOTHING
     if name == "lossless":

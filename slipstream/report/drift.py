@@ -17,12 +17,14 @@ from scipy import special
 
 from slipstream.recipe import OPERATION
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
+from slipstream.report.claims import ClaimKind, recorded
 from slipstream.report.formats import KINDS
 from slipstream.tracking import DriftConfig, Execution
 
 HARDWARE_TAG = "hardware"
 DTYPE_TAG = "dtype"
 WITHIN, ABOVE, BELOW, TOO_FEW = "within", "above", "below", "too few to say"
+NOT_MEASURED = ClaimKind.NOT_MEASURED.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +48,16 @@ def find_drift(subject: Subject, executions: Iterable[Execution], config: DriftC
     """Compare with the last comparable of `executions`, which come newest first and may hold the execution itself."""
     earlier = comparable(subject, executions, config)
     known = {name: _values(earlier, name) for name, kind in KINDS.items() if kind.judged and name in subject.results}
-    num_judged = sum(len(values) >= config.min_executions for values in known.values())
+    own = {f"result/{name}": value for name, value in subject.results.items()}
+    measured = {name: values for name, values in known.items() if _is_measured(own, name)}
+    num_judged = sum(len(values) >= config.min_executions for values in measured.values())
     level = 1 - config.false_alarm_rate / max(1, num_judged)
-    findings = tuple(_judge(name, subject.results[name], known[name], level, config) for name in known)
+    findings = tuple(
+        _judge(name, subject.results[name], known[name], level, config)
+        if name in measured
+        else _unmeasured(name, subject.results[name], len(known[name]))
+        for name in known
+    )
     return DriftRecord(
         summary=_summary(findings, len(earlier), config),
         executions=tuple(execution.name for execution in earlier),
@@ -134,8 +143,21 @@ def _seeds(params: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _values(executions: Sequence[Execution], name: str) -> list[float]:
-    values = (execution.metrics.get(f"result/{name}", math.nan) for execution in executions)
+    found = (execution.metrics for execution in executions if _is_measured(execution.metrics, name))
+    values = (metrics.get(f"result/{name}", math.nan) for metrics in found)
     return [value for value in values if math.isfinite(value)]
+
+
+def _is_measured(metrics: Mapping[str, float], name: str) -> bool:
+    """Return False for a speedup without a verdict: no control, one that went astray, or no interval."""
+    if KINDS[name].unit != "x":
+        return True
+    claim = recorded(metrics, name)
+    return claim is not None and claim.kind is not ClaimKind.NOT_MEASURED
+
+
+def _unmeasured(name: str, value: float, num_executions: int) -> DriftFinding:
+    return DriftFinding(name=name, value=value, num_executions=num_executions, band=None, verdict=NOT_MEASURED)
 
 
 def _judge(name: str, value: float, earlier: Sequence[float], level: float, config: DriftConfig) -> DriftFinding:
@@ -151,13 +173,17 @@ def _judge(name: str, value: float, earlier: Sequence[float], level: float, conf
 
 def _summary(findings: Sequence[DriftFinding], num_earlier: int, config: DriftConfig) -> str:
     judged = [(finding, finding.band) for finding in findings if finding.band is not None]
+    unmeasured = ", ".join(KINDS[finding.name].label for finding in findings if finding.verdict == NOT_MEASURED)
+    left_out = f" Not measured: {unmeasured}." if unmeasured else ""
     if not judged:
-        return f"Comparable executions before this one: {num_earlier}. Fewer than {config.min_executions} say nothing."
+        few = f"Fewer than {config.min_executions} say nothing."
+        return f"Comparable executions before this one: {num_earlier}. {few}{left_out}"
     outside = [
         f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"
         for finding, (low, high) in judged
         if finding.verdict != WITHIN
     ]
     if not outside:
-        return f"No drift: all {len(judged)} results lie within the bands of the {num_earlier} executions before."
-    return f"Drift against the {num_earlier} executions before: {'; '.join(outside)}."
+        within = f"all {len(judged)} results lie within the bands of the {num_earlier} executions before"
+        return f"No drift: {within}.{left_out}"
+    return f"Drift against the {num_earlier} executions before: {'; '.join(outside)}.{left_out}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ _ACCURACY = ("aime24", "AIME-2024-like", "accuracy")
 KINDS = {
     "generation_speedup": Kind("generation speedup", "x", "relative"),
     "step_speedup": Kind("step speedup", "x", "relative"),
+    "control_ratio": Kind("control (training, the same work in both arms)", "x"),
     "mean_acceptance_length": Kind("mean acceptance length", "tokens", "relative"),
     **_by_arm("tokens_per_s", "generated tokens a second", "tokens/s", _IN_TURN, "relative"),
     **_by_arm(*_OVER_SYNCHRONOUS, "x", _IN_TURN, "relative"),
@@ -94,7 +96,7 @@ def speedup(value: float) -> str:
 def interval(estimate: Estimate, label: str = "") -> str:
     """The 95 % interval after its `label`, or why there is none."""
     if estimate.ci95 is None:
-        return "one timed step, no interval"
+        return "too few steps, no interval"
     return f"{label}{estimate.ci95[0]:.2f} to {estimate.ci95[1]:.2f}"
 
 
@@ -114,6 +116,14 @@ def metrics_with_ends(name: str, estimate: Estimate) -> dict[str, float]:
     """The value as `name`, and the ends of its interval, if it has one, as `name_low` and `name_high`."""
     ends = dict(zip(("low", "high"), estimate.ci95 or (), strict=False))
     return {name: estimate.value, **{f"{name}_{end}": value for end, value in ends.items()}}
+
+
+def estimate_of(metrics: Mapping[str, float], name: str) -> Estimate | None:
+    """The result that `metrics_with_ends` spelled as `result/name`; None where there is none."""
+    value, low, high = (metrics.get(f"result/{name}{end}") for end in ("", "_low", "_high"))
+    if value is None:
+        return None
+    return Estimate(value=value, ci95=None if low is None or high is None else (low, high))
 
 
 def count(value: int) -> str:

@@ -124,6 +124,9 @@ def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str
             "predicted": None if prediction is None else asdict(prediction),
             "bound": sentences.bound_text(compared),
             "speculation_step_speedup": estimate_json(compared.speculation),
+            "verdict": None if compared.claim is None else compared.claim.as_json(),
+            "control": None,  # training overlaps generation
+            "paired": compared.paired,
             "arms": {arm.name: arm.as_json() for arm in compared.arms},
         }
     return summary if drift is None else {**summary, "drift": asdict(drift)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
+from slipstream.report.claims import Claim
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -47,6 +49,7 @@ class Result:
     interval: tuple[float, float] | None = None  # 95 %
     reference: float | None = None  # what the publication says of it
     note: str = ""  # qualifies the value, or says why it has no interval
+    verdict: str = ""  # kind of the claim about the value; empty: nothing is claimed
 
     @property
     def text(self) -> str:
@@ -83,6 +86,7 @@ def results(record: RunRecord) -> list[Result]:
         found.append(_result(f"aime24_{e.policy}", accuracy, note=f"avg@{e.k} of {e.num_problems} problems"))
     metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
     metrics |= {"num_speculative_tokens": float(k), **_asynchronous_metrics(compared)}
+    metrics |= {"paired": float(run.comparison.paired)} if run.comparison is not None else {}
     return found + [_result(name, value, label="") for name, value in metrics.items()]
 
 
@@ -91,11 +95,14 @@ def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list
     compared = run.comparison
     if compared is None:
         return []
+    generation, step, claims = compared.generation, compared.step, compared.claims
+    published = (workload.generation_speedup, workload.step_speedup) if workload else (None, None)
     return [
-        _ratio("generation_speedup", compared.generation, reference=workload and workload.generation_speedup),
+        _ratio("generation_speedup", generation, claims["generation"], reference=published[0]),
         _ratio("", compared.generation_per_token, label="  the same per generated token"),
-        _ratio("step_speedup", compared.step, reference=workload and workload.step_speedup),
+        _ratio("step_speedup", step, claims["step"], reference=published[1]),
         _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
+        *([] if compared.control is None else [_ratio("control_ratio", compared.control)]),
     ]
 
 
@@ -119,6 +126,12 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
         if each.name:
             metrics |= metrics_with_ends(f"result/{each.name}", Estimate(value=each.value, ci95=each.interval))
     return metrics | certificate_metrics(record.certificate)
+
+
+def verdict_tags(record: RunRecord) -> dict[str, str]:
+    """`verdict.step` and `verdict.generation`, to filter by: faster, slower, no difference seen or not measured."""
+    comparison = summarise_arms(record.arms).comparison
+    return {} if comparison is None else {f"verdict.{name}": each.kind for name, each in comparison.claims.items()}
 
 
 def certificate_metrics(certificate: CertificateRecord) -> dict[str, float]:
@@ -147,9 +160,13 @@ def terminal_table(record: RunRecord) -> str:
     lines += [_stage_row(label, run, stage) for stage, label in STAGE_LABELS.items()]
     lines += [_stage_row("step (wall time)", run, None), "-" * _WIDTH]
     lines += [] if run.comparison else ["speedup: one arm alone gives none"]
+    if run.comparison is not None:
+        pairing = ("paired", "") if run.comparison.paired else ("unpaired", "the arms ran one after the other")
+        lines.append(_row("arms", *pairing))
     lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
     weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
     lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
+    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
     lines += ["-" * _WIDTH, *blocks] if blocks else []
     if record.numerics is not None:
         took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
@@ -167,17 +184,25 @@ def _result(
     unit: str = "x",
     reference: float | None = None,
     note: str = "",
+    verdict: str = "",
 ) -> Result:
     """A result of one of `KINDS`, or one with a `label` and a `unit` of its own."""
     estimate = value if isinstance(value, Estimate) else Estimate(value=value, ci95=None)
     if label is None:
         label, unit = KINDS[name].label, KINDS[name].unit
-    return Result(name, label, unit, estimate.value, estimate.ci95, reference, note)
+    return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
 
 
-def _ratio(name: str, ratio: Estimate, *, label: str | None = None, reference: float | None = None) -> Result:
-    note = "" if ratio.ci95 else interval(ratio)
-    return _result(name, ratio, label=label, reference=reference, note=note)
+def _ratio(
+    name: str,
+    ratio: Estimate,
+    claimed: Claim | None = None,
+    *,
+    label: str | None = None,
+    reference: float | None = None,
+) -> Result:
+    note, kind = "" if ratio.ci95 else interval(ratio), claimed.kind if claimed is not None else ""
+    return _result(name, ratio, label=label, reference=reference, note=note, verdict=kind)
 
 
 def _reward(name: str, first: float, last: float) -> Result:
@@ -188,7 +213,8 @@ def _asynchronous_results(compared: LoopComparison) -> list[Result]:
     found = []
     for arm in compared.asynchronous:
         assert arm.over_baseline is not None
-        found.append(_ratio("", arm.over_baseline, label=f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"))
+        label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
+        found.append(_ratio("", arm.over_baseline, arm.claims["baseline"], label=label))
         found.append(_reward(arm.name, arm.reward_first_quarter, arm.reward_last_quarter))
     return found
 
@@ -213,7 +239,9 @@ def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | 
 
 def _row(label: str, *cells: str) -> str:
     *inner, last = cells
-    return label.ljust(_LABEL_WIDTH) + "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner) + "  " + last
+    columns = "".join(cell.rjust(_COLUMN_WIDTH) for cell in inner)
+    too_long = max(0, len(label) - _LABEL_WIDTH)  # the space before the first column gives way to it
+    return label.ljust(_LABEL_WIDTH) + columns[too_long:] + "  " + last
 
 
 def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
@@ -225,10 +253,11 @@ def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
 
 
 def _result_row(result: Result, label: str) -> str:
-    if result.interval is None:
+    if result.interval is None and not result.verdict:
         return _row(label, result.text, result.note)
     if result.unit == "x":
-        return _row(label, result.text, f"95 % interval {result.uncertainty}")
+        ends = f"95 % interval {result.uncertainty}" if result.interval else result.uncertainty
+        return _row(label, result.text, ": ".join(filter(None, (ends, result.verdict))))
     return _row(label, result.text, f"[{result.uncertainty.replace(' to ', ', ')}]", result.note)
 
 
@@ -238,9 +267,11 @@ def _asynchronous_lines(arm: LoopArm, shown: list[Result]) -> list[str]:
     own = f", {POLICY_LABELS[arm.name]}"
     lag = f"{arm.loop}, lag at most {arm.max_off_policy_steps}, mean {arm.mean_lag:.2f}"
     in_turn, idle = speedup(arm.over_synchronous.value), f"learner idle {percent(arm.learner_idle_fraction)}"
+    kind = arm.claims["in turn"].kind
     return [
         _row(f"asynchronous, {arm.arm.value}", f"{seconds(arm.step.median)} s", lag),
-        _row("  speedup over the same arm in turn", in_turn, interval(arm.over_synchronous)),
+        _row("  speedup over the same arm in turn", in_turn, f"{interval(arm.over_synchronous)}: {kind}"),
+        _row("  control", "none", "training overlaps generation; unpaired"),
         _row("  exposed generation", f"{seconds(arm.exposed_s)} s", f"{seconds(arm.hidden_s)} s hidden"),
         _row("  engines idle", percent(arm.engine_idle_fraction), idle),
         *(_result_row(each, f"  {each.label.removesuffix(own)}") for each in shown if each.label.endswith(own)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from slipstream.drafts.length import DraftLength, described
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.report.formats import interval, percent, seconds, speedup, speedup_with_interval
+from slipstream.report.claims import said
+from slipstream.report.formats import percent, seconds, speedup, speedup_with_interval
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary
 from slipstream.types import Arm
 
@@ -19,40 +20,22 @@ _LESS_TRAINING = 0.95
 def verdict(record: RunRecord, run: RunSummary) -> str:
     """The effect of speculation on generation and step, with its uncertainty; a warning if the arms do not compare."""
     machines = {arm.arm.value: arm.machine for arm in record.arms if arm.machine}
-    said = _effect(record, run)
+    effect = _effect(record, run)
     if len(set(machines.values())) < 2:
-        return said
+        return effect
     where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
-    return f"{said} The arms ran on different hardware ({where}): their ratio is no speedup of speculation alone."
+    return f"{effect} The arms ran on different hardware ({where}): their ratio is no speedup of speculation alone."
 
 
 def _effect(record: RunRecord, run: RunSummary) -> str:
     comparison = run.comparison
     if comparison is None or run.speculative is None:
         return "Only one arm ran, so this page shows times and learning, and no speedup."
-    ratios = [speedup(comparison.generation.value), speedup(comparison.step.value)]
-    generation, step = (
-        f"{speedup(estimate.value)} ({interval(estimate, '95 % interval ')})"
-        for estimate in (comparison.generation, comparison.step)
-    )
     if run.speculative.k == 0:
-        return (
-            f"Speculation lost, so both arms ran without it ({record.tuning.reason}): "
-            f"the ratio of the arms, {generation} for generation and {step} for the step, shows the machine's noise."
-        )
+        why = f"Speculation lost, so both arms ran without it ({record.tuning.reason})"
+        return f"{why}: their ratio shows the machine's noise. {said(comparison.claims)}"
     lengths = [arm_length(arm) for arm in record.arms if arm.arm is Arm.SPECULATIVE]
-    method = f"Speculation ({record.draft.method}, k = {lengths[0]})"
-    if comparison.generation.ci95 is None:
-        return (
-            f"{method}: generation {ratios[0]}, the whole GRPO step {ratios[1]}; "
-            "but an arm with one timed step tells nothing about the noise."
-        )
-    low, high = comparison.generation.ci95
-    if low > 1:
-        return f"{method} sped rollout generation up {generation} and the whole GRPO step {step}."
-    if high < 1:
-        return f"{method} lost: it slowed rollout generation down to {generation} and the whole GRPO step to {step}."
-    return f"{method} made no difference beyond the noise: generation {generation}, the whole GRPO step {step}."
+    return f"Speculation ({record.draft.method}, k = {lengths[0]}) against none. {said(comparison.claims)}"
 
 
 def arm_length(arm: ArmRecord) -> str:
@@ -101,10 +84,10 @@ def bound_text(compared: LoopComparison) -> str:
         f"{seconds(base.step_s)} s ({percent(share)})"
     )
     measured = ""
-    if compared.speculation is not None:
+    if compared.speculation is not None and compared.claim is not None:
         ratio = speedup_with_interval(compared.speculation)
         noise = f"nothing was drafted here, so the ratio of both arms, {ratio}, shows the machine's noise"
-        measured = f"; {noise}" if drafting is None else f"; measured: {ratio}"
+        measured = f"; {noise}" if drafting is None else f". {said({'speculation': compared.claim}).removesuffix('.')}"
     most = f"at most about {speedup(1 / (1 - share))} can be had of it{measured}.{_helped(base, drafting)}"
     if share < LEARNER_BOUND:
         return (

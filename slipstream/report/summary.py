@@ -1,14 +1,15 @@
 """The figures of a run, computed once for every page, JSON and terminal: its arms in turn, and those that overlap.
 
 Times leave out the first step of each arm where there are more: it pays for first allocations and cold caches.
-Counts, rewards, lags and acceptance take all steps. Medians, spreads and ratios are of steps; parts of an asynchronous
-step are means over the timed steps, so that they add up to it.
+Counts, rewards, lags and acceptance take all steps. Medians and spreads are of steps, and ratios typical ones of a
+step. Parts of an asynchronous step are means over the timed steps, so that they add up to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from slipstream.engine.acceptance import combine
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, LagStats, Overlap, StepRecord
+from slipstream.report.claims import Claim, claim
 from slipstream.statistics import Estimate, Spread, amdahl, ratio, spread
 from slipstream.types import STAGES, Arm
 
@@ -61,7 +63,14 @@ class Comparison:
     step: Estimate
     generation_per_token: Estimate  # the arms' responses differ in length once their policies differ
     step_bound: float  # if drafting and verifying were free: generation shrinks by the whole acceptance length
+    control: Estimate | None  # the same ratio of what speculation cannot change; None: that took no time
     paired: bool
+
+    @property
+    def claims(self) -> dict[str, Claim]:
+        """Verdicts on the step and on its generation, by their names."""
+        ratios = {"step": self.step, "generation": self.generation}
+        return {name: claim(ratio, self.control, paired=self.paired) for name, ratio in ratios.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +142,14 @@ class LoopArm:
         return self.over_synchronous is None
 
     @property
+    def claims(self) -> dict[str, Claim]:
+        """Verdicts on an asynchronous step against the baseline's and the same arm's in turn, which ran before it."""
+        ratios = {"baseline": self.over_baseline, "in turn": self.over_synchronous}
+        return {
+            name: claim(ratio, None, paired=False, overlaps=True) for name, ratio in ratios.items() if ratio is not None
+        }
+
+    @property
     def exposed_s(self) -> float:
         """Seconds that training waited for rollouts, mean of a step."""
         return self.stages_s["generation"]
@@ -155,6 +172,13 @@ class LoopComparison:
 
     arms: tuple[LoopArm, ...]
     speculation: Estimate | None  # asynchronous: the autoregressive step over the speculative one; None: an arm lacks
+    paired: bool  # the arms of `speculation`
+
+    @property
+    def claim(self) -> Claim | None:
+        """The verdict on `speculation`, which has no control."""
+        found = self.speculation
+        return None if found is None else claim(found, None, paired=self.paired, overlaps=True)
 
     @property
     def asynchronous(self) -> tuple[LoopArm, ...]:
@@ -219,10 +243,11 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
         return None
     arms = [_summarise_loop(arm, base, None) for arm in synchronous.values()]
     arms += [_summarise_loop(arm, base, synchronous[arm.arm]) for arm in asynchronous]
-    by_arm = {arm.arm: arm for arm in asynchronous}
+    both = sorted(asynchronous, key=lambda arm: arm.arm is Arm.SPECULATIVE)
     return LoopComparison(
         arms=tuple(arms),
-        speculation=_ratio(by_arm[Arm.AUTOREGRESSIVE], by_arm[Arm.SPECULATIVE]) if len(by_arm) == 2 else None,
+        speculation=timed_ratio(both[0], both[1]) if len(both) == 2 else None,
+        paired=len(both) == 2 and are_paired(*both),
     )
 
 
@@ -276,6 +301,9 @@ def summarise(record: RunRecord) -> dict[str, Any]:
             "generation": estimate_json(comparison.generation if comparison else None),
             "step": estimate_json(comparison.step if comparison else None),
         },
+        "verdict": {name: each.as_json() for name, each in comparison.claims.items()} if comparison else {},
+        "control": estimate_json(comparison.control if comparison else None),
+        "paired": comparison.paired if comparison else None,
         "acceptance": {
             "k": run.speculative.k if run.speculative else 0,
             "mean_acceptance_length": acceptance.mean_acceptance_length if acceptance else 1.0,
@@ -301,26 +329,51 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
 
 def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
     return Comparison(
-        generation=_ratio(base, spec, lambda step: step.times.generation_s),
-        step=_ratio(base, spec),
-        generation_per_token=_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
+        generation=timed_ratio(base, spec, lambda step: step.times.generation_s),
+        step=timed_ratio(base, spec),
+        generation_per_token=timed_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
         step_bound=amdahl(
             summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
         ),
-        paired=_is_paired(base, spec),
+        control=timed_ratio(base, spec, control_s) if has_control(base, spec) else None,
+        paired=are_paired(base, spec),
     )
 
 
-def _is_paired(base: ArmRecord, other: ArmRecord) -> bool:
-    return [step.step for step in base.timed_steps] == [step.step for step in other.timed_steps]
+def are_paired(base: ArmRecord, other: ArmRecord) -> bool:
+    """Return True if the arms took the same timed steps in turn, equally many a turn."""
+    same = [step.step for step in base.timed_steps] == [step.step for step in other.timed_steps]
+    return same and base.steps_a_turn == other.steps_a_turn > 0
 
 
-def _ratio(
+def control_s(step: StepRecord) -> float:
+    """Seconds of what speculation cannot change: log-probabilities, and training without that of the draft."""
+    draft_s = step.draft_update.elapsed_s if step.draft_update is not None else 0.0
+    return step.times.logprob_s + step.times.train_s - draft_s
+
+
+def has_control(*arms: ArmRecord) -> bool:
+    """Return True if what speculation cannot change took time in every timed step, and nothing overlapped it."""
+    return all(control_s(step) > 0 and step.overlap is None for arm in arms for step in arm.timed_steps)
+
+
+def timed_values(
+    base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float]
+) -> tuple[list[float], list[float]]:
+    """The timed steps' `value` in both arms; of paired ones that took several steps a turn, its mean in each turn."""
+    size = base.steps_a_turn if are_paired(base, other) else 1
+    first, second = (
+        [float(np.mean([*map(value, turn)])) for _, turn in groupby(arm.timed_steps, lambda step: step.step // size)]
+        for arm in (base, other)
+    )
+    return first, second
+
+
+def timed_ratio(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float] = lambda step: step.times.step_s
 ) -> Estimate:
     """The typical ratio of `base` to `other`; of the whole step where no `value` is named."""
-    values = [[value(step) for step in arm.timed_steps] for arm in (base, other)]
-    return ratio(*values, paired=_is_paired(base, other))
+    return ratio(*timed_values(base, other, value), paired=are_paired(base, other))
 
 
 def _seconds(times: Spread) -> dict[str, float]:
@@ -355,8 +408,8 @@ def _summarise_loop(arm: ArmRecord, base: ArmRecord, synchronous: ArmRecord | No
         max_off_policy_steps=arm.max_off_policy_steps,
         num_speculative_tokens=arm.num_speculative_tokens,
         step=own.step,
-        over_baseline=None if arm is base else _ratio(base, arm),
-        over_synchronous=None if synchronous is None else _ratio(synchronous, arm),
+        over_baseline=None if arm is base else timed_ratio(base, arm),
+        over_synchronous=None if synchronous is None else timed_ratio(synchronous, arm),
         stages_s={stage: float(np.mean([step.times.by_stage()[stage] for step in steps])) for stage in STAGES},
         step_s=total_s / len(steps),
         hidden_s=float(np.mean([overlap.hidden_s for overlap in overlaps])) if overlaps else 0.0,

@@ -97,13 +97,13 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
     """The ratios of the two arms, with their intervals."""
-    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval")}
+    groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval", "verdict")}
     if workload is not None:
         groups[reference.label] = ("ratio",)
     rows = []
     for each in speedups(run, workload):
         quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
-        rows.append(Row(each.label.strip(), (each.text, each.uncertainty, *quoted)))
+        rows.append(Row(each.label.strip(), (each.text, each.uncertainty, each.verdict, *quoted)))
     return build_table("of both arms", groups, rows, quoted=reference.label)
 
 

@@ -23,7 +23,7 @@ from slipstream.recipe import Recipe
 from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import CertificateRecord
 from slipstream.report.drift import DTYPE_TAG, HARDWARE_TAG, drift_metrics, drift_tags, hardware
-from slipstream.report.results import certificate_metrics, description, result_metrics
+from slipstream.report.results import certificate_metrics, description, result_metrics, verdict_tags
 from slipstream.stages.context import RunContext
 from slipstream.tracking import EXECUTION, GPUS_TAG, KIND_TAG, PART, RunStatus, Tracker, has_ended, spent
 from slipstream.types import Arm, Dtype
@@ -214,6 +214,7 @@ def _log_results(tracker: Tracker, context: RunContext, record: RunRecord) -> No
             "k": k,
             "losslessness": record.certificate.verdict,
             HARDWARE_TAG: hardware(record),
+            **verdict_tags(record),
             **({} if record.numerics is None else {DTYPE_TAG: record.numerics.dtype}),
             NOTE: description(record, execution_url=execution_url()),
         }

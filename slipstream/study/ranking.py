@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
-from slipstream.report.summary import last_quarter, pooled_acceptance
-from slipstream.statistics import Estimate, difference, grouped_ratio, ratio
+from slipstream.report.summary import are_paired, control_s, has_control, last_quarter, pooled_acceptance, timed_ratio
+from slipstream.statistics import Estimate, difference, grouped_ratio
 from slipstream.study.variants import Setting, Study, Variant
 
 
@@ -36,6 +37,8 @@ class Outcome:
     num_steps: int
     generation: Estimate  # autoregressive seconds over the variant's
     step: Estimate  # the same of whole steps, training of the draft included
+    control: Estimate | None  # the same of what speculation cannot change; None: that took no time, or is hidden
+    paired: bool  # both arms took their steps in turn
     reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
     mean_acceptance_length: float  # bonus token included
     ends: tuple[float, float]  # the same over the first quarter of the steps and over the last
@@ -61,14 +64,17 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One setting over its seeds. Intervals are over seeds and steps, with one seed over steps alone."""
+    """One setting over its seeds. Intervals are over seeds, with one seed over its steps."""
 
     rank: int  # from 1, within its workload
     setting: Setting
     outcomes: tuple[Outcome, ...]  # by seed
     generation: Estimate
     step: Estimate
+    control: Estimate | None
+    paired: bool
     behind: Estimate | None  # step time over the first's of its workload; None: it is that, or no seed is common
+    behind_control: Estimate | None = None  # the same of what speculation cannot change
     reward_difference: Estimate
     mean_acceptance_length: float  # mean over the seeds
 
@@ -76,6 +82,11 @@ class Row:
     def lengths(self) -> tuple[int, ...]:
         """Draft tokens an iteration by seed; where they are tuned they may differ."""
         return tuple(outcome.num_speculative_tokens for outcome in self.outcomes)
+
+    @property
+    def claim(self) -> Claim:
+        """The verdict on its step against the autoregressive one."""
+        return claim(self.step, self.control, paired=self.paired)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +126,15 @@ def rank(
     rows: list[Row] = []
     for workload in dict.fromkeys(setting.workload for setting in by_setting):
         own = [_row(*each) for each in by_setting.items() if each[0].workload is workload]
-        own.sort(key=lambda row: (-row.step.value, row.setting.name))
+        own.sort(key=lambda row: (*_standing(row), row.setting.name))
         first = by_setting[own[0].setting]
         for number, row in enumerate(own, start=1):
             arms = by_setting[row.setting]
             common = [Trained(baseline=arms[s].arm, arm=first[s].arm) for s in sorted(arms.keys() & first.keys())]
             # Groups of a bake-off had autoregressive arms of their own, so that their steps are not compared directly.
-            behind = _speedup(common, _step_s) if number > 1 and common and study is Study.ABLATION else None
-            rows.append(replace(row, rank=number, behind=behind))
+            if number > 1 and common and study is Study.ABLATION:
+                row = replace(row, behind=_speedup(common, _step_s), behind_control=_control(common))
+            rows.append(replace(row, rank=number))
     failures = tuple(Failure(variant=each, reason=why) for each, why in ended.items() if isinstance(why, str))
     return StudyRecord(
         study=study, execution=execution, recipe=recipe, rows=tuple(rows), failures=failures, dtype=dtype
@@ -133,28 +145,27 @@ def verdict(row: Row) -> str:
     """Say if the setting is faster than no speculation, and if another one is better than it."""
     if not any(row.lengths):
         return "speculation lost in tuning"
-    if row.step.ci95 is None:
-        return "one timed step, no interval"
-    if loses(row):
-        return "LOSES to autoregressive"
-    if row.step.ci95[0] <= 1:
-        return "no gain beyond the noise"
-    if row.behind is None or row.behind.ci95 is None:
-        return "faster"
-    return "faster, as the first" if row.behind.ci95[0] <= 1 else "faster, behind the first"
+    kind = row.claim.kind
+    if kind is not ClaimKind.FASTER or row.behind is None:
+        return kind
+    first = claim(row.behind, row.behind_control, paired=row.paired).kind
+    if first is ClaimKind.NOT_MEASURED:
+        return kind
+    return f"{kind}, {'behind' if first is ClaimKind.FASTER else 'as'} the first"
 
 
 def loses(row: Row) -> bool:
-    """Return True if the step is slower than without speculation, beyond the noise."""
-    return row.step.ci95 is not None and row.step.ci95[1] < 1
+    """Return True if the step is slower than without speculation."""
+    return row.claim.kind is ClaimKind.SLOWER
 
 
 def equals_first(row: Row, first: Row) -> bool:
-    """Return True if a faster setting is not told apart from the first of its workload."""
+    """Return True if a measured setting is not told apart from the first of its workload."""
     if row.behind is not None:
         return verdict(row) == "faster, as the first"
-    low = first.step.ci95[0] if first.step.ci95 else first.step.value
-    return row.step.ci95 is not None and row.step.ci95[1] >= low
+    if row.claim.kind is ClaimKind.NOT_MEASURED or row.step.ci95 is None or first.step.ci95 is None:
+        return False
+    return row.step.ci95[1] >= first.step.ci95[0]
 
 
 def result_metrics(record: StudyRecord) -> dict[str, float]:
@@ -163,7 +174,7 @@ def result_metrics(record: StudyRecord) -> dict[str, float]:
     metrics = {f"result/{counts[0]}": float(len(record.rows)), f"result/{counts[1]}": float(len(record.failures))}
     for row in record.rows:
         metrics |= _metrics(row, f"_{row.setting.name.replace('-', '_')}")
-    return metrics | (_metrics(max(record.rows, key=lambda row: row.step.value)) if record.rows else {})
+    return metrics | (_metrics(min(record.rows, key=_standing)) if record.rows else {})
 
 
 def outcome_metrics(outcome: Outcome) -> dict[str, float]:
@@ -176,8 +187,14 @@ def _metrics(found: Row | Outcome, suffix: str = "") -> dict[str, float]:
         f"result/mean_acceptance_length{suffix}": found.mean_acceptance_length,
         **metrics_with_ends(f"result/generation_speedup{suffix}", found.generation),
         **metrics_with_ends(f"result/step_speedup{suffix}", found.step),
+        **({} if found.control is None else metrics_with_ends(f"result/control_ratio{suffix}", found.control)),
         **metrics_with_ends(f"result/reward_difference{suffix}", found.reward_difference),
     }
+
+
+def _standing(row: Row) -> tuple[bool, float]:
+    """Sorts rows that were measured before the others, and the faster step before the slower one."""
+    return row.claim.kind is ClaimKind.NOT_MEASURED, -row.step.value
 
 
 def _row(setting: Setting, trained: Mapping[int, Trained]) -> Row:
@@ -209,18 +226,19 @@ def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
     return {
         "generation": _speedup(trained, lambda step: step.times.generation_s),
         "step": _speedup(trained, _step_s),
+        "control": _control(trained),
+        "paired": all(are_paired(each.baseline, each.arm) for each in trained),
         "reward_difference": _reward_difference(trained),
         "mean_acceptance_length": float(np.mean([_acceptance_length(each.arm.steps) for each in trained])),
     }
 
 
 def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
-    return grouped_ratio([_ratio(each, seconds) for each in trained])
+    return grouped_ratio([timed_ratio(each.baseline, each.arm, seconds) for each in trained])
 
 
-def _ratio(trained: Trained, seconds: Callable[[StepRecord], float]) -> Estimate:
-    base, own = ([*map(seconds, arm.timed_steps)] for arm in (trained.baseline, trained.arm))
-    return ratio(base, own, paired=len(base) == len(own))
+def _control(trained: Sequence[Trained]) -> Estimate | None:
+    return _speedup(trained, control_s) if all(has_control(each.baseline, each.arm) for each in trained) else None
 
 
 def _step_s(step: StepRecord) -> float:

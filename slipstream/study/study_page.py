@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,10 @@ from matplotlib.axes import Axes
 
 from slipstream.records.files import write_atomic, write_record
 from slipstream.report.canvas import ARM_COLOURS, INK, LOSS, draw_svg
+from slipstream.report.claims import ClaimKind
 from slipstream.report.formats import (
     WORKLOAD_LABELS,
     difference_with_interval,
-    interval,
     render,
     speedup,
     speedup_with_interval,
@@ -42,6 +43,7 @@ _PUBLISHED = {
 }
 """Published draft of each drafter's kind: general prompts were UltraChat and Magpie, the task's DAPO."""
 _ROW_HEIGHT_IN = 0.34
+_WIDTH = 120  # of notes in a terminal
 
 Cell = Callable[[StudyRecord, Row], str]
 
@@ -97,6 +99,7 @@ COLUMNS: dict[str, Cell] = {
     "step speedup": lambda _, row: speedup_with_interval(row.step),
     "generation speedup": lambda _, row: speedup_with_interval(row.generation),
     "step time / first": lambda _, row: "-" if row.behind is None else speedup_with_interval(row.behind),
+    "control": lambda _, row: "-" if row.control is None else speedup_with_interval(row.control),
     "reward - AR": lambda _, row: difference_with_interval(row.reward_difference),
     "acceptance length": lambda _, row: f"{row.mean_acceptance_length:.2f}",
     "AL": lambda _, row: f"{row.mean_acceptance_length:.2f}",
@@ -108,13 +111,14 @@ COLUMNS: dict[str, Cell] = {
     "paper: generation speedup": _published(lambda draft: speedup(draft.generation_speedup)),
     "verdict": lambda _, row: verdict(row),
 }
-_RANKED = ("rank", "setting", "k", "seeds", "step speedup", "generation speedup", "step time / first", "reward - AR")
+_RANKED = ("rank", "setting", "k", "seeds", "step speedup", "generation speedup", "control")
 TABLES: dict[Study, tuple[tuple[str, ...], ...]] = {
-    Study.ABLATION: ((*_RANKED, "acceptance length", "verdict"),),
+    Study.ABLATION: ((*_RANKED, "step time / first", "reward - AR", "acceptance length", "verdict"),),
     Study.BAKE_OFF: (  # each fits a terminal
         ("drafter", "AL", "generation speedup", "step speedup", "verdict"),
-        ("drafter", "pretraining", "repaid after", "training a step", "reward - AR"),
-        ("drafter", "AL, first to last", "paper: acceptance length", "paper: generation speedup"),
+        ("drafter", "control", "reward - AR", "training a step"),
+        ("drafter", "pretraining", "repaid after", "AL, first to last"),
+        ("drafter", "paper: acceptance length", "paper: generation speedup"),
     ),
 }
 """Headings of the tables. AL is the acceptance length; what was published stands in columns of its own."""
@@ -132,7 +136,19 @@ def study_text(record: StudyRecord) -> str:
         for headings in (TABLES[record.study] if record.rows else ())
     ]
     failures = "\n".join(f"{failure.variant.name} FAILED: {failure.reason}" for failure in record.failures)
-    return "\n\n".join(filter(None, [*tables, failures]))
+    return "\n\n".join(
+        filter(None, [*tables, "\n".join(textwrap.fill(note, _WIDTH) for note in notes(record)), failures])
+    )
+
+
+def notes(record: StudyRecord) -> list[str]:
+    """What qualifies the verdicts, each with the rows that it is about."""
+    about: dict[str, list[str]] = {}
+    for row in record.rows:
+        for note in row.claim.notes:
+            about.setdefault(note, []).append(label(record, row.setting))
+    rows = {note: "all" if len(names) == len(record.rows) else "; ".join(names) for note, names in about.items()}
+    return [f"{names}: {note}" for note, names in rows.items()]
 
 
 def answers(record: StudyRecord) -> list[str]:
@@ -141,16 +157,17 @@ def answers(record: StudyRecord) -> list[str]:
     for first in (row for row in record.rows if row.rank == 1):
         workload, name = first.setting.workload, label(record, first.setting)
         start = f"{WORKLOAD_LABELS[workload.value]}: "
-        if first.step.ci95 is not None and first.step.ci95[0] <= 1:
-            sentences.append(f"{start}no draft makes a step faster beyond the noise; the best is {name}.")
+        claimed = first.claim
+        if claimed.kind is not ClaimKind.FASTER:
+            found = (
+                "draft was measured" if claimed.kind is ClaimKind.NOT_MEASURED else "measured draft makes a step faster"
+            )
+            sentences.append(f"{start}no {found}; the best is {name}. {claimed.sentence}")
             continue
         others = [row for row in record.rows if row.setting.workload is workload and row.rank > 1]
         equal = [label(record, row.setting) for row in others if equals_first(row, first)]
         tie = f" Not told apart from it by these steps: {'; '.join(equal)}." if equal else ""
-        sentences.append(
-            f"{start}{name} has the shortest step: {speedup(first.step.value)} ({interval(first.step)}) the "
-            f"autoregressive arm's speed, generation {speedup(first.generation.value)}.{tie}"
-        )
+        sentences.append(f"{start}{name} has the shortest step. {claimed.sentence}{tie}")
     return sentences or ["No variant came to a result."]
 
 
@@ -175,6 +192,7 @@ def _page(record: StudyRecord, svg: str) -> str:
         tables=TABLES[record.study],
         cells=partial(cells, record),
         loses=loses,
+        notes=notes(record),
         paper_label=read_reference().label,
         figure=Markup(svg),
     )

@@ -65,8 +65,8 @@ def test_the_server_and_its_file_say_the_same_of_the_executions(tracked_runs: Se
 def test_the_page_of_compare_answers_in_a_browser(tracked_runs: Served, tmp_path: Path) -> None:
     path = write_comparison(read_executions(tracked_runs.address), tmp_path / "page.html", uri=tracked_runs.address)
     page = unescape(_browse(path.as_uri(), tmp_path / "compare.png"))
-    assert page.count("the speculative arm was faster (k = 2): generation 2.00x (2.00 to 3.00), step 1.60x") == 2
-    assert page.count("reward +0.000, no interval") == 2
+    assert page.count("k = 2. Step: faster (1.60x, 95 % interval 1.60 to 2.20). Generation: faster (2.00x") == 2
+    assert page.count("Reward +0.000, no interval") == 2
     assert "<tr><th>grpo.seed</th><td>2</td><td>1</td></tr>" in page
 
 

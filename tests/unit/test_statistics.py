@@ -129,7 +129,8 @@ def test_there_is_no_interval_below_five_steps(paired: bool) -> None:
     assert MIN_STEPS == 5
     assert ratio(times, times[::-1], paired=paired).ci95 is not None
     for num in (1, 2, 3, 4):
-        assert ratio([3.0] * num, [2.0] * num, paired=paired) == Estimate(value=pytest.approx(1.5), ci95=None)
+        found = ratio([3.0] * num, [2.0] * num, paired=paired)
+        assert (found.value, found.ci95) == (pytest.approx(1.5), None)
 
 
 def test_steps_of_no_time_have_a_ratio_without_an_interval() -> None:
@@ -195,7 +196,7 @@ def test_several_groups_have_the_t_interval_of_their_logarithms() -> None:
 def test_one_group_keeps_its_interval_and_one_without_leaves_none() -> None:
     one, none = Estimate(value=1.5, ci95=(1.2, 1.9)), Estimate(value=6.0, ci95=None)
     assert grouped_ratio([one]) == one
-    assert grouped_ratio([one, none]) == Estimate(value=pytest.approx(3.0), ci95=None)
+    assert (grouped_ratio([one, none]).value, grouped_ratio([one, none]).ci95) == (pytest.approx(3.0), None)
     assert grouped_ratio([none, Estimate(value=0.0, ci95=None)]) == Estimate(value=0.0, ci95=None)
     with pytest.raises(ValueError, match="at least one observation"):
         grouped_ratio([])

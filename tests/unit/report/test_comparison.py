@@ -36,6 +36,7 @@ def changed(**metrics: float) -> Execution:
 def test_a_row_holds_speedups_rewards_and_cost() -> None:
     speedups = ["2.00x [2.00, 3.00]", "1.60x [1.60, 2.20]", "-", "-"]
     rewards = ["0.500", "0.500", "+0.010", "0.300", "0.310"]
+    speedups.insert(2, "1.00x [1.00, 1.00]")
     assert cells(DONE) == [
         *("tiny-1", "2023-11-14 22:13", "finished", "2"),
         *(*speedups, *rewards, "2.20", "yes", "1.25", "40.0"),
@@ -44,8 +45,9 @@ def test_a_row_holds_speedups_rewards_and_cost() -> None:
 
 def test_the_answer_is_which_arm_how_much_and_whether_the_reward_is_the_same() -> None:
     assert answer(DONE) == (
-        "the speculative arm was faster (k = 2): generation 2.00x (2.00 to 3.00), step 1.60x (1.60 to 2.20); "
-        "same reward within the noise (+0.010, -0.020 to +0.040), lossless."
+        "k = 2. Step: faster (1.60x, 95 % interval 1.60 to 2.20). Generation: faster (2.00x, 95 % interval 2.00 to "
+        "3.00). Unpaired: the arms ran one after the other. No difference of rewards seen (+0.010, -0.020 to +0.040), "
+        "lossless."
     )
 
 
@@ -55,16 +57,21 @@ def test_an_execution_with_both_loops_says_what_the_asynchronous_one_did_to_each
         ", lossless; asynchronous step against the same arm in turn: autoregressive 2.00x (2.00 to 2.75), "
         "speculative 2.00x (2.00 to 2.00)."
     )
-    assert cells(both)[5:8] == ["1.60x [1.60, 2.20]", "2.00x [2.00, 2.75]", "2.00x [2.00, 2.00]"]
+    assert cells(both)[5:9:3] == ["1.60x [1.60, 2.20]", "2.00x [2.00, 2.00]"]
+    assert cells(both)[6:8] == ["1.00x [1.00, 1.00]", "2.00x [2.00, 2.75]"]
 
 
 def test_the_answer_says_what_is_wrong() -> None:
     lost = changed(generation_speedup=0.8, generation_speedup_low=0.7, generation_speedup_high=0.9)
-    assert answer(lost).startswith("the speculative arm was slower")
-    assert answer(changed(generation_speedup_low=0.9)).startswith("no difference beyond the noise")
+    assert "Generation: slower (0.80x, 95 % interval 0.70 to 0.90)." in answer(lost)
+    assert "Step: faster (1.60x," in answer(lost)
+    assert "Generation: no difference seen; a difference of" in answer(changed(generation_speedup_low=0.9))
+    assert answer(changed(control_ratio=0.4)).startswith("k = 2. Step and generation: not measured. The control,")
+    before = {name: value for name, value in DONE.metrics.items() if "control" not in name}
+    assert "not measured. There is no control" in answer(replace(DONE, metrics=before))
     assert "ANOTHER reward (+0.010, +0.005 to +0.040)" in answer(changed(reward_difference_low=0.005))
     assert "NOT shown to be lossless" in answer(changed(lossless=0.0))
-    assert cells(changed(lossless=0.0))[14] == "NO"
+    assert cells(changed(lossless=0.0))[15] == "NO"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_the_answer_says_what_is_wrong() -> None:
 )
 def test_an_execution_without_a_speedup_says_why(execution: Execution, said: str) -> None:
     assert answer(execution).startswith(said)
-    assert cells(replace(RUNNING))[4:] == ["-"] * 13
+    assert cells(replace(RUNNING))[4:] == ["-"] * 14
 
 
 def test_what_is_not_the_same_is_listed_and_what_is_the_same_is_not() -> None:

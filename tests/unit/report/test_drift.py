@@ -30,12 +30,23 @@ PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 
 
 def subject(**results: float) -> Subject:
     return Subject(
-        execution="now", workload="rl_zero", hardware="2 cores", dtype="float32", params=PARAMS, results=results
+        execution="now",
+        workload="rl_zero",
+        hardware="2 cores",
+        dtype="float32",
+        params=PARAMS,
+        results=measured(results),
     )
 
 
 def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
     return with_results(name, results, seed=seed)
+
+
+def measured(results: Mapping[str, float]) -> dict[str, float]:
+    """The results with an interval of each speedup and a control, without which a speedup is not judged."""
+    ends = {f"{name}_{end}": value for name, value in results.items() if "speedup" in name for end in ("low", "high")}
+    return {**results, **ends, "control_ratio": 1.0}
 
 
 def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
@@ -45,7 +56,7 @@ def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> E
         experiment="tiny",
         status="FINISHED",
         start_ms=0,
-        metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in results.items()}},
+        metrics={"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}},
         params={**PARAMS, "grpo.seed": str(seed), "k": "3"},
         tags={"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"},
     )
@@ -201,6 +212,24 @@ def test_repetitions_with_other_seeds_count_once_and_with_the_same_seed_each() -
     many = [execution(f"seed-{i}", seed=i) for i in range(1, 9)]
     assert comparable(subject(), many + own[:4], CONFIG) == [*many, own[0]]
     assert comparable(subject(), many + own, CONFIG) == own
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "is_judged"),
+    [({"control_ratio": 0.89}, False), ({"control_ratio": 0.91}, True)],
+)
+def test_a_speedup_without_a_verdict_is_not_judged_and_judges_none(spoilt: dict[str, float], is_judged: bool) -> None:
+    own = subject(step_speedup=9.0, reward_speculative=0.5)
+    earlier = [execution(str(i), step_speedup=1.5 + i / 100, reward_speculative=0.5) for i in range(5)]
+    drift = find_drift(replace(own, results={**own.results, **spoilt}), earlier, CONFIG)
+    kinds = {finding.name: finding.verdict for finding in drift.findings}
+    assert kinds == {"step_speedup": "above" if is_judged else "not measured", "reward_speculative": "within"}
+    assert ("Not measured: step speedup." in drift.summary) is not is_judged
+    bad = [
+        replace(each, metrics={**each.metrics, **{f"result/{name}": value for name, value in spoilt.items()}})
+        for each in earlier
+    ]
+    assert [each.num_executions for each in find_drift(own, bad, CONFIG).findings] == [5 if is_judged else 0, 5]
 
 
 def test_what_drifted_is_named_with_its_value_and_band() -> None:

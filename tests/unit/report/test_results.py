@@ -30,6 +30,10 @@ def test_the_metrics_are_those_worked_by_hand() -> None:
             "result/tokens_per_s_speculative": 300 / 9,
             "result/reward_autoregressive": 0.5,
             "result/reward_speculative": 0.5,
+            "result/paired": 0.0,
+            "result/control_ratio": 1.0,  # 0.5 s of log-probabilities and 1.2 of training in both arms
+            "result/control_ratio_low": 1.0,
+            "result/control_ratio_high": 1.0,
             "result/generation_speedup": 2.0,
             "result/generation_speedup_low": 2.0,
             "result/generation_speedup_high": 3.0,
@@ -78,7 +82,7 @@ def test_any_verdict_but_lossless_is_zero(verdict: str) -> None:
 
 def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
     text = description(RECORD, execution_url="https://flyte/console/x")
-    assert text.startswith("Speculation (eagle3, k = 2) sped rollout generation up 2.00x (95 % interval 2.00 to 3.00)")
+    assert text.startswith("Speculation (eagle3, k = 2) against none. Step: faster (1.60x, 95 % interval 1.60 to 2.20)")
     assert "| generation speedup | 2.00x | 2.00 to 3.00 |" in text.splitlines()
     assert "| reward, speculative - autoregressive | +0.000 | one step, no interval |" in text.splitlines()
     assert "| AIME-2024-like, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()

@@ -1,0 +1,118 @@
+"""Words for a measured ratio of times: faster, slower, no difference seen, or not measured.
+
+Headline, tables, JSON, tags, `compare`, the ranking of a study and the drift gate all call `claim`, each about an
+interval of its own. A ratio is the baseline's seconds over the candidate's, so above 1 the candidate is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slipstream.report.formats import estimate_of, interval, percent, speedup
+from slipstream.statistics import Estimate
+
+CONTROL_WARNS = (0.95, 1.05)
+"""A control outside of these is a warning."""
+CONTROL_HOLDS = (0.9, 1.1)
+"""A control outside of these leaves a ratio without a verdict."""
+UNPAIRED = "Unpaired: the arms ran one after the other."
+NO_CONTROL = "No control: training overlaps generation."
+
+
+class ClaimKind(StrEnum):
+    """A verdict on a ratio of times."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no difference seen"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A verdict on one ratio, and what qualifies it."""
+
+    kind: ClaimKind
+    finding: str  # the kind in words, with its figures
+    notes: tuple[str, ...]  # sentences: the reasons why nothing was measured with what to do, and the warnings
+
+    @property
+    def sentence(self) -> str:
+        """The whole of it."""
+        return " ".join([f"{self.finding[0].upper()}{self.finding[1:]}.", *self.notes])
+
+    def as_json(self) -> dict[str, str]:
+        """Content of `report.json` about it."""
+        return {"kind": self.kind.value, "sentence": self.sentence}
+
+
+def claim(ratio: Estimate, control: Estimate | None, *, paired: bool, overlaps: bool = False) -> Claim:
+    """Say if the candidate is faster or slower than the baseline, or that this was not seen, or not measured.
+
+    Args:
+        control: the ratio of work that is the same in both arms; None: it is not known.
+        paired: the arms took the same steps in turn.
+        overlaps: training overlaps generation, so that there is no control; `control` is ignored.
+    """
+    warnings = [] if paired else [UNPAIRED]
+    if overlaps:
+        control = None
+        warnings.append(NO_CONTROL)
+    if missing := _missing(ratio, control, overlaps=overlaps):
+        return Claim(kind=ClaimKind.NOT_MEASURED, finding="not measured", notes=(*missing, *warnings))
+    assert ratio.ci95 is not None
+    if control is not None and not _within(control.value, CONTROL_WARNS):
+        warnings.append(f"Control {_with_interval(control)} lies outside {_band(CONTROL_WARNS)}.")
+    low, high = ratio.ci95
+    kind = ClaimKind.FASTER if low > 1 else ClaimKind.SLOWER if high < 1 else ClaimKind.NO_DIFFERENCE
+    seen = f"; a difference of {percent((high - low) / 2)} or more would have been seen"
+    figures = f"{speedup(ratio.value)}, {interval(ratio, '95 % interval ')}"
+    finding = f"{kind}{seen if kind is ClaimKind.NO_DIFFERENCE else ''} ({figures})"
+    return Claim(kind=kind, finding=finding, notes=tuple(warnings))
+
+
+def said(claims: Mapping[str, Claim]) -> str:
+    """The findings by what they are about, each in a sentence; notes that they share stand once, behind."""
+    about: dict[str, list[str]] = {}
+    for name, each in claims.items():
+        about.setdefault(each.finding, []).append(name)
+    findings = [f"{' and '.join(names).capitalize()}: {finding}." for finding, names in about.items()]
+    return " ".join([*findings, *dict.fromkeys(note for each in claims.values() for note in each.notes)])
+
+
+def recorded(metrics: Mapping[str, float], name: str) -> Claim | None:
+    """The claim about the result `name` from an execution's metrics; None where it has no such result."""
+    ratio = estimate_of(metrics, name)
+    if ratio is None:
+        return None
+    control, paired = estimate_of(metrics, "control_ratio"), metrics.get("result/paired") == 1
+    return claim(ratio, control, paired=paired, overlaps=name.startswith("asynchronous"))
+
+
+def _missing(ratio: Estimate, control: Estimate | None, *, overlaps: bool) -> list[str]:
+    """The reasons why the ratio says nothing, with what to do."""
+    reasons = []
+    if control is None and not overlaps:
+        reasons.append("There is no control that shows if the machine was as fast for both arms: run again.")
+    if control is not None and not _within(control.value, CONTROL_HOLDS):
+        reasons.append(
+            f"The control, the same work in both arms, was {_with_interval(control)}, outside {_band(CONTROL_HOLDS)}: "
+            "run again on a quiet machine, with the arms in turn."
+        )
+    if ratio.ci95 is None:
+        reasons.append("Too few timed steps for an interval: run more steps.")
+    return reasons
+
+
+def _within(value: float, band: tuple[float, float]) -> bool:
+    return band[0] <= value <= band[1]
+
+
+def _band(band: tuple[float, float]) -> str:
+    return f"{band[0]} to {band[1]}"
+
+
+def _with_interval(estimate: Estimate) -> str:
+    return f"{speedup(estimate.value)} ({interval(estimate, '95 % interval ')})"
