@@ -92,7 +92,8 @@ def test_rows_are_ranked_by_the_step_and_paired_by_seed() -> None:
     assert first.step.value == pytest.approx(2.0)
     assert first.step.ci95 == pytest.approx((2.0, 2.0))  # 8 / 4 and 16 / 8: without pairing 16 / 4 would be in it
     assert first.generation.value == pytest.approx((3 * 14 / 6) ** 0.5)  # geometric mean of 6 / 2 and 14 / 6
-    assert first.generation.ci95 == pytest.approx((14 / 6, 3.0))  # the two seeds: each is drawn twice now and then
+    reach = (9 / 7) ** (12.7062047 / 2)  # half of log(3) - log(14 / 6) is the standard error; t(1) = 12.706
+    assert first.generation.ci95 == pytest.approx((7**0.5 / reach, 7**0.5 * reach))
     assert first.behind is None
     assert first.reward_difference.value == pytest.approx(0.0)  # +0.25 and -0.25
     assert first.mean_acceptance_length == pytest.approx(2.6)  # 1 + 2 x 0.8
@@ -224,7 +225,7 @@ def test_steps_in_turn_are_paired_and_leave_out_the_warm_up() -> None:
     (outcome,) = first.outcomes
     assert first.step.value == pytest.approx(2.0)
     assert first.step.ci95 == pytest.approx((2.0, 2.0))  # without pairing 16 / 4 would be in it
-    assert first.generation.value == pytest.approx(6 / 1.75)
+    assert first.generation.value == pytest.approx((6 / 1.75) ** 0.8 * (14 / 5.75) ** 0.2)
     assert outcome.ends == (1.2, 1.8)
     assert first.mean_acceptance_length == pytest.approx(1.5)
     assert [row.setting for row in (first, last)] == [ONLINE.setting, NGRAM.setting]
@@ -310,5 +311,5 @@ def test_metrics_carry_every_setting_and_the_best() -> None:
     drafters = result_metrics(BAKE_OFF)
     check_metrics(drafters, 0)
     assert drafters["result/step_speedup"] == drafters["result/step_speedup_eagle3_general_always"] == pytest.approx(2)
-    assert drafters["result/generation_speedup_ngram_off"] == pytest.approx(0.75)
+    assert drafters["result/generation_speedup_ngram_off"] == pytest.approx(0.75**0.8 * (14 / 18) ** 0.2)
     assert (drafters["result/num_drafters"], drafters["result/num_dropouts"]) == (2.0, 1.0)
