@@ -1,7 +1,8 @@
 """How often 95 % intervals hold the truth: `python -m benchmarks.coverage`. Needs no engine and no finished run.
 
 Steps are simulated with noise as in `recorded_steps.json`: what each recording shows of drift, of correlation between
-neighbours and of steps that something else slowed down is read from it, and nothing else is assumed.
+neighbours and of steps that something else slowed down is read from it. The one thing that is assumed is a process
+that burns a core for random minutes and makes all steps exp(0.5) = 1.65 times as long.
 
 Legend: `R` simulated runs, `N` steps of an arm.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,14 @@ class Noise:
     work_sd: float  # of what a step's prompts cost, which paired steps share
     slow_rate: float  # fraction of steps that something else slows down
     slow_size: float  # mean of what that adds, exponentially distributed
+    burn_size: float = 0.0  # that a process adds to all steps while it burns a core, half of the time
+    burn_turns: float = 20.0  # mean length of such a time, and of one without
 
     def sample(self, num: int, num_steps: int, random: np.random.Generator, *, in_turn: bool) -> tuple[Array, Array]:
         """Log seconds [R, N] of two arms, the first one slower by `TRUE_RATIO`."""
         length = 2 * num_steps
         drift = self.drift_sd * _autoregressive(num, length, np.sqrt(self.drift_correlation), random)
+        drift += self.burn_size * _on_and_off(num, length, 2 * self.burn_turns, random)
         turns = np.arange(length).reshape(num_steps, 2)
         turns[1::2] = turns[1::2, ::-1]  # the order within a pair alternates
         columns = turns.T if in_turn else np.arange(length).reshape(2, num_steps)
@@ -100,6 +104,13 @@ def _autoregressive(num: int, length: int, correlation: float, random: np.random
         values[:, column] *= np.sqrt(1 - correlation**2)
         values[:, column] += correlation * values[:, column - 1]
     return values
+
+
+def _on_and_off(num: int, length: int, mean_length: float, random: np.random.Generator) -> Array:
+    """Series [R, length] of 0 and 1 that change after so many on average."""
+    changes = random.random((num, length)) < 1 / mean_length
+    changes[:, 0] = random.random(num) < 0.5
+    return np.cumsum(changes, axis=1) % 2.0
 
 
 def _scale(values: Array) -> float:
@@ -246,7 +257,10 @@ def main() -> None:
     for recording in json.loads(_RECORDED.read_text())["recordings"]:
         arms = recording["arms"]
         seconds = "step_s" if "step_s" in next(iter(arms.values())) else "generation_s"
-        _show(f"{recording['name']}: {recording['from']}", read_noise(arms, seconds), num_runs)
+        noise = read_noise(arms, seconds)
+        _show(f"{recording['name']}: {recording['from']}", noise, num_runs)
+        if recording["in_turn"]:
+            _show(f"{recording['name']}, and a core burns for random minutes", replace(noise, burn_size=0.5), num_runs)
     print("\nproportions: held by Wilson's, by a bootstrap over problems; 30 problems, two samples of one alike by 0.5")
     for accuracy in (0.02, 0.1, 0.3, 0.5):
         found = [proportion_coverage(30, samples, accuracy, num_runs=num_runs) for samples in (1, 4, 32)]

@@ -77,7 +77,7 @@ def results(record: RunRecord) -> list[Result]:
         found.append(_result("mean_acceptance_length", run.acceptance.mean_acceptance_length, note=note))
     if run.comparison is not None:
         difference = reward_difference(record)
-        note = "" if difference.ci95 else "one step, no interval"
+        note = "" if difference.ci95 else "no interval: few steps, or all alike"
         found.append(_result("reward_difference", difference, note=note))
     found += rewards(run)
     found += [] if compared is None else _asynchronous_results(compared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,11 +37,22 @@ def test_the_noise_of_long_arms_is_read_back() -> None:
 
 
 def test_the_first_arm_is_slower_by_the_true_ratio_and_arms_in_turn_share_the_drift() -> None:
-    for in_turn, low, high in ((True, 0.0, 0.11), (False, 0.13, 1.0)):
-        base, cand = QUIET.sample(400, 20, np.random.default_rng(2), in_turn=in_turn)
+    noise, spreads = replace(QUIET, slow_rate=0.0), []
+    for in_turn in (True, False):
+        base, cand = noise.sample(400, 20, np.random.default_rng(2), in_turn=in_turn)
         means = (base - cand).mean(axis=1)
         assert means.mean() == pytest.approx(np.log(module.TRUE_RATIO), abs=0.03)
-        assert low < means.std() < high
+        spreads.append(means.std())
+    assert spreads[0] < 0.5 * spreads[1]
+
+
+def test_a_core_that_burns_for_minutes_cancels_in_turn_and_not_apart() -> None:
+    burning = replace(QUIET, slow_rate=0.0, burn_size=0.5)
+    base, cand = burning.sample(400, 20, np.random.default_rng(3), in_turn=True)
+    assert base.mean(axis=1).std() > 0.15  # a run is slow as a whole, or is not
+    assert (base - cand).mean(axis=1).std() < 0.05
+    base, cand = burning.sample(400, 20, np.random.default_rng(3), in_turn=False)
+    assert (base - cand).mean(axis=1).std() > 0.2
 
 
 @pytest.mark.parametrize(
@@ -55,7 +66,7 @@ def test_the_first_arm_is_slower_by_the_true_ratio_and_arms_in_turn_share_the_dr
     ],
 )
 def test_methods_differ_at_five_steps(method: str, low: float, high: float) -> None:
-    noise = Noise(**asdict(QUIET) | {"slow_rate": 0.0})
+    noise = replace(QUIET, slow_rate=0.0)
     assert low <= coverage(METHODS[method], noise, 5, num_runs=300).held <= high
 
 

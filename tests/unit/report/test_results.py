@@ -87,7 +87,9 @@ def test_the_description_is_the_verdict_a_table_and_the_link() -> None:
     text = description(RECORD, execution_url="https://flyte/console/x")
     assert text.startswith("Speculation (eagle3, k = 2) against none. Step: faster (1.60x, 95 % interval 1.32 to 1.96)")
     assert "| generation speedup | 2.00x | 1.53 to 2.61 |" in text.splitlines()
-    assert "| reward, speculative - autoregressive | +0.000 | one step, no interval |" in text.splitlines()
+    assert (
+        "| reward, speculative - autoregressive | +0.000 | no interval: few steps, or all alike |" in text.splitlines()
+    )
     assert "| AIME-2024-like, before RL | 0.100 | 0.050 to 0.150, avg@4 of 30 problems |" in text.splitlines()
     assert "| losslessness | lossless |  |" in text.splitlines()
     assert text.endswith("[The execution in Flyte](https://flyte/console/x)")
