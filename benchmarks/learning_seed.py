@@ -62,9 +62,7 @@ def run_seed(study: Study, seed: int, root: Path) -> SeedResult:
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
     tuning = fix_draft_length(context, study.k)
     loop = ArmLoop.SYNCHRONOUS if recipe.loop.is_synchronous else ArmLoop.ASYNCHRONOUS
-    trained = (
-        train_grpo(context, recipe, arm, policy=policy, data=data, draft=draft, tuning=tuning, loop=loop) for arm in Arm
-    )
+    trained = train_grpo(context, recipe, list(Arm), policy=policy, data=data, draft=draft, tuning=tuning, loop=loop)
     arms = [with_whole_generation(read_record(ArmRecord, directory / "arm.json")) for directory in trained]
     evaluated = evaluate_aime(context, recipe, "start", data=data, model=policy) if study.evaluate else None
     return _result(

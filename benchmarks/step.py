@@ -62,7 +62,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
     """Train `num_steps` steps with k draft tokens, 0 for none, on a copy of the run's policy; the first warms up.
 
     Args:
-        turn: a step begins when it has come.
+        turn: a step begins in it.
     """
     # What is timed next runs alone.
     recipe = replace(
@@ -73,12 +73,8 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
     records: list[StepRecord] = []
 
     def start_clock() -> StageClock:
-        turn.begin()
+        turn.begin(len(records))
         return StageClock()
-
-    def on_step(record: StepRecord) -> None:
-        records.append(record)
-        turn.end()
 
     with (
         start_learner(recipe.learner, layout=recipe.layout) as learner,
@@ -109,7 +105,7 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, turn: Turn) -> TimedSte
                 config=recipe.refit,
             ),
             draft=Draft(version=0 if k else None),
-            on_step=on_step,
+            on_step=records.append,
             start_clock=start_clock,
         ).run(start_step=0)
     return TimedSteps(k=k, records=tuple(records[1:]), engine_s=tuple(engine.seconds[1:]))

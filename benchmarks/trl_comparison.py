@@ -53,7 +53,7 @@ def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, tur
     """TRL's trainer on the run's policy and prompts, in a process of its own; the first step warms up.
 
     Args:
-        turn: a step begins when it has come.
+        turn: a step begins in it.
     """
     path = os.pathsep.join([str(packages.resolve()), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "benchmarks.trl_step", str(run.execution), "--num-steps", str(num_steps)]
@@ -69,13 +69,12 @@ def time_trl(run: FinishedRun, packages: Path, num_steps: int, dtype: Dtype, tur
         said = messages(process.stdout)
         seconds = []
         try:
-            for _ in range(num_steps):
+            for step in range(num_steps):
                 assert next(said) == READY
-                turn.begin()
+                turn.begin(step)
                 process.stdin.write("\n")
                 process.stdin.flush()
                 seconds.append(float(next(said)))
-                turn.end()
             lengths = json.loads(next(said))
         except BaseException:
             process.kill()

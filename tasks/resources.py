@@ -32,7 +32,7 @@ RETRIES = 2
 CHECKING = timedelta(minutes=30)  # reads records, computes little
 PREPARING = timedelta(hours=12)  # downloads a model or a data set, filters it
 MEASURING = timedelta(hours=24)  # generates, trains a draft
-TRAINING = timedelta(days=7)  # an arm of GRPO
+TRAINING = timedelta(days=14)  # the arms of GRPO
 
 
 def on_cpus(timeout: timedelta, *, retries: int = RETRIES) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Train one arm with GRPO, in the synchronous loop or the recipe's own."""
+"""Train the arms of a loop with GRPO: the synchronous one, or the recipe's own."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import task
@@ -19,9 +20,9 @@ from tasks.resources import TRAINING, on_gpus
 
 
 class Trained(NamedTuple):
-    """Output of an arm."""
+    """Output of the arms, in the order in which they were asked for."""
 
-    trained: FlyteDirectory
+    trained: list[FlyteDirectory]
 
 
 @task(**on_gpus(TRAINING))
@@ -33,23 +34,28 @@ def train_grpo(
     data: FlyteDirectory,
     draft: FlyteDirectory,
     tuning: FlyteDirectory,
-    arm: Arm,
+    arms: list[Arm],
     loop: ArmLoop,
 ) -> Trained:
-    """arm.json with every step, the final policy under `policy/`, and under `draft/` a draft that learned beside it.
+    """arm.json of each arm with every step, under `policy/` its final policy, and under `draft/` a draft that learned.
 
-    A retry goes on from the last checkpoint.
+    A retry goes on with all of them from their last checkpoints.
     """
-    loaded = load_recipe(os.fspath(recipe))
-    directory = stage.train_grpo(
+    directories = stage.train_grpo(
         context,
-        loaded,
-        arm,
+        load_recipe(os.fspath(recipe)),
+        arms,
         policy=model_of(context, policy),
         data=records_of(data),
         draft=model_of(context, draft),
         tuning=records_of(tuning),
         loop=loop,
     )
+    return Trained(
+        trained=[_arm(context, arm_node(arm, loop), path) for arm, path in zip(arms, directories, strict=True)]
+    )
+
+
+def _arm(context: RunContext, node: str, directory: Path) -> FlyteDirectory:
     weights = [name for name in ("policy", "draft") if name == "policy" or (directory / name).is_dir()]
-    return Trained(trained=handed_on(context, arm_node(arm, loop), directory, records=("arm.json",), weights=weights))
+    return handed_on(context, node, directory, records=("arm.json",), weights=weights)

@@ -22,7 +22,6 @@ from tasks.pretrain_draft import pretrain_draft
 from tasks.project_speedup import project_speedup
 from tasks.report_speedup import report_speedup
 from tasks.require_no_drift import require_no_drift
-from tasks.resources import CLUSTER
 from tasks.train_grpo import train_grpo
 from tasks.tune_draft_length import tune_draft_length
 
@@ -59,33 +58,33 @@ def prepared(run: Any) -> Prepared:
 
 
 def trained(start: Prepared, loops: Iterable[ArmLoop]) -> dict[str, Any]:
-    """Both arms in each of the loops, by their names; one after another where they would share a machine."""
-    arms = {
-        arm_name(arm, loop): train_grpo(
-            **start.shared,
-            policy=start.policy,
-            data=start.data,
-            draft=start.draft,
-            tuning=start.tuning,
-            arm=arm,
-            loop=loop,
+    """Both arms in each of the loops, by their names."""
+    arms = [Arm.AUTOREGRESSIVE, Arm.SPECULATIVE]
+    found: dict[str, Any] = {}
+    for loop in loops:
+        name = "train" if loop is ArmLoop.SYNCHRONOUS else f"train-{loop.value}"
+        both = (
+            train_grpo(
+                **start.shared,
+                policy=start.policy,
+                data=start.data,
+                draft=start.draft,
+                tuning=start.tuning,
+                arms=arms,
+                loop=loop,
+            )
+            .with_overrides(name=name.replace("-", ", "), node_name=name)
+            .trained
         )
-        .with_overrides(name=_title("train", arm_name(arm, loop)), node_name=_node("train", arm_name(arm, loop)))
-        .trained
-        for loop in loops
-        for arm in (Arm.AUTOREGRESSIVE, Arm.SPECULATIVE)
-    }
-    if CLUSTER.runs_one_at_a_time:
-        for before, after in pairwise(arms.values()):
-            before >> after  # pyright: ignore[reportUnusedExpression]
-    return arms
+        found |= {arm_name(arm, loop): both[index] for index, arm in enumerate(arms)}
+    return found
 
 
 def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> Any:
     """Evaluations of the policy before RL and of every arm, the certificate of one of them, and the report."""
     evaluations = [
         evaluate_aime(**start.shared, data=start.data, model=model, policy=name)
-        .with_overrides(name=_title("evaluate", name), node_name=_node("evaluate", name))
+        .with_overrides(name=f"evaluate {name.replace('_', ', ')}", node_name=f"evaluate-{name.replace('_', '-')}")
         .evaluation
         for name, model in {"start": start.policy, **arms}.items()
     ]
@@ -101,6 +100,10 @@ def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> An
         .with_overrides(name="certify losslessness", node_name="certify-losslessness")
         .certificate
     )
+    # All of these want the same machine or the same nodes: none runs beside an arm, or beside another.
+    one_a_loop = [arms[name] for name in arms if name.startswith(Arm.AUTOREGRESSIVE.value)]
+    for before, after in pairwise([*one_a_loop, *evaluations, certificate]):
+        before >> after  # pyright: ignore[reportUnusedExpression]
     projection = (
         project_speedup(**start.shared, tuning=start.tuning, arms=list(arms.values()))
         .with_overrides(name="project speedup", node_name="project-speedup")
@@ -129,13 +132,3 @@ def concluded(start: Prepared, arms: Mapping[str, Any], *, certified: str) -> An
     return require_no_drift(recipe=start.shared["recipe"], report=lossless).with_overrides(
         name="require no drift", node_name="require-no-drift"
     )
-
-
-def _title(verb: str, name: str) -> str:
-    """The node of an arm as the UI shows it."""
-    return f"{verb} {name.replace('_', ', ')}"
-
-
-def _node(verb: str, name: str) -> str:
-    """Its id, in which Flyte takes hyphens alone."""
-    return f"{verb}-{name.replace('_', '-')}"

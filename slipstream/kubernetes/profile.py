@@ -218,11 +218,6 @@ class ClusterProfile(Checked):
         """Whether tasks run in this process rather than in pods."""
         return self.storage is None
 
-    @property
-    def runs_one_at_a_time(self) -> bool:
-        """Whether two timed tasks would share a machine, and slow each other."""
-        return self.gpu is None or self.gpu.nodes == 1
-
 
 def read_profile(name: str) -> ClusterProfile:
     """The profile `configs/clusters/<name>.yaml`, or the file `name`.

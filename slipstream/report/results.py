@@ -166,13 +166,13 @@ def terminal_table(record: RunRecord) -> str:
     lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
     weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
     lines.append(_row("losslessness", record.certificate.verdict, f"a bias of {weakest:.3f} a token would be seen"))
-    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
-    lines += ["-" * _WIDTH, *blocks] if blocks else []
     if record.numerics is not None:
         took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
         lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))
     if record.logical_gpus:
         lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
+    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
+    lines += ["-" * _WIDTH, *blocks] if blocks else []
     return "\n".join(line.rstrip() for line in lines)
 
 

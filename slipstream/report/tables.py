@@ -109,11 +109,12 @@ def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference
 
 def sweep_table(record: RunRecord) -> Table:
     """Every configuration that tuning tried, the losing ones too."""
-    columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "verdict")
+    columns = ("batch", "generation s", "p10 to p90", "repeats", "k = 0, s", "speedup", "AL", "choice")
     rows = []
     for point in sorted(record.tuning.points, key=lambda point: (point.batch, point.k)):
-        verdict = ["baseline" if point.k == 0 else "loses" if point.speedup < 1 else "wins"]
-        verdict += ["chosen"] if point.k == record.tuning.chosen_k else []
+        choice = ["baseline"] if point.k == 0 else []
+        choice += ["chosen"] if point.k == record.tuning.chosen_k else []
+        slower = ["loses"] if point.k and point.speedup < 1 else []
         cells = (
             str(point.batch),
             seconds(point.generation_s),
@@ -122,9 +123,9 @@ def sweep_table(record: RunRecord) -> Table:
             seconds(point.autoregressive_s),
             speedup(point.speedup),
             f"{point.mean_acceptance_length:.2f}",
-            ", ".join(verdict),
+            ", ".join(choice),
         )
-        rows.append(Row(str(point.k), cells, " ".join(each for each in verdict if each != "wins")))
+        rows.append(Row(str(point.k), cells, " ".join([*slower, *choice])))
     return build_table("k", {"this run, measured": columns}, rows)
 
 

@@ -1,10 +1,12 @@
-"""Train one arm with GRPO."""
+"""Train the arms of a loop with GRPO: their steps in turn on one machine, elsewhere one arm after the other."""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,62 +21,124 @@ from slipstream.stages.recipe_engines import draft_length, draft_weights, recipe
 from slipstream.stages.runs import tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
+from slipstream.tracking import Tracker
 from slipstream.train.arm import ArmPlan, train
-from slipstream.types import Arm, ArmLoop, arm_name
+from slipstream.train.turns import Stopped, Turn, in_turn
+from slipstream.types import Arm, ArmLoop, LoopMode, arm_name
 from slipstream.workers.session import accelerators, connect
 
 logger = logging.getLogger(__name__)
 
+_STEPS_OF_OVERLAP = 8  # a turn of arms in which generation and training overlap
 
-def train_grpo(  # one input a record, and which arm
+
+@dataclass(frozen=True, kw_only=True)
+class _Member:
+    """One arm that is trained, and where its files go."""
+
+    recipe: Recipe  # in its own loop
+    plan: ArmPlan
+    directory: Path
+    tracker: Tracker
+
+    def train(self, turn: Turn | None = None, *, policy: Path, data: Path) -> None:
+        """Train it, and write its record."""
+        record = train(
+            self.recipe,
+            self.plan,
+            policy=policy,
+            prompts=read_prompt_sets(data).train,
+            decode=decode(tokenizer(policy)),
+            directory=self.directory,
+            log=self.tracker.log,
+            turn=turn,
+        )
+        record = replace(record, versions=versions())
+        self.tracker.log_artifact(write_record(record, self.directory / "arm.json"))
+
+
+def train_grpo(  # one input a record, and which arms
     context: RunContext,
     recipe: Recipe,
-    arm: Arm,
+    arms: Sequence[Arm],
     *,
     policy: Path,
     data: Path,
     draft: Path,
     tuning: Path,
     loop: ArmLoop = ArmLoop.SYNCHRONOUS,
-) -> Path:
-    """Train one arm, going on from its last checkpoint if an attempt left one; arm.json and the final policy.
+) -> list[Path]:
+    """Train the arms, each going on from its last checkpoint if an attempt left one; of each arm.json and its policy.
+
+    On one machine they take their steps in turn, so that their times are of the same minutes; where all want the same
+    nodes, one is trained after the other.
 
     Args:
         loop: the recipe's own, or the synchronous one that it is compared with.
     Raises:
-        ConfigError: the recipe is synchronous, and the arm is to be asynchronous.
+        ConfigError: the recipe is synchronous, and the arms are to be asynchronous.
     """
-    node = arm_node(arm, loop)
-    done = finished(context, node, "arm.json")
-    if done is not None:
-        return done
     recipe = in_loop(settled(context, recipe), loop)
-    directory = context.directory(node)
+    nodes = {arm: arm_node(arm, loop) for arm in arms}
+    left = [arm for arm, node in nodes.items() if finished(context, node, "arm.json") is None]
+    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
+    if left:
+        connect()
+    member = partial(_member, context, recipe, policy=policy, draft=draft, tuning=tuning, loop=loop)
+    if num_steps:
+        with ExitStack() as opened:
+            members = {
+                nodes[arm]: partial(opened.enter_context(member(arm)).train, policy=policy, data=data) for arm in left
+            }
+            ended = in_turn(members, num_steps=num_steps, together=True)
+            errors = [each for each in ended.values() if isinstance(each, BaseException)]
+            for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+                raise error
+    else:
+        for arm in left:
+            with member(arm) as alone:
+                alone.train(policy=policy, data=data)
+    return [context.directory(node) for node in nodes.values()]
+
+
+@contextmanager
+def _member(
+    context: RunContext, recipe: Recipe, arm: Arm, *, policy: Path, draft: Path, tuning: Path, loop: ArmLoop
+) -> Iterator[_Member]:
+    """An arm with its MLflow run, which ends with the block."""
+    node, name = arm_node(arm, loop), arm_name(arm, loop)
     length = draft_length(recipe, tuning) if arm is Arm.SPECULATIVE else DraftLength(num_speculative_tokens=0)
     logger.info("%s: k=%s, %d steps; learner and engine start first", node, length.label, recipe.grpo.num_steps)
     labels = arm_labels(recipe, arm, length)
-    connect()
     with tracked(
         context,
         recipe,
         node,
         labels,
-        name=f"{context.execution} {arm_name(arm, loop)}",
+        name=f"{context.execution} {name}",
         params={**parameters(recipe), **labels, **_table(length)},
         gpu=accelerators(),
     ) as tracker:
-        record = train(
-            recipe,
-            arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=arm_name(arm, loop)),
-            policy=policy,
-            prompts=read_prompt_sets(data).train,
-            decode=decode(tokenizer(policy)),
-            directory=directory,
-            log=tracker.log,
+        yield _Member(
+            recipe=recipe,
+            plan=arm_plan(recipe, arm, policy=policy, draft=draft, length=length, label=name),
+            directory=context.directory(node),
+            tracker=tracker,
         )
-        record = replace(record, versions=versions())
-        tracker.log_artifact(write_record(record, directory / "arm.json"))
-    return directory
+
+
+def steps_a_turn(recipe: Recipe) -> int:
+    """Steps that an arm takes before the next one's turn; 0: one arm is trained after the other.
+
+    An arm that generates while it trains ends its turn with nothing under way, so that turns of some length cost it
+    little; one whose engines never stop would lose what it is there for, and is trained alone.
+
+    Args:
+        recipe: in the arms' loop.
+    """
+    if not recipe.placement.has_arms_in_turn or recipe.loop.mode is LoopMode.IN_FLIGHT:
+        return 0
+    return 1 if recipe.loop.is_synchronous else _STEPS_OF_OVERLAP
 
 
 def in_loop(recipe: Recipe, loop: ArmLoop) -> Recipe:

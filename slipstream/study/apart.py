@@ -218,7 +218,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
     delivered = Path(context.root) / context.part_of / part.needs[0] / "deliverables" / _POLICY_NODE
     policy = assemble(context, delivered)
     if part.kind is Kind.BASELINE:  # reads neither draft nor tuning
-        train_grpo(context, recipe, Arm.AUTOREGRESSIVE, policy=policy, data=data, draft=policy, tuning=data)
+        train_grpo(context, recipe, [Arm.AUTOREGRESSIVE], policy=policy, data=data, draft=policy, tuning=data)
         return
     draft = pretrain_draft(context, recipe, policy=policy, data=data)
     if part.kind is Kind.VARIANT:
@@ -228,7 +228,7 @@ def _make(context: RunContext, recipe: Recipe, part: Part) -> None:
             if k
             else tune_draft_length(context, recipe, policy=policy, data=data, draft=draft)
         )
-        train_grpo(context, recipe, Arm.SPECULATIVE, policy=policy, data=data, draft=draft, tuning=tuning)
+        train_grpo(context, recipe, [Arm.SPECULATIVE], policy=policy, data=data, draft=draft, tuning=tuning)
 
 
 def _given_length(context: RunContext, recipe: Recipe, k: int, *, policy: Path, draft: Path) -> Path:

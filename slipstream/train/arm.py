@@ -76,7 +76,7 @@ def train(
     Args:
         decode: for scoring.
         log: gets the metrics of each step.
-        turn: a step begins when it has come; None: no other arm is trained meanwhile.
+        turn: a step begins in it; None: no other arm is trained meanwhile.
     """
     with plan.start_engine() as engines, Verifier(recipe.reward) as verifier:
         run = Run(
@@ -99,6 +99,7 @@ def train(
         machine=machine,
         loop=recipe.loop.mode.value,
         max_off_policy_steps=recipe.loop.max_off_policy_steps,
+        steps_a_turn=0 if turn is None else turn.num_steps,
     )
 
 
@@ -183,8 +184,13 @@ class Run:
                 logger.info("%s: %s", title, ", ".join(words))
                 if recipe.grpo.is_checkpoint_due(record.step):
                     checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
+                    if self.turn is not None:
+                        learner.finish_checkpoint()  # it would be written beside another arm's step
+
+            def start_clock() -> StageClock:
                 if self.turn is not None:
-                    self.turn.end()
+                    self.turn.begin(len(history))
+                return StageClock()
 
             trainer = Trainer(
                 learner=learner,
@@ -195,9 +201,9 @@ class Run:
                 max_lag=recipe.loop.max_off_policy_steps,
             )
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
-            self.loop(tolerant, trainer, on_step, pending, threads).run(start_step=len(history))
+            self.loop(tolerant, trainer, on_step, start_clock, pending, threads).run(start_step=len(history))
             if self.turn is not None:
-                self.turn.begin()
+                self.turn.begin(len(history))
             learner.save_hf(self.directory / "policy", self.policy)
             if self._trains_draft:
                 learner.save_draft(self.directory / "draft")
@@ -208,6 +214,7 @@ class Run:
         engines: FaultTolerantEngines,
         trainer: Trainer,
         on_step: Callable[..., None],
+        start_clock: Callable[[], StageClock],
         pending: Pending,
         threads: ThreadGroup,
     ) -> SyncLoop | AsyncLoop:
@@ -228,7 +235,7 @@ class Run:
                 on_step=on_step,
                 draft=trainer.draft,
                 guard=trainer.guard,
-                start_clock=self._start_clock,
+                start_clock=start_clock,
             )
         return AsyncLoop(
             arm=self.plan.arm,
@@ -239,7 +246,8 @@ class Run:
             sampling=recipe.sampling,
             loop=recipe.loop,
             on_step=on_step,
-            start_clock=self._start_clock,
+            start_clock=start_clock,
+            turn=self.turn,
             threads=threads,
             pending=pending,
             submitted=Submitted(self.directory / "submitted"),
@@ -278,11 +286,6 @@ class Run:
         if self._trains_draft:
             return TrainedDraft(self.recipe.draft, reference=self.plan.draft_length, history=history)
         return Draft(version=None if self.plan.draft is None else 0)
-
-    def _start_clock(self) -> StageClock:
-        if self.turn is not None:
-            self.turn.begin()
-        return StageClock()
 
 
 def score(groups: Sequence[RolloutGroup], verifier: Verifier, decode: Decode) -> RewardResult:

@@ -48,6 +48,7 @@ from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.train.pending import Pending, Scored, Submitted
 from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
+from slipstream.train.turns import Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
 MAX_ADVANCE_S = 0.05
@@ -63,6 +64,8 @@ class AsyncLoop:
         pending: what an earlier attempt generated and did not train on; what it had under way is restarted.
         on_step: gets each step's record before the next one starts, and what is pending if a checkpoint is due.
         submitted: counter of all attempts; None counts nothing.
+        turn: batches are generated whole, and all that were asked for are there when it ends; None: no other arm is
+            trained meanwhile.
     """
 
     arm: Arm
@@ -74,6 +77,7 @@ class AsyncLoop:
     loop: LoopConfig
     on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
+    turn: Turn | None = None
     threads: ThreadGroup = field(default_factory=ThreadGroup)
     pending: Pending = field(default_factory=Pending)
     submitted: Submitted | None = None
@@ -229,6 +233,8 @@ class AsyncLoop:
         versions: tuple[Versions, ...] = self.pending.published
         for step in range(start_step, trainer.config.num_steps):
             clock = self.start_clock()
+            if self.turn is not None and self.turn.begins_with(step):
+                watch.restart()
             draft_version, published = trainer.draft.version, None
             with watch.exporting():
                 export = self.engines.export(step, draft_version=draft_version)
@@ -244,7 +250,9 @@ class AsyncLoop:
                 published = watch.delivered(clock, self._published.take)
             refit, num_restarted = published
             watch.num_restarted += num_restarted
-            pending = self._pending(step, versions, clock) if trainer.config.is_checkpoint_due(step) else None
+            is_last = self.turn is not None and self.turn.begins_with(step + 1)
+            is_drained = is_last or trainer.config.is_checkpoint_due(step)
+            pending = self._pending(step, versions, clock) if is_drained else None
             record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
             self.on_step(record, pending)
 

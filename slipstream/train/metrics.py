@@ -137,6 +137,10 @@ class Stopwatch:
         self.num_regenerated = num_regenerated
         self.num_awaited = self.num_restarted = 0
 
+    def restart(self) -> None:
+        """Leave out what lies between the last `overlap` and now: another arm had its turn, and nothing worked here."""
+        self._since_s = self._accounted_s = self._now_s()
+
     @contextmanager
     def exporting(self) -> Iterator[None]:
         """The block does the learner's part, as the first thing in a step."""

@@ -25,6 +25,14 @@ class MemoryUse(StrEnum):
     IN_TURN = "in_turn"  # their weights: gradients and optimizer go while engines generate, caches while it trains
 
 
+class ArmsInTurn(StrEnum):
+    """Whether the arms of a loop take their steps in turn, both alive at once, rather than one arm after the other."""
+
+    AUTO = "auto"  # on without GPUs: on those there is seldom memory for both arms
+    ON = "on"
+    OFF = "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, path="placement"):
     """Nodes and GPUs of a run; how they are divided stands in `learner.parallel` and in `engine`.
@@ -40,6 +48,7 @@ class PlacementConfig(Checked, path="placement"):
     training_nodes: int = 0
     memory: MemoryUse = MemoryUse.SHARED
     start_timeout_s: PositiveFloat = 900.0  # for nodes to join and GPUs to be free
+    arms_in_turn: ArmsInTurn = ArmsInTurn.AUTO
     logical_gpus: bool = False  # Ray only counts them: processes may compute on CPUs, as on clusters in tests
 
     def _check(self) -> None:
@@ -62,6 +71,12 @@ class PlacementConfig(Checked, path="placement"):
             "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'",
         )
         self._require(
+            self.arms_in_turn is not ArmsInTurn.ON or self.gpus_per_node == 0,
+            "arms_in_turn",
+            "must be auto or off with GPUs",
+            "each arm takes all of them: leave it out",
+        )
+        self._require(
             not self.logical_gpus or self.gpus_per_node > 0,
             "logical_gpus",
             "must be false without GPUs",
@@ -73,6 +88,11 @@ class PlacementConfig(Checked, path="placement"):
         for name in ("generation_nodes", "training_nodes"):
             value: int = getattr(self, name)
             require(value == 0, f"placement.{name}", "must be left out with mode 'colocated'", value, "or set 'split'")
+
+    @property
+    def has_arms_in_turn(self) -> bool:
+        """Whether all arms of a loop are alive at once."""
+        return self.gpus_per_node == 0 and self.arms_in_turn is not ArmsInTurn.OFF
 
     @property
     def takes_turns(self) -> bool:

@@ -19,8 +19,9 @@ from slipstream.stages.runs import end_reported_execution
 from slipstream.stages.start_run import start_run
 from slipstream.tracking import TrackingConfig, read_executions, store_uri
 from slipstream.tracking.config import DriftConfig
-from tests.unit.report.handmade import RECORD
+from tests.unit.report.handmade import RECORD, beside
 
+TWICE = beside((6.0,) * 8, (3.0,) * 8)
 DRIFTED = DriftRecord(
     summary="Drift against the 5 executions before: step speedup 1 lies below 1.4 to 1.6.",
     executions=("a", "b", "c", "d", "e"),
@@ -53,10 +54,10 @@ def slower(record: RunRecord) -> RunRecord:
 @pytest.mark.slow  # five executions with their reports
 def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_what_drifted(stored_root: Path) -> None:
     for number in range(3):
-        drift, _, _ = execute(stored_root, f"tiny-{number}", RECORD)
+        drift, _, _ = execute(stored_root, f"tiny-{number}", TWICE)
         assert drift.executions == tuple(f"tiny-{n}" for n in reversed(range(number)))
         assert {finding.verdict for finding in drift.findings} == {"too few to say"}
-    drift, _, _ = execute(stored_root, "tiny-3", slower(RECORD))
+    drift, _, _ = execute(stored_root, "tiny-3", slower(TWICE))
     assert drift.executions == ("tiny-2", "tiny-1", "tiny-0")
     names = ["generation_speedup", "step_speedup", "tokens_per_s_speculative"]
     assert [finding.name for finding in drift.outside] == names
@@ -75,7 +76,7 @@ def test_the_fourth_execution_is_judged_by_the_three_before_and_its_run_says_wha
     (run,) = read_executions(store_uri(TrackingConfig(), stored_root), names=["tiny-3"])
     assert (run.status, run.tags["failed.node"]) == ("FAILED", "require-no-drift")
     assert run.metrics["result/generation_speedup"] == 1.0
-    drift, _, _ = execute(stored_root, "tiny-4", RECORD)
+    drift, _, _ = execute(stored_root, "tiny-4", TWICE)
     assert drift.executions == ("tiny-3", "tiny-2", "tiny-1", "tiny-0")
     assert drift.outside == ()  # the spread has it
 

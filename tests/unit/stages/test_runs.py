@@ -14,6 +14,7 @@ from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.run import DriftRecord
 from slipstream.report.page import write_report
+from slipstream.report.results import verdict_tags
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import (
     checkout_commit,
@@ -131,8 +132,8 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
     assert 0 < ended.metrics["result/hours"] < 1
     assert ended.metrics["result/gpu_hours"] == 0.0  # the tiny recipe has no GPUs
     assert ended.params["k"] == "2"
-    assert ended.tags["mlflow.note.content"].startswith("Speculation (eagle3, k = 2) against none. Step: faster")
-    assert (ended.tags["verdict.step"], ended.tags["verdict.generation"]) == ("faster", "faster")
+    assert ended.tags["mlflow.note.content"].startswith("Speculation (eagle3, k = 2) against none. Step")
+    assert verdict_tags(RECORD).items() <= ended.tags.items()
     artifacts = {artifact.path for artifact in client.list_artifacts(ended.run_id)}
     assert artifacts == {"recipe.yaml", "report.html", "report.json", "run.json", "figures"}
     assert "figures/learning.svg" in {artifact.path for artifact in client.list_artifacts(ended.run_id, "figures")}
