@@ -110,7 +110,7 @@ def _on_and_off(num: int, length: int, mean_length: float, random: np.random.Gen
     """Series [R, length] of 0 and 1 that change after so many on average."""
     changes = random.random((num, length)) < 1 / mean_length
     changes[:, 0] = random.random(num) < 0.5
-    return np.cumsum(changes, axis=1) % 2.0
+    return (np.cumsum(changes, axis=1) % 2).astype(np.float64)
 
 
 def _scale(values: Array) -> float:
