@@ -114,7 +114,7 @@ def difference(baseline_N: Sequence[float], candidate_N: Sequence[float]) -> Est
     base_N, cand_N = np.asarray(baseline_N, dtype=np.float64), np.asarray(candidate_N, dtype=np.float64)
     _check_paired(base_N, cand_N)
     found = sum_of_centres((cand_N - base_N,))
-    return found if np.ptp(cand_N - base_N) > 0 else Estimate(value=found.value, ci95=None)
+    return found if np.ptp(cand_N - base_N) > 1e-12 else Estimate(value=found.value, ci95=None)
 
 
 def wilson_ci95(rates_N: Sequence[float]) -> tuple[float, float]:

@@ -213,6 +213,7 @@ def test_a_difference_is_the_mean_over_pairs_with_its_t_interval() -> None:
 def test_a_few_differences_and_equal_ones_have_no_interval() -> None:
     assert difference([1.0] * 4, [2.0, 4.0, 2.0, 4.0]) == Estimate(value=2.0, ci95=None)
     assert difference([0.0] * 30, [0.0] * 30) == Estimate(value=0.0, ci95=None)
+    assert difference([0.3, 0.2, 0.1, 0.7, 0.6], [0.4, 0.3, 0.2, 0.8, 0.7]).ci95 is None  # alike but for rounding
 
 
 def test_a_difference_of_arms_that_are_no_pairs_is_refused() -> None:
