@@ -247,7 +247,7 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
     return LoopComparison(
         arms=tuple(arms),
         speculation=timed_ratio(both[0], both[1]) if len(both) == 2 else None,
-        paired=len(both) == 2 and are_paired(*both),
+        paired=len(both) == 2 and are_paired(both[0], both[1]),
     )
 
 

@@ -201,7 +201,7 @@ class Run:
                 max_lag=recipe.loop.max_off_policy_steps,
             )
             tolerant = self.fault_tolerant(engines, gate, learner, history, pending)
-            self.loop(tolerant, trainer, on_step, start_clock, pending, threads).run(start_step=len(history))
+            self.loop(tolerant, trainer, on_step, pending, threads, start_clock).run(start_step=len(history))
             if self.turn is not None:
                 self.turn.begin(len(history))
             learner.save_hf(self.directory / "policy", self.policy)
@@ -214,9 +214,9 @@ class Run:
         engines: FaultTolerantEngines,
         trainer: Trainer,
         on_step: Callable[..., None],
-        start_clock: Callable[[], StageClock],
         pending: Pending,
         threads: ThreadGroup,
+        start_clock: Callable[[], StageClock] = StageClock,
     ) -> SyncLoop | AsyncLoop:
         """The loop that the recipe trains with."""
         recipe = self.recipe

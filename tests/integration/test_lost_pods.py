@@ -115,7 +115,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         pods.ray_address = ray.get_runtime_context().gcs_address
         made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-policy")
         literals = {**made["start-run"], **made["prepare-data"], **made["prepare-policy"]}
-        literals |= _literals(train_grpo, tuning=str(tuning), arm=Arm.SPECULATIVE, loop=ArmLoop.SYNCHRONOUS)
+        literals |= _literals(train_grpo, tuning=str(tuning), arms=[Arm.SPECULATIVE], loop=ArmLoop.SYNCHRONOUS)
         chain = Chain(pods=pods, root=root, literals=literals)
         torn_draft = beside.submit(_torn_draft, chain)
         whole_draft = chain.run(pretrain_draft, "pretrain-draft", execution=_WHOLE)
@@ -123,7 +123,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         yield Ended(
             chain=chain,
             whole_draft=whole_draft,
-            whole_arm=chain.run(train_grpo, "train-speculative", execution=_WHOLE),
+            whole_arm=chain.run(train_grpo, "train", execution=_WHOLE),
             torn_arm=_torn_arm(chain),
             torn_draft=torn_draft.result(),
         )
@@ -208,7 +208,7 @@ def _torn_arm(chain: Chain) -> Any:
     checkpoints = chain.root / _TORN / _ARM / "checkpoints"
     return chain.run(
         train_grpo,
-        "train-speculative",
+        "train",
         execution=_TORN,
         watchers=(
             _kills("EngineProcess.generate", lambda pod: (checkpoints / "step-000002").is_dir()),
@@ -228,7 +228,7 @@ def test_a_draft_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> No
 
 
 def test_an_arm_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> None:
-    assert ended.chain.attempts("train-speculative") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
+    assert ended.chain.attempts("train") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
     torn, whole = (ended.chain.record(output, "arm.json")["steps"] for output in (ended.torn_arm, ended.whole_arm))
     assert all(step["train"]["grad_norm"] > 0 for step in whole), "every step must have learned something"
     for ours, theirs in zip(torn, whole, strict=True):

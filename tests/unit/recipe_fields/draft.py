@@ -6,7 +6,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,10 @@ from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
-from slipstream.records.steps import ScheduleEntry
+from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.stages import pretrain_draft, support, train_grpo
 from slipstream.stages import recipe_engines as stage_engines
+from slipstream.stages.context import arm_node
 from slipstream.train.arm import Run
 from slipstream.train.pending import Pending
 from slipstream.types import Arm, Prompt
@@ -190,25 +191,37 @@ TABLE = tuple(
 
 def arm_plan(recipe: Recipe, tools: Tools) -> object:
     """What the speculative arm drafts by, and what its engine starts with."""
+    ((plan, _),) = planned(recipe, tools, [Arm.SPECULATIVE])
+    return plan.num_speculative_tokens, plan.schedule, plan.start_engine.keywords
+
+
+def turns_of_arms(recipe: Recipe, tools: Tools) -> object:
+    """The steps that each arm takes before it is the other's turn; None: there are no turns."""
+    return [turn and turn.num_steps for _, turn in planned(recipe, tools, list(Arm))]
+
+
+def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, Any]]:
+    """How arms are trained: each one's plan, and its turns."""
     plans: list[Any] = []
     record = TuningRecord(chosen_k=1, reason="told so", points=(), schedule=TABLE)
     write_record(record, tools.directory / "tuning.json")
 
-    def train(recipe: Recipe, plan: Any, **_: Any) -> Any:
-        plans.append(plan)
-        raise ConfigError("planned")
+    def train(recipe: Recipe, plan: Any, *, turn: Any, **_: Any) -> Any:
+        plans.append((plan, turn))
+        return ArmRecord(arm=plan.arm, num_speculative_tokens=plan.num_speculative_tokens, steps=())
 
     for name in ("connect", "accelerators", "decode", "tokenizer", "parameters"):
         tools.patch.setattr(train_grpo, name, lambda *_: {})
     tools.patch.setattr(train_grpo, "read_prompt_sets", lambda data: SimpleNamespace(train=()))
-    tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(SimpleNamespace(log=None)))
+    tracker = SimpleNamespace(log=None, log_artifact=lambda path: None)
+    tools.patch.setattr(train_grpo, "tracked", lambda *arguments, **more: nullcontext(tracker))
     tools.patch.setattr(train_grpo, "train", train)
     context = support.RunContext(execution="e", root=str(tools.directory), experiment="x", workload="w")
     here = tools.directory
-    with suppress(ConfigError):
-        train_grpo.train_grpo(context, recipe, Arm.SPECULATIVE, policy=here, data=here, draft=here, tuning=here)
-    (plan,) = plans
-    return plan.num_speculative_tokens, plan.schedule, plan.start_engine.keywords
+    train_grpo.train_grpo(context, recipe, arms, policy=here, data=here, draft=here, tuning=here)
+    for arm in arms:
+        (tools.directory / "e" / arm_node(arm) / "arm.json").unlink()  # it is asked twice
+    return plans
 
 
 def flight(recipe: Recipe, tools: Tools) -> object:
@@ -276,6 +289,7 @@ CHECKS = {
     "draft.scratch.ffn_hidden_size": Check(64, small_draft, DRAFT_MODEL),
     "draft.scratch.init_std": Check(0.1, small_draft, DRAFT_MODEL),
     "draft.scratch.optimizer": Check("adamw", small_draft, DRAFT_MODEL),
+    "placement.arms_in_turn": Check("off", turns_of_arms),
     "draft.init": Check("general", draft_prompts),
     "draft.num_prompts": Check(3, draft_training),
     "draft.samples_per_prompt": Check(2, draft_training),

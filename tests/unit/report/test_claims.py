@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -236,7 +235,7 @@ def test_arms_that_took_several_steps_a_turn_are_compared_by_turns() -> None:
 
 def test_an_arm_of_an_overlapping_loop_has_a_verdict_without_a_control() -> None:
     text = terminal_table(ASYNCHRONOUS)
-    rows: Sequence[str] = [line.split() for line in text.splitlines() if line.startswith("  control")]
+    rows = [line.split() for line in text.splitlines() if line.startswith("  control")]
     assert [row[:2] for row in rows] == [["control", "none"]] * 2
     assert "These arms have no control, for their training overlaps generation." in page_text(ASYNCHRONOUS)
     assert "no control" not in page_text(RECORD)

@@ -58,7 +58,6 @@ class Stages:
             "prepare_policy": ("policy.json", "config.json", "model.safetensors"),
             "pretrain_draft": ("draft.json", "draft/model.safetensors"),
             "tune_draft_length": ("tuning.json", "sweep.svg"),
-            "train_grpo": ("arm.json", "policy/model.safetensors"),
             "evaluate_aime": ("evaluation.json",),
             "certify_losslessness": ("certificate.json",),
             "certify_alone": ("certificate.json",),
@@ -67,6 +66,7 @@ class Stages:
         }
         return SimpleNamespace(
             **{name: self._writes(names) for name, names in written.items()},
+            train_grpo=self._train_grpo,
             start_run=self._start_run,
             fail_run=self._fail_run,
             require_lossless=self._require_lossless,
@@ -88,13 +88,17 @@ class Stages:
             assert recipe.name == "tiny"
             self.seen |= {name: _read(value) for name, value in inputs.items()}
             self.seen |= {"others": others} if others else {}
-            directory = context.directory("stage")
+            directory = context.directory(self.seen.pop("node", "stage"))
             for name in names:
                 (directory / name).parent.mkdir(exist_ok=True)
                 (directory / name).write_text("{}")
             return directory
 
         return stage
+
+    def _train_grpo(self, context: RunContext, recipe: Recipe, arms: list[Arm], **inputs: Any) -> list[Path]:
+        files = ("arm.json", "policy/model.safetensors")
+        return [self._writes(files)(context, recipe, arms, node=arm.value, **inputs) for arm in arms]
 
     def _start_run(self, recipe: str, **inputs: Any) -> tuple[RunContext, Path]:
         self.seen |= {"recipe": recipe, "root": inputs["root"], "changes": inputs["overrides"], "loop": inputs["loop"]}
@@ -238,13 +242,13 @@ CASES = {
         seen=_marks("policy", "data", "draft"), handed_on=(_DELIVERED, "sweep.svg", "tuning.json")
     ),
     "train_grpo": Case(
-        values={"arm": Arm.SPECULATIVE, "loop": ArmLoop.ASYNCHRONOUS},
+        values={"arms": list(Arm), "loop": ArmLoop.ASYNCHRONOUS},
         seen={
             **_marks("policy", "data", "draft", "tuning"),
-            "others": (Arm.SPECULATIVE,),
+            "others": (list(Arm),),
             "loop": ArmLoop.ASYNCHRONOUS,
         },
-        handed_on=("arm.json", _DELIVERED),
+        handed_on=("arm.json", _DELIVERED, "arm.json", _DELIVERED),
     ),
     "evaluate_aime": Case(
         values={"policy": "start"},
