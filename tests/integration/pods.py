@@ -242,7 +242,10 @@ def _resolved(binding: Any, literals: Mapping[str, Mapping[str, Any]]) -> Any:
     from flytekit.models.literals import Literal, LiteralCollection
 
     if binding.promise is not None:
-        return literals[binding.promise.node_id or _START][binding.promise.var]
+        literal = literals[binding.promise.node_id or _START][binding.promise.var]
+        for attribute in binding.promise.attr_path:
+            literal = literal.collection.literals[attribute.value]
+        return literal
     if binding.collection is not None:
         return Literal(
             collection=LiteralCollection([_resolved(item, literals) for item in binding.collection.bindings])

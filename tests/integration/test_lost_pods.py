@@ -91,8 +91,8 @@ class Ended:
     chain: Chain
     whole_draft: Any
     torn_draft: Any
-    whole_arm: Any
-    torn_arm: Any
+    whole_arms: Any
+    torn_arms: Any
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         pods.ray_address = ray.get_runtime_context().gcs_address
         made = pods.execute(speculative_rl, {"recipe": recipe, "run_root": str(root)}, last="prepare-policy")
         literals = {**made["start-run"], **made["prepare-data"], **made["prepare-policy"]}
-        literals |= _literals(train_grpo, tuning=str(tuning), arms=[Arm.SPECULATIVE], loop=ArmLoop.SYNCHRONOUS)
+        literals |= _literals(train_grpo, tuning=str(tuning), arms=list(Arm), loop=ArmLoop.SYNCHRONOUS)
         chain = Chain(pods=pods, root=root, literals=literals)
         torn_draft = beside.submit(_torn_draft, chain)
         whole_draft = chain.run(pretrain_draft, "pretrain-draft", execution=_WHOLE)
@@ -123,8 +123,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterat
         yield Ended(
             chain=chain,
             whole_draft=whole_draft,
-            whole_arm=chain.run(train_grpo, "train", execution=_WHOLE),
-            torn_arm=_torn_arm(chain),
+            whole_arms=chain.run(train_grpo, "train", execution=_WHOLE),
+            torn_arms=_torn_arms(chain),
             torn_draft=torn_draft.result(),
         )
 
@@ -202,7 +202,7 @@ def _torn_draft(chain: Chain) -> Any:
     )
 
 
-def _torn_arm(chain: Chain) -> Any:
+def _torn_arms(chain: Chain) -> Any:
     from tasks.train_grpo import train_grpo
 
     checkpoints = chain.root / _TORN / _ARM / "checkpoints"
@@ -227,13 +227,19 @@ def test_a_draft_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> No
     assert _points(ended.chain.root, "pretrain_draft", "draft/loss") == list(enumerate(whole["losses"]))
 
 
-def test_an_arm_outlives_its_engine_its_learner_and_its_pod(ended: Ended) -> None:
+@pytest.mark.parametrize("arm", [0, 1], ids=list(Arm))
+def test_arms_in_turn_outlive_their_engine_their_learner_and_their_pod(ended: Ended, arm: int) -> None:
     assert ended.chain.attempts("train") == ["RECOVERABLE", "RECOVERABLE", "LOST", ""]
-    torn, whole = (ended.chain.record(output, "arm.json")["steps"] for output in (ended.torn_arm, ended.whole_arm))
+    torn, whole = (
+        ended.chain.record(arms.collection.literals[arm], "arm.json") for arms in (ended.torn_arms, ended.whole_arms)
+    )
+    assert torn["steps_a_turn"] == whole["steps_a_turn"] == 1
+    torn, whole = torn["steps"], whole["steps"]
     assert all(step["train"]["grad_norm"] > 0 for step in whole), "every step must have learned something"
     for ours, theirs in zip(torn, whole, strict=True):
         for field in ("step", "train", "mismatch", "reward_mean", "num_response_tokens"):
             assert ours[field] == theirs[field]
     losses = [(step["step"], step["train"]["loss"]) for step in whole]
-    assert _points(ended.chain.root, _ARM, "train/loss") == losses
-    assert [step for step, _ in _points(ended.chain.root, _ARM, "time/step_s")] == [0, 1, 2, 3]
+    node = f"train_grpo_{list(Arm)[arm]}"
+    assert _points(ended.chain.root, node, "train/loss") == losses
+    assert [step for step, _ in _points(ended.chain.root, node, "time/step_s")] == [0, 1, 2, 3]
