@@ -33,6 +33,7 @@ from slipstream.tracking import (
     view_addresses,
 )
 from slipstream.types import Workload
+from slipstream.workers.placement.config import ArmsInTurn
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster
 from slipstream.workers.placement.table import plan_text, table
@@ -93,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     chain = commands.add_parser("demo", help="run the whole chain on this machine and report the speedup")
     chain.add_argument("--recipe", help=f"a name in configs/ or a path; default: {_RECIPE}")
     add_inputs(chain)
+    chain.add_argument(
+        "--arms-in-turn",
+        choices=list(ArmsInTurn),
+        type=ArmsInTurn,
+        help="steps of both arms alternate, so that what slows the machine slows both; default: the recipe's",
+    )
     chain.add_argument("--run-root", default="runs")
     chain.add_argument(
         "--resume",
@@ -148,7 +155,7 @@ def _demo(options: argparse.Namespace) -> int:
     """
     root = Path(options.run_root).resolve()
     if options.resume is not None:
-        for name in ("recipe", "workload", "num_steps", "seed"):
+        for name in ("recipe", "workload", "num_steps", "seed", "arms_in_turn"):
             value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
             fix = "an execution goes on with the recipe that it recorded"
             require(value is None, flag, "must be left out with --resume", value, fix)
@@ -159,6 +166,7 @@ def _demo(options: argparse.Namespace) -> int:
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
+            arms_in_turn=options.arms_in_turn,
             reuse_stored=not options.fresh,
         )
     status = demo.run(launch.execution, launch.command(root), root)

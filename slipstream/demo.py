@@ -7,6 +7,7 @@ answered at any moment, and says at the end how to go on.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shlex
 import sys
@@ -23,6 +24,7 @@ from slipstream.stages.context import EXECUTION_VARIABLE, is_finished, new_execu
 from slipstream.supervisor import Outcome, supervise
 from slipstream.tracking import RunStatus, end_open_runs, replay_command, unsent
 from slipstream.types import Workload
+from slipstream.workers.placement.config import ArmsInTurn
 
 LATEST = ""
 """`--resume` without a name: the latest execution that did not come to its report."""
@@ -50,6 +52,7 @@ class Launch:
     workload: Workload | None = None  # None keeps the recipe's, here and below
     num_steps: int | None = None
     seed: int | None = None
+    arms_in_turn: ArmsInTurn | None = None
     execution: str
     is_resumed: bool = False
     reuse_stored: bool = True
@@ -61,6 +64,7 @@ class Launch:
             *pyflyte_run(self.workflow),
             *("--recipe", self.recipe),
             *given_inputs(workload=self.workload, num_steps=self.num_steps, seed=self.seed),
+            *(["--overrides", json.dumps(_overrides(self.arms_in_turn))] if self.arms_in_turn else []),
             *("--run_root", str(root)),
             *(["--resume_execution", self.execution] if self.is_resumed else []),
             "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
@@ -131,23 +135,35 @@ def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
 
 
 def started(
-    recipe: str, *, workload: Workload | None, num_steps: int | None, seed: int | None, reuse_stored: bool
+    recipe: str,
+    *,
+    workload: Workload | None,
+    num_steps: int | None,
+    seed: int | None,
+    reuse_stored: bool,
+    arms_in_turn: ArmsInTurn | None = None,
 ) -> Launch:
     """Build the launch of a new execution; an input that is None keeps the recipe's value.
 
     Raises:
         ConfigError: the recipe breaks a rule.
     """
-    loaded = load_recipe(recipe, overrides=requested((), workload=workload, num_steps=num_steps, seed=seed))
+    changes = requested(_overrides(arms_in_turn), workload=workload, num_steps=num_steps, seed=seed)
+    loaded = load_recipe(recipe, overrides=changes)
     return Launch(
         recipe=handed_on_recipe(recipe),
         workload=workload,
         num_steps=num_steps,
         seed=seed,
+        arms_in_turn=arms_in_turn,
         execution=new_execution(recipe),
         reuse_stored=reuse_stored,
         workflow=workflow_of(loaded),
     )
+
+
+def _overrides(arms_in_turn: ArmsInTurn | None) -> list[str]:
+    return [] if arms_in_turn is None else [f"placement.arms_in_turn={arms_in_turn}"]
 
 
 def workflow_of(recipe: Recipe) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from slipstream.types import Arm, ArmLoop, LoopMode, StageTimes, arm_name
 
 NUM_WARMUP_STEPS = 1
-"""First steps of an arm that pay for first allocations and cold caches."""
+"""First steps of an arm that pay for first allocations and cold caches, at least."""
+
+_MAX_WARMUP_STEPS = 3
+_NUM_COMPARED_STEPS = 12  # steps after the latest end of the warm-up that its steps are compared with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,22 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MachineUse:
+    """State of the trainer's machine over one step, or over several; None: not to be read there.
+
+    Fractions of CPU time are of the cores that the trainer may run on. On a cluster other nodes are not read.
+    """
+
+    load: float | None  # processes that run or wait for a core or a disk, mean of the last minute
+    other_cpu_fraction: float | None  # used by processes that are none of this run's
+    steal_fraction: float | None  # in which the host of this virtual machine ran something else
+    memory_pressure_fraction: float | None  # of the time, in which at least one process waited for memory
+    cpu_mhz: float | None  # mean over the cores, at the step's end
+    sm_clock_mhz: float | None = None  # mean over the GPUs that are not idle, at the step's end
+    throttle_reasons: tuple[str, ...] = ()  # why the driver holds the clock of a GPU down, at the step's end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One GRPO step of one arm."""
 
@@ -159,6 +178,7 @@ class StepRecord:
     overlap: Overlap | None = None  # None: generation and training took turns
     lags: tuple[LagStats, ...] = ()  # the youngest tokens first; empty: all of the trained version, uncorrected
     longest_response_tokens: int = 0  # 0: not recorded
+    machine: MachineUse | None = None  # None: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +203,7 @@ class ArmRecord:
     loop: str = LoopMode.SYNCHRONOUS.value
     max_off_policy_steps: int = 0
     steps_a_turn: int = 0  # that it took while the other arms waited, before the next one's turn; 0: it ran alone
+    num_warmup_steps: int = NUM_WARMUP_STEPS  # first ones that are left out of what is timed; see `num_warmup`
 
     @property
     def name(self) -> str:
@@ -193,11 +214,33 @@ class ArmRecord:
     @property
     def timed_steps(self) -> tuple[StepRecord, ...]:
         """The steps whose times count: all but the warm-up, unless there is nothing else."""
-        return self.steps[NUM_WARMUP_STEPS:] or self.steps
+        return self.steps[self.num_warmup_steps :] or self.steps
+
+
+def num_warmup(arms: Iterable[ArmRecord]) -> int:
+    """First steps that every one of these arms leaves out of what is timed: as many as the slowest to warm up needs.
+
+    A step after the first is warm-up if it stands out from the twelve that follow the longest warm-up: if it is slower
+    than the slowest but one of them, by a larger factor than that one is slower than the fastest. One slow step later
+    changes nothing, and an arm with fewer than twelve such steps leaves out its first step alone.
+    """
+    return max((_own_warmup([step.times.step_s for step in arm.steps]) for arm in arms), default=NUM_WARMUP_STEPS)
+
+
+def _own_warmup(seconds: Sequence[float]) -> int:
+    compared = sorted(seconds[_MAX_WARMUP_STEPS:][:_NUM_COMPARED_STEPS])
+    if len(compared) < _NUM_COMPARED_STEPS:
+        return NUM_WARMUP_STEPS
+    fastest, slow = compared[0], compared[-2]
+    number = NUM_WARMUP_STEPS
+    while number < _MAX_WARMUP_STEPS and seconds[number] * fastest > slow * slow:
+        number += 1
+    return number
 
 
 def by_loop(arms: Iterable[ArmRecord]) -> tuple[tuple[ArmRecord, ...], tuple[ArmRecord, ...]]:
-    """The synchronous arms, and those of an asynchronous loop."""
-    records = tuple(arms)
+    """The synchronous arms of a run, and those of an asynchronous loop; all leave out as many first steps."""
+    given = tuple(arms)
+    records = tuple(replace(arm, num_warmup_steps=num_warmup(given)) for arm in given)
     asynchronous = tuple(arm for arm in records if arm.name != arm.arm.value)
     return tuple(arm for arm in records if arm not in asynchronous), asynchronous

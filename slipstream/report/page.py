@@ -12,8 +12,7 @@ from markupsafe import Markup
 
 from slipstream.records.files import write_atomic
 from slipstream.records.run import DriftRecord, RunRecord
-from slipstream.records.steps import NUM_WARMUP_STEPS
-from slipstream.report import figures, sentences, simulator_section, tables
+from slipstream.report import figures, machine_section, sentences, simulator_section, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.reference import Reference, read_reference
 from slipstream.report.results import results
@@ -91,7 +90,7 @@ def render_page(
         drift=drift,
         projection=projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
-        num_warmup_steps=NUM_WARMUP_STEPS,
+        machine=machine_section,
     )
 
 
@@ -118,6 +117,8 @@ def write_report(
 def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str, Any]:
     """Content of `report.json`: the run's figures, those of its asynchronous arms, and its drift."""
     summary, compared = summarise(record), compare_loops(record)
+    summary["num_warmup_steps"] = machine_section.num_warmup_steps(record)
+    summary["machine"] = machine_section.machine_json(record)
     if compared is not None:
         prediction = simulator_section.predicted(record, compared)  # what is predicted stands apart
         summary["asynchronous"] = {

@@ -20,6 +20,7 @@ from slipstream.report.formats import (
     seconds,
     speedup,
 )
+from slipstream.report.machine_section import findings
 from slipstream.report.reference import WorkloadReference
 from slipstream.report.sentences import verdict
 from slipstream.report.summary import (
@@ -171,6 +172,7 @@ def terminal_table(record: RunRecord) -> str:
         lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))
     if record.logical_gpus:
         lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
+    lines += findings(record)
     lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
     lines += ["-" * _WIDTH, *blocks] if blocks else []
     return "\n".join(line.rstrip() for line in lines)

@@ -1,6 +1,6 @@
 """The figures of a run, computed once for every page, JSON and terminal: its arms in turn, and those that overlap.
 
-Times leave out the first step of each arm where there are more: it pays for first allocations and cold caches.
+Times leave out the first steps of each arm where there are more: they pay for first allocations and cold caches.
 Counts, rewards, lags and acceptance take all steps. Medians and spreads are of steps, and ratios typical ones of a
 step. Parts of an asynchronous step are means over the timed steps, so that they add up to it.
 """

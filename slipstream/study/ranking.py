@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.records.steps import ArmRecord, StepRecord
+from slipstream.records.steps import ArmRecord, StepRecord, num_warmup
 from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
 from slipstream.report.summary import are_paired, control_s, has_control, last_quarter, pooled_acceptance, timed_ratio
@@ -119,10 +119,12 @@ def rank(
     Args:
         ended: the arms of each variant of the grid, or the reason why it has none.
     """
+    trained = {variant: arms for variant, arms in ended.items() if isinstance(arms, Trained)}
+    warmup = num_warmup(arm for arms in trained.values() for arm in (arms.baseline, arms.arm))
     by_setting: dict[Setting, dict[int, Trained]] = {}
-    for variant, arms in ended.items():
-        if isinstance(arms, Trained):
-            by_setting.setdefault(variant.setting, {})[variant.seed] = arms
+    for variant, arms in trained.items():
+        timed = {name: replace(getattr(arms, name), num_warmup_steps=warmup) for name in ("arm", "baseline")}
+        by_setting.setdefault(variant.setting, {})[variant.seed] = replace(arms, **timed)
     rows: list[Row] = []
     for workload in dict.fromkeys(setting.workload for setting in by_setting):
         own = [_row(*each) for each in by_setting.items() if each[0].workload is workload]

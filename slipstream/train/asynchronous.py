@@ -253,7 +253,8 @@ class AsyncLoop:
             is_last = self.turn is not None and self.turn.begins_with(step + 1)
             is_drained = is_last or trainer.config.is_checkpoint_due(step)
             pending = self._pending(step, versions, clock) if is_drained else None
-            record = trainer.record(step, clock.times(), refit, learned, overlap=watch.overlap())
+            times, overlap = clock.times(), watch.overlap()
+            record = trainer.record(step, times, refit, learned, overlap=overlap, machine=clock.machine_use())
             self.on_step(record, pending)
 
     def _take_batch(self, step: int, clock: StageClock) -> Sequence[Scored]:

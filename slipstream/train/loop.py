@@ -23,7 +23,7 @@ from slipstream.engine.protocol import Engines, GenerationResult
 from slipstream.grpo.config import Correction, GrpoConfig
 from slipstream.grpo.lags import lag_stats
 from slipstream.grpo.update import Trained, Update, combined, minibatches
-from slipstream.records.steps import DraftDecision, Overlap, RefitCheck, StepRecord
+from slipstream.records.steps import DraftDecision, MachineUse, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
 from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import Versions, assemble, mismatch
@@ -174,7 +174,7 @@ class SyncLoop:
             with clock.stage("data"):
                 rewards = self.score(result.groups)
             learned = trainer.learn(step, result, rewards, clock=clock)
-            self.on_step(trainer.record(step, clock.times(), refit, learned))
+            self.on_step(trainer.record(step, clock.times(), refit, learned, machine=clock.machine_use()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,14 @@ class Trainer:
         return Learned(result=result, rewards=rewards, batch=batch, trained=trained, before=before, decision=decision)
 
     def record(
-        self, step: int, times: StageTimes, refit: RefitCheck, learned: Learned, *, overlap: Overlap | None = None
+        self,
+        step: int,
+        times: StageTimes,
+        refit: RefitCheck,
+        learned: Learned,
+        *,
+        overlap: Overlap | None = None,
+        machine: MachineUse | None = None,
     ) -> StepRecord:
         """The record of the step, of which the draft takes note."""
         batch, before, loss = learned.batch, learned.before, self.config.loss
@@ -267,6 +274,7 @@ class Trainer:
             if is_corrected
             else (),
             overlap=overlap,
+            machine=machine,
         )
         self.draft.note(record)
         return record

@@ -13,8 +13,9 @@ import numpy as np
 
 from slipstream.engine.protocol import GenerationResult
 from slipstream.grpo.update import Trained
-from slipstream.records.steps import LagStats, Mismatch, Overlap, RefitCheck, StepRecord
+from slipstream.records.steps import LagStats, MachineUse, Mismatch, Overlap, RefitCheck, StepRecord
 from slipstream.rewards.verifier import RewardResult
+from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.train.pending import Scored
 from slipstream.types import STAGES, FinishReason, StageTimes
 
@@ -27,9 +28,11 @@ class StageClock:
     """Wall time by stage; a stage may be entered more than once, stages never overlap."""
 
     now_s: Callable[[], float] = time.perf_counter
+    read_counters: Callable[[], Counters] = read_counters
     _spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     def __post_init__(self) -> None:
+        self._counters = self.read_counters()
         self._started_s = self.now_s()
 
     @contextmanager
@@ -49,6 +52,10 @@ class StageClock:
         """What was spent so far, and the wall time since the clock was made, measured on its own."""
         spent = {f"{name}_s": seconds for name, seconds in self._spent_s.items()}
         return StageTimes(**spent, step_s=self.now_s() - self._started_s)
+
+    def machine_use(self) -> MachineUse:
+        """Use of this machine since the clock was made."""
+        return use_between(self._counters, self.read_counters())
 
 
 class Activity:
@@ -309,7 +316,8 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         metrics["spec/acceptance_rate"] = record.acceptance.acceptance_rate
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
-    return metrics | _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
+    metrics |= _draft_metrics(record) | _lag_metrics(record.lags) | _overlap_metrics(record.overlap)
+    return metrics | _machine_metrics(record.machine)
 
 
 def _tokens_per_s(record: StepRecord) -> float:
@@ -331,6 +339,14 @@ def _overlap_metrics(overlap: Overlap | None) -> dict[str, float]:
     if overlap is None:
         return {}
     return {f"overlap/{_OVERLAP_NAMES.get(name, name)}": value for name, value in asdict(overlap).items()}
+
+
+def _machine_metrics(use: MachineUse | None) -> dict[str, float]:
+    """Metrics of the machine that the step ran on, as far as it shows its state."""
+    if use is None:
+        return {}
+    found = {f"machine/{name}": value for name, value in asdict(use).items() if isinstance(value, float)}
+    return found if use.sm_clock_mhz is None else {**found, "machine/throttled": float(bool(use.throttle_reasons))}
 
 
 def _draft_metrics(record: StepRecord) -> dict[str, float]:

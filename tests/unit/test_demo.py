@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import demo
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, parse_overrides
 from slipstream.demo import Launch
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import new_execution, recorded_recipe
@@ -18,6 +19,7 @@ from slipstream.supervisor import Outcome
 from slipstream.tracking.config import check_key
 from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 from slipstream.types import Workload
+from slipstream.workers.placement.config import ArmsInTurn
 from tests.unit.lagging import ONE_STEP_OFF
 
 
@@ -77,6 +79,15 @@ def test_an_input_that_was_not_given_does_not_reach_the_workflow_and_0_does() ->
     given = demo.started("tiny", workload=Workload.RL_THINK, num_steps=2, seed=0, reuse_stored=True)
     command = given.command(Path("runs"))
     assert [command[command.index(name) + 1] for name in sorted(inputs)] == ["2", "0", "rl_think"]
+    assert "--overrides" not in command
+
+
+def test_arms_in_turn_are_an_override_of_the_recipe() -> None:
+    off = ArmsInTurn.OFF
+    launch = demo.started("tiny", workload=None, num_steps=None, seed=None, reuse_stored=True, arms_in_turn=off)
+    command = launch.command(Path("runs"))
+    overrides = json.loads(command[command.index("--overrides") + 1])
+    assert load_recipe("tiny", overrides=parse_overrides(overrides)).placement.arms_in_turn is off
 
 
 def test_a_recipe_of_a_relative_path_is_handed_on_as_an_absolute_one(

@@ -14,6 +14,7 @@ import pytest
 from slipstream.demo import Launch
 from slipstream.recipe import CONFIGS
 from slipstream.types import Workload
+from slipstream.workers.placement.config import ArmsInTurn
 
 GOLDEN = Path(__file__).with_name("golden") / "speculative_rl.json"
 
@@ -73,9 +74,10 @@ def _inputs_read(monkeypatch: pytest.MonkeyPatch, workflow: str, *arguments: str
 
 
 def test_pyflyte_run_reads_what_a_demo_was_given_and_nothing_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Launch(recipe="tiny", execution="e", workload=Workload.RL_THINK, seed=0)
+    launch = Launch(recipe="tiny", execution="e", workload=Workload.RL_THINK, seed=0, arms_in_turn=ArmsInTurn.OFF)
     read = _inputs_read(monkeypatch, "speculative_rl", *launch.command(Path("/runs"))[4:])
     assert (read["workload"], read["seed"], read["num_steps"]) == (Workload.RL_THINK, 0, None)
+    assert read["overrides"] == ["placement.arms_in_turn=off"]
 
 
 @pytest.mark.parametrize("workflow", ["speculative_rl", "asynchronous_rl", "bake_off", "ablation"])

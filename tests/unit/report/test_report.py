@@ -222,7 +222,7 @@ def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() ->
 
 def test_report_is_written_as_page_and_json(tmp_path: Path) -> None:
     paths = write_report(RECORD, tmp_path / "report")
-    assert json.loads(paths.json.read_text()) == json.loads(json.dumps(summarise(RECORD)))
+    assert json.loads(paths.json.read_text()) == json.loads(json.dumps(report_json(RECORD)))
     assert paths.html.read_text() == render_page(RECORD, REFERENCE, drawn=drawn())
     assert sorted(path.name for path in paths.html.parent.iterdir()) == ["figures", "report.html", "report.json"]
     assert sorted(path.stem for path in paths.figures) == sorted(drawn())

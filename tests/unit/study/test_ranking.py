@@ -85,6 +85,13 @@ def ranked(failures: Sequence[Failure] = ()) -> StudyRecord:
     return ablation(arms, failures=failures)
 
 
+def test_all_arms_of_a_study_leave_out_as_many_first_steps() -> None:
+    """The baseline's second step takes 30 s; without it half of the others take 8 s and half 11, the variant's 4 s."""
+    base = arm([28.0, *[6.0, 9.0] * 7])
+    (row,) = ablation({variant(2): arm([2.0] * 15, k=2)}, {0: base}).rows
+    assert row.outcomes[0].saved_s == pytest.approx(9.5 - 4.0)
+
+
 def test_rows_are_ranked_by_the_step_and_paired_by_seed() -> None:
     first, last = ranked().rows
     assert (first.rank, first.setting.num_speculative_tokens, first.lengths) == (1, 2, (2, 2))

@@ -321,6 +321,7 @@ def test_a_step_says_how_much_of_generation_was_hidden_behind_training() -> None
         stages_s = sum(record.times.by_stage().values())
         assert record.times.train_s >= 0.1 * 0.99
         assert 0.1 <= stages_s <= record.times.step_s * 1.01
+        assert record.machine is not None
 
 
 NUM_GROUPS = NUM_STEPS * PROMPTS_PER_STEP

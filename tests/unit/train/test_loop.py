@@ -409,6 +409,7 @@ def test_the_five_stages_are_timed_apart_and_add_up_to_the_step() -> None:
     assert record.times == StageTimes(
         data_s=64.0, prepare_s=3.0, generation_s=4.0, logprob_s=24.0, train_s=32.0, step_s=127.0
     )
+    assert record.machine is not None
 
 
 def test_a_resumed_loop_sees_the_prompts_and_seeds_of_an_uninterrupted_one() -> None:

@@ -14,6 +14,7 @@ from slipstream.records.steps import (
     DraftDecision,
     DraftUpdate,
     LagStats,
+    MachineUse,
     Mismatch,
     Overlap,
     RefitCheck,
@@ -22,6 +23,7 @@ from slipstream.records.steps import (
 )
 from slipstream.rewards.verifier import RewardResult
 from slipstream.tracking.config import check_metrics
+from slipstream.train.machine_use import Counters
 from slipstream.train.metrics import StageClock, metrics_of, step_line, step_record
 from slipstream.types import FinishReason, Prompt, Rollout, RolloutGroup, StageTimes
 
@@ -96,6 +98,40 @@ METRICS = {
     "refit/check_s": 0.15,
     "train/policy_version": 10,
 }
+
+
+def test_a_step_shows_the_state_of_its_machine_as_far_as_it_could_be_read() -> None:
+    use = MachineUse(
+        load=1.5, other_cpu_fraction=0.34, steal_fraction=None, memory_pressure_fraction=0.02, cpu_mhz=2600.0
+    )
+    read = {
+        "machine/load": 1.5,
+        "machine/other_cpu_fraction": 0.34,
+        "machine/memory_pressure_fraction": 0.02,
+        "machine/cpu_mhz": 2600.0,
+    }
+    assert metrics_of(replace(STEP, machine=use)) == METRICS | read
+    gpus = {"machine/sm_clock_mhz": 1500.0, "machine/throttled": 0.0}
+    assert metrics_of(replace(STEP, machine=replace(use, sm_clock_mhz=1500.0))) == METRICS | read | gpus
+    slowed = replace(use, sm_clock_mhz=1500.0, throttle_reasons=("power cap",))
+    assert metrics_of(replace(STEP, machine=slowed))["machine/throttled"] == 1.0
+
+
+def test_a_clock_reads_the_machine_before_and_after_its_step_and_outside_its_time() -> None:
+    """Each reading takes 5 s and counts another 30 of 100 ticks as busy with other work."""
+    now, readings = [0.0], [0]
+
+    def read() -> Counters:
+        now[0] += 5.0
+        readings[0] += 1
+        busy = 30 * readings[0]
+        cores = (busy, 0, 0, 100 * readings[0] - busy, 0, 0, 0, 0)
+        return Counters(at_s=now[0], cores=cores, own_ticks={}, pressure_us=None, load=None, cpu_mhz=None)
+
+    clock = StageClock(now_s=lambda: now[0], read_counters=read)
+    now[0] += 2.0
+    assert clock.times().step_s == 2.0
+    assert clock.machine_use().other_cpu_fraction == 0.3
 
 
 def test_a_step_of_an_asynchronous_loop_shows_what_overlapped_and_the_engines_own_rate() -> None:

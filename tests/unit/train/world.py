@@ -428,4 +428,4 @@ def length_of(seed: int) -> int:
 
 def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Without what the clock said."""
-    return [replace(record, times=NO_TIMES, overlap=None) for record in records]
+    return [replace(record, times=NO_TIMES, overlap=None, machine=None) for record in records]

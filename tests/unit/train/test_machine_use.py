@@ -1,0 +1,196 @@
+"""A step's use of its machine, worked by hand from files like Linux's, and from an NVML that notes what it is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.records.steps import MachineUse
+from slipstream.train.machine_use import Counters, read_counters, use_between
+
+NOTHING = MachineUse(
+    load=None, other_cpu_fraction=None, steal_fraction=None, memory_pressure_fraction=None, cpu_mhz=None
+)
+HERE = os.getpid()
+CORE = min(os.sched_getaffinity(0))
+
+
+class FakeNvml:
+    """GPUs by their reasons and SM clocks."""
+
+    NVML_CLOCK_SM = 1
+
+    class NVMLError(Exception):
+        """NVML's own."""
+
+    def __init__(self, *gpus: tuple[int, int], has_clocks: bool = True) -> None:
+        self.gpus, self.has_clocks = gpus, has_clocks
+        self.asked: list[tuple[int, int]] = []
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:  # noqa: N802
+        return self.gpus[gpu][0]
+
+    def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:  # noqa: N802
+        if not self.has_clocks:
+            raise self.NVMLError("not supported")
+        self.asked.append((gpu, kind))
+        return self.gpus[gpu][1]
+
+
+def process(parent: int, ticks: tuple[int, int, int, int], name: str = "python", start: int = 7) -> str:
+    """A line of /proc/<pid>/stat without its id: own user and system ticks, and those of children that have ended."""
+    before = ["S", str(parent), *"0" * 9]
+    return " ".join([f"({name})", *before, *map(str, ticks), *"0" * 4, str(start), "0"])
+
+
+def machine(tmp_path: Path, cores: Mapping[int, str], processes: Mapping[int, str], waited_us: int = 0) -> Path:
+    """A directory like /proc; `cores` in ticks: user, nice, system, idle, iowait, irq, softirq, steal, guests."""
+    proc = tmp_path / "proc"
+    (proc / "pressure").mkdir(parents=True, exist_ok=True)
+    lines = [f"cpu{core} {ticks}" for core, ticks in cores.items()]
+    (proc / "stat").write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *lines, "intr 1 2 3", ""]))
+    (proc / "loadavg").write_text("1.50 1.25 1.00 2/300 4711\n")
+    (proc / "cpuinfo").write_text("processor : 0\ncpu MHz\t\t: 2000.5\nprocessor : 1\ncpu MHz\t\t: 3000.5\n")
+    full = "full avg10=0.00 avg60=0.00 avg300=0.00 total=5\n"
+    some = f"some avg10=9.00 avg60=9.00 avg300=9.00 total={waited_us}\n"
+    (proc / "pressure" / "memory").write_text(some + full)
+    for old in proc.glob("[0-9]*/stat"):
+        old.unlink()
+    for pid, line in processes.items():
+        (proc / str(pid)).mkdir(exist_ok=True)
+        (proc / str(pid) / "stat").write_text(f"{pid} {line}")
+    return proc
+
+
+def counters(tmp_path: Path, *args: Any, at_s: float = 0.0, **changes: Any) -> Counters:
+    return replace(read_counters(machine(tmp_path, *args, **changes), tmp_path / "cpus"), at_s=at_s)
+
+
+def test_other_processes_are_what_keeps_the_cores_busy_beside_the_processes_of_the_run(tmp_path: Path) -> None:
+    """Of 200 ticks 100 pass idle or wait for disks, 10 are stolen; 90 are busy, 60 of them in the run's processes."""
+    cores = "100 0 50 800 20 0 0 0 30 0"
+    tree = {HERE: process(1, (40, 10, 0, 0)), 60: process(HERE, (5, 5, 0, 0)), 61: process(60, (1, 0, 0, 0))}
+    before = counters(tmp_path, {CORE: cores}, {**tree, 70: process(1, (3, 3, 0, 0))})
+    tree = {HERE: process(1, (60, 20, 0, 0)), 60: process(HERE, (10, 10, 0, 0)), 61: process(60, (11, 10, 0, 0))}
+    later = "150 10 70 880 40 6 4 10 70 0"
+    after = counters(tmp_path, {CORE: later}, {**tree, 70: process(1, (33, 3, 0, 0))}, waited_us=500_000, at_s=2.0)
+    assert use_between(before, after) == MachineUse(
+        load=1.5, other_cpu_fraction=0.15, steal_fraction=0.05, memory_pressure_fraction=0.25, cpu_mhz=2500.5
+    )
+
+
+def used(tmp_path: Path, before: Mapping[int, str], after: Mapping[int, str]) -> float | None:
+    """The share of others where the cores were busy for 100 ticks of 200."""
+    then = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0 0 0"}, before)
+    now = counters(tmp_path, {CORE: "100 0 0 100 0 0 0 0 0 0"}, after, at_s=2.0)
+    return use_between(then, now).other_cpu_fraction
+
+
+def test_children_that_come_and_end_within_a_step_are_the_runs_own(tmp_path: Path) -> None:
+    own = {HERE: process(1, (10, 0, 5, 5))}
+    assert used(tmp_path, own, {HERE: process(1, (20, 0, 55, 15))}) == 0.15  # 70 of the 100
+    assert used(tmp_path, own, {**own, 60: process(HERE, (30, 10, 0, 0))}) == 0.3  # it was started in the step
+
+
+def test_others_are_never_blamed_for_a_process_of_the_run_that_has_ended(tmp_path: Path) -> None:
+    """It counts with its parent, in full, 1,000 ticks of which lay before the step; one that nobody awaits is gone."""
+    own, child = {HERE: process(1, (10, 0, 0, 0))}, {60: process(HERE, (1000, 0, 0, 0))}
+    assert used(tmp_path, own | child, {HERE: process(1, (10, 0, 1040, 0))}) == 0.0
+    assert used(tmp_path, own | child, {HERE: process(1, (50, 0, 0, 0))}) == 0.3
+
+
+def test_an_id_that_another_process_got_is_counted_from_its_start(tmp_path: Path) -> None:
+    own = {HERE: process(1, (0, 0, 0, 0))}
+    old, new = process(HERE, (90, 0, 0, 0), start=7), process(HERE, (40, 0, 0, 0), start=8)
+    assert used(tmp_path, {**own, 60: old}, {**own, 60: new}) == 0.3
+
+
+def test_workers_of_a_ray_that_was_there_before_are_the_runs_own_and_of_another_beside_its_own_are_not(
+    tmp_path: Path,
+) -> None:
+    own, ours = {HERE: process(1, (0, 0, 0, 0))}, {50: process(HERE, (0, 0, 0, 0), name="raylet")}
+    theirs = {80: process(1, (0, 0, 0, 0), name="raylet"), 81: process(80, (0, 0, 0, 0), name="ray::A (x) b")}
+    worked = {**theirs, 81: process(80, (60, 0, 0, 0), name="ray::A (x) b")}
+    assert used(tmp_path, own | theirs, own | worked) == 0.2
+    assert used(tmp_path, own | ours | theirs, own | ours | worked) == 0.5
+
+
+def test_cores_that_the_run_may_not_use_are_not_counted(tmp_path: Path) -> None:
+    beyond, own = max(os.sched_getaffinity(0)) + 1, {HERE: process(1, (0, 0, 0, 0))}
+    before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0", beyond: "0 0 0 0 0 0 0 0"}, own)
+    after = counters(tmp_path, {CORE: "10 0 0 90 0 0 0 0", beyond: "999 0 0 0 0 0 0 0"}, own, at_s=1.0)
+    assert use_between(before, after).other_cpu_fraction == 0.1
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may run on one core, as far as anybody asks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {CORE})
+
+
+def test_the_driver_of_a_cores_clock_is_asked_first(tmp_path: Path) -> None:
+    scaling = tmp_path / "cpus" / f"cpu{CORE}" / "cpufreq"
+    scaling.mkdir(parents=True)
+    (scaling / "scaling_cur_freq").write_text("1200500\n")
+    assert counters(tmp_path, {}, {}).cpu_mhz == 1200.5
+
+
+def test_what_cannot_be_read_is_none_and_stops_nothing(tmp_path: Path) -> None:
+    nothing = read_counters(tmp_path, tmp_path)
+    assert use_between(nothing, nothing) == NOTHING
+    (tmp_path / "stat").write_text("cpu0 what\n")
+    (tmp_path / "loadavg").write_text("")
+    (tmp_path / str(HERE)).mkdir()
+    (tmp_path / str(HERE) / "stat").write_text("1 (py")
+    (tmp_path / "pressure").mkdir()
+    (tmp_path / "pressure" / "memory").write_text("total\n")
+    broken = read_counters(tmp_path, tmp_path)
+    assert use_between(broken, broken) == NOTHING
+
+
+def test_a_container_that_hides_its_processes_shows_the_steal_alone(tmp_path: Path) -> None:
+    before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0"}, {})
+    use = use_between(before, counters(tmp_path, {CORE: "10 0 0 80 0 0 0 10"}, {}, at_s=1.0))
+    assert (use.other_cpu_fraction, use.steal_fraction) == (None, 0.1)
+
+
+def test_gpus_that_work_tell_their_clock_and_what_holds_it_down(tmp_path: Path) -> None:
+    """An idle GPU's low clock says nothing; a clock that its own settings ask for (0x2) is no throttling."""
+    nvml = FakeNvml((0x44, 1200), (0x1, 345), (0x2, 1800))
+    seen = read_counters(tmp_path, tmp_path, nvml)
+    use = use_between(seen, seen)
+    assert (use.sm_clock_mhz, use.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
+    assert nvml.asked == [(0, nvml.NVML_CLOCK_SM), (2, nvml.NVML_CLOCK_SM)]
+
+
+@pytest.mark.parametrize("nvml", [FakeNvml((0x1, 345)), FakeNvml((0x0, 1200), has_clocks=False), FakeNvml()])
+def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: FakeNvml, tmp_path: Path) -> None:
+    seen = read_counters(tmp_path, tmp_path, nvml)
+    assert (seen.sm_clock_mhz, seen.throttle_reasons) == (None, ())
+
+
+def test_this_machine_counts_the_work_of_a_child_as_the_runs_own() -> None:
+    before = read_counters()
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    time.sleep(0.02)
+    after = read_counters()
+    assert before.own_ticks is not None and after.own_ticks is not None
+    own = [ticks - before.own_ticks.get(each, 0) for each, ticks in after.own_ticks.items()]
+    assert sum(own) / os.sysconf("SC_CLK_TCK") >= 0.25
+    fraction = use_between(before, after).other_cpu_fraction
+    assert fraction is not None and 0.0 <= fraction <= 1.0
